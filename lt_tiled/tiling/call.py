@@ -1,0 +1,274 @@
+"""One call of a tiled module: its tiles, run forward without a graph and backward with one each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lt_tiled._log import inform_once
+from lt_tiled._marks import Mark
+from lt_tiled.policies import Tiling
+from lt_tiled.tiling.layout import (
+    Bounds,
+    OutputAssembly,
+    OutputLayout,
+    TokenShape,
+    compare_outputs,
+    describe_output,
+    tile_bounds,
+    tile_gradient,
+)
+from lt_tiled.tiling.recompute import (
+    AutocastState,
+    CannotSkip,
+    LastProjectionSkip,
+    PackCounter,
+    RandomState,
+    random_state_kept,
+)
+from lt_tiled.tiling.weights import GradientSum, Weight, substituted
+
+
+class TileMark(Mark):
+    """What a tiled module carries: its policy, and what its calls have shown so far."""
+
+    attribute = "_lt_tiled_tiling"
+
+    def __init__(self, tiling: Tiling, name: str) -> None:
+        self.tiling = tiling
+        self.name = name
+        self.checked = not tiling.self_check
+        self.layouts: dict[pytree.TreeSpec, OutputLayout] = {}
+        self.packs: dict[tuple[Any, ...], int | None] = {}
+        """How many tensors a tile's graph saves; ``None`` where that differs from tile to tile."""
+        self.largest = (0, 0)
+        """Tokens and tiles of the largest call so far."""
+
+    def note(self, module: nn.Module, tokens: int, bounds: Sequence[Bounds]) -> None:
+        """Remember the largest call for the report, and log the number of tiles the first time that a class of modules is cut."""
+        if tokens > self.largest[0]:
+            self.largest = (tokens, len(bounds))
+        if len(bounds) > 1:
+            kind = type(module).__name__
+            size = bounds[0][1] - bounds[0][0]
+            inform_once(f"{kind} {self.tiling}", f"{kind} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)")
+
+
+class TiledCall:
+    """What the forward and the backward of one call share. It holds no activation: those are the anchor's."""
+
+    def __init__(self, module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self.tree = pytree.tree_flatten((args, kwargs))
+        self.module = module
+        self.mark = mark
+        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.inputs: list[Tensor] = [leaves[i] for i in self.positions]
+        hidden = next((t for t in self.inputs if t.is_floating_point() and t.dim() > 1), None)
+        self.bounds: list[Bounds] = []
+        self.weights: list[Weight] = []
+        if hidden is None:  # nothing to cut
+            return
+        self.device = hidden.device
+        self.shape = TokenShape(hidden.shape[:-1])
+        self.bounds = tile_bounds(mark.tiling, self.shape.tokens, hidden.shape[-1])
+        self.per_token = [self.shape.covers(t) for t in self.inputs]
+        self.wants_grad = [t.requires_grad for t in self.inputs]
+        self.autocast = AutocastState.now(self.device)
+        self.random: RandomState | None = None
+        self.layout: OutputLayout | None = None
+        self.anchor: Any = None
+
+    @property
+    def differentiable(self) -> bool:
+        return torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
+
+    # Running one tile
+
+    def run_tile(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the module's own forward on one tile: ``[t, ...]`` for per-token arguments, the others whole."""
+        leaves = list(self.others)
+        for position, tensor, per_token in zip(self.positions, tensors, self.per_token, strict=True):
+            # A view, because leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
+            leaves[position] = self.shape.as_tile(tensor) if per_token else tensor.view_as(tensor)
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        return self.mark.inner(self.module, *args, **kwargs)
+
+    def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The arguments without a graph, each per-token one as ``[tokens, ...]``."""
+        return [self.shape.flatten(t.detach()) if per_token else t.detach() for t, per_token in zip(inputs, self.per_token, strict=True)]
+
+    def cut(self, flat: Sequence[Tensor], index: slice | Tensor) -> list[Tensor]:
+        """The tokens at ``index`` of each per-token argument, beside the other arguments."""
+        return [t[index] if per_token else t for t, per_token in zip(flat, self.per_token, strict=True)]
+
+    def layout_of(self, output: Any, flat: Sequence[Tensor], tokens: int) -> OutputLayout:
+        """How outputs like this one go together: from its shape, else from runs on two and on three tokens."""
+        layout = describe_output(output, self.shape, tokens)
+        if layout is not None:
+            return layout
+        tree = pytree.tree_structure(output)
+        if tree not in self.mark.layouts:
+            with torch.no_grad(), random_state_kept(self.device):
+                small, large = (self.run_tile(self.cut(flat, slice(0, n))) for n in (2, 3))
+            self.mark.layouts[tree] = compare_outputs(small, large, (2, 3), self.shape, self.mark.tiling.reductions, self.mark.name)
+        return self.mark.layouts[tree]
+
+    # Forward
+
+    def forward(self, learn: bool) -> list[Any]:
+        """Compute all tiles without a graph; return the leaves of the output in the untiled shape.
+
+        Args:
+            learn: Whether a backward may follow: note the randomness and count what the recompute will save.
+        """
+        flat, self.inputs = self.flat(self.inputs), []
+        start = RandomState.now(self.device) if learn else None
+        assembly: OutputAssembly | None = None
+        with torch.no_grad():
+            for low, high in self.bounds:
+                tile = self.cut(flat, slice(low, high))
+                output = self._count_packs(tile) if learn and self._packs_key not in self.mark.packs else self.run_tile(tile)
+                if assembly is None:
+                    self.layout = self.layout_of(output, flat, high - low)
+                    assembly = OutputAssembly(self.layout, self.shape, self.mark.name)
+                assembly.add(output, (low, high))
+                del output
+        if start is not None and not start.same_as(RandomState.now(self.device)):
+            self.random = start
+        assert assembly is not None
+        return assembly.finish()
+
+    @property
+    def _packs_key(self) -> tuple[Any, ...]:
+        return self.tree, self.module.training, tuple(self.wants_grad), len(self.weights), self.autocast
+
+    def _count_packs(self, tile: Sequence[Tensor]) -> Any:
+        """Run a tile with a graph that keeps nothing, to learn how many tensors its recompute will save."""
+        counter = PackCounter(keep=False)
+        with (
+            self._sums([w.tensor for w in self.weights]) as sums,
+            self._sums(self._wholes(tile)) as wholes,
+            self._weights_from(sums),
+            torch.enable_grad(),
+            counter,
+        ):
+            output = self.run_tile(self._leaves(tile, wholes))
+        self.mark.packs[self._packs_key] = counter.count
+        return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+
+    # Backward
+
+    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Recompute each tile with a graph and sum its gradients.
+
+        Args:
+            inputs: The tensors of the call's arguments, as in the forward.
+            gradients: One for each leaf of the output, in the untiled shape; ``None`` for leaves without one.
+
+        Returns:
+            A gradient for each tensor argument that wants one, then one for each trainable weight.
+        """
+        assert self.layout is not None
+        flat = self.flat(inputs)
+        results = [
+            torch.empty_like(t, memory_format=torch.contiguous_format) if wants and per_token else None
+            for t, wants, per_token in zip(flat, self.wants_grad, self.per_token, strict=True)
+        ]
+        with self._sums([w.read() for w in self.weights]) as sums, self._sums(self._wholes(inputs)) as wholes:
+            with self._weights_from(sums), self._as_in_forward():
+                for low, high in self.bounds:
+                    leaves = self._leaves(self.cut(flat, slice(low, high)), wholes)
+                    outputs, tile_gradients = self._recompute(leaves, gradients, (low, high))
+                    self._differentiate(outputs, tile_gradients, leaves, results, (low, high), [*sums, *wholes])
+                    del outputs, leaves
+            totals = iter([s.take() for s in wholes])
+            arguments = [
+                (self.shape.unflatten(result) if result is not None else next(totals))
+                for result, wants in zip(results, self.wants_grad, strict=True)
+                if wants
+            ]
+            return [*arguments, *(s.take() for s in sums)]
+
+    def _recompute(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], bounds: Bounds) -> tuple[list[Tensor], list[Tensor]]:
+        """Run a tile with a graph; return the outputs that carry a gradient, and the gradients."""
+        assert self.layout is not None
+        output = pytree.tree_leaves(self._run_with_graph(leaves))
+        pairs = [
+            (tensor, tile_gradient(gradient, kind, self.shape, bounds))
+            for tensor, gradient, kind in zip(output, gradients, self.layout.kinds, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _run_with_graph(self, leaves: Sequence[Tensor]) -> Any:
+        packs = self.mark.packs.get(self._packs_key)
+        if packs is not None:
+            start = RandomState.now(self.device) if self.random is not None else None
+            skip = LastProjectionSkip(packs)
+            try:
+                with torch.enable_grad(), skip:
+                    output = self.run_tile(leaves)
+                skip.check()
+                return output
+            except CannotSkip:
+                self.mark.packs[self._packs_key] = None
+                if start is not None:
+                    start.set()
+        with torch.enable_grad(), PackCounter():
+            return self.run_tile(leaves)
+
+    def _differentiate(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        results: Sequence[Tensor | None],
+        bounds: Bounds,
+        sums: Sequence[GradientSum],
+    ) -> None:
+        wanted = [(leaf, result) for leaf, result in zip(leaves, results, strict=True) if result is not None]
+        targets = [*(leaf for leaf, _ in wanted), *(s.leaf for s in sums)]
+        found: Sequence[Tensor | None] = [None] * len(targets)
+        if outputs and targets:
+            found = torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
+        for (_, result), gradient in zip(wanted, found, strict=False):
+            part = result[slice(*bounds)]
+            part.zero_() if gradient is None else part.copy_(gradient)
+
+    def _wholes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The arguments that every tile sees whole and that want a gradient."""
+        return [t for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True) if wants and not per_token]
+
+    def _leaves(self, tile: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
+        """A tile's arguments, detached, each a leaf where it wants a gradient."""
+        whole = iter(wholes)
+        return [
+            (t.detach().requires_grad_(wants) if per_token or not wants else next(whole).leaf)
+            for t, wants, per_token in zip(tile, self.wants_grad, self.per_token, strict=True)
+        ]
+
+    @contextmanager
+    def _sums(self, tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
+        sums = [GradientSum(tensor, self.mark.tiling.accumulate) for tensor in tensors]
+        try:
+            yield sums
+        finally:
+            for s in sums:
+                s.close()
+
+    def _weights_from(self, sums: Sequence[GradientSum]) -> Any:
+        return substituted(self.weights, [s.leaf for s in sums])
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        """The forward's autocast state, and its randomness if it drew any."""
+        autocast = self.autocast.context() if self.autocast else nullcontext()
+        random = random_state_kept(self.device, self.random) if self.random else nullcontext()
+        with autocast, random:
+            yield

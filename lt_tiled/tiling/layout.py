@@ -1,0 +1,181 @@
+"""How one call is cut into tiles, and how the tiles' outputs go back together in the untiled order and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lt_tiled.policies import Tiling
+
+MIN_TILE_TOKENS = 1024
+"""Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
+
+Bounds = tuple[int, int]
+
+
+def tile_bounds(tiling: Tiling, tokens: int, hidden: int) -> list[Bounds]:
+    """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one.
+
+    ``"auto"`` follows the rule of Arctic Long Sequence Training (arXiv:2506.13996), ``ceil(tokens / hidden)`` shards, with a floor
+    of :data:`MIN_TILE_TOKENS`. A tile holds two tokens or more, because one token does not tell the layout of an output.
+    """
+    if tiling.tile_tokens is not None:
+        size = tiling.tile_tokens
+    else:
+        shards = max(1, min(ceil(tokens / hidden), tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
+        size = ceil(tokens / shards)
+    size = max(size, 2)
+    return [(low, min(low + size, tokens)) for low in range(0, tokens, size)]
+
+
+@dataclass(frozen=True)
+class TokenShape:
+    """The leading dimensions of the hidden states, ``[B, S]`` of ``[B, S, H]``: one entry per token, row by row."""
+
+    lead: torch.Size
+
+    @property
+    def tokens(self) -> int:
+        return prod(self.lead)
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether the tensor has an entry for each token."""
+        return tensor.shape[: len(self.lead)] == self.lead
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """``[B, S, ...]`` as ``[tokens, ...]``: a view where the strides allow it."""
+        return tensor.reshape(self.tokens, *tensor.shape[len(self.lead) :])
+
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """``[tokens, ...]`` as ``[B, S, ...]``."""
+        return flat.view(*self.lead, *flat.shape[1:])
+
+    def as_tile(self, flat: Tensor) -> Tensor:
+        """``[t, ...]`` as the module sees it: ``[1, t, ...]`` for three-dimensional hidden states, ``[t, ...]`` for two."""
+        return flat.view(*self.tile_lead(flat.shape[0]), *flat.shape[1:])
+
+    def tile_lead(self, tokens: int) -> tuple[int, ...]:
+        return (1,) * (len(self.lead) - 1) + (tokens,)
+
+
+Kind = Literal["tokens", "flat", "sum", "mean", "constant"]
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """What the module returns: the tree, and for each leaf how the tiles' values are put together."""
+
+    tree: pytree.TreeSpec
+    kinds: tuple[Kind, ...]
+    names: tuple[str, ...]
+
+
+def describe_output(output: Any, shape: TokenShape, tokens: int) -> OutputLayout | None:
+    """The layout of a tile's output if it is one tensor, whose shape alone tells it; else ``None``: it takes a comparison."""
+    if isinstance(output, Tensor) and output.shape[: len(shape.lead)] == shape.tile_lead(tokens):
+        return OutputLayout(pytree.tree_structure(output), ("tokens",), ("",))
+    return None
+
+
+def compare_outputs(
+    small: Any, large: Any, sizes: tuple[int, int], shape: TokenShape, reductions: Mapping[str, str] | None, module: str
+) -> OutputLayout:
+    """Find each leaf's layout from the outputs for two numbers of tokens: what grows with the tokens is per token.
+
+    Raises:
+        ValueError: If a leaf is not per token and ``reductions`` has no entry for it.
+    """
+    (few, tree), (many, other_tree) = _flatten_named(small), _flatten_named(large)
+    if tree != other_tree:
+        raise ValueError(f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled.")
+    kinds = tuple(_leaf_kind(name, a, b, sizes, shape, reductions or {}, module) for (name, a), (_, b) in zip(few, many, strict=True))
+    return OutputLayout(tree, kinds, tuple(name for name, _ in few))
+
+
+def _flatten_named(output: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    try:
+        leaves, tree = pytree.tree_flatten_with_path(output)
+    except ValueError:  # a container that torch can flatten but not name
+        plain, tree = pytree.tree_flatten(output)
+        return [(f"[{index}]", leaf) for index, leaf in enumerate(plain)], tree
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves], tree
+
+
+def _leaf_kind(
+    name: str, few: Any, many: Any, sizes: tuple[int, int], shape: TokenShape, reductions: Mapping[str, str], module: str
+) -> Kind:
+    where = f"{module}: output {name or 'value'}"
+    if isinstance(few, Tensor) and isinstance(many, Tensor):
+        rank = len(shape.lead)
+        if all(t.shape[:rank] == shape.tile_lead(n) for t, n in zip((few, many), sizes, strict=True)):
+            return "tokens"
+        if all(t.dim() > 0 and t.shape[0] == n for t, n in zip((few, many), sizes, strict=True)):
+            return "flat"
+        reduction = reductions.get(name)
+        if reduction is None:
+            raise ValueError(
+                f"{where} of shape {list(few.shape)} is not per token, so it would change with the tiles. Leave this module"
+                f' untiled, or say how to put it together: reductions={{"{name}": "sum"}} or "mean".'
+            )
+        return "sum" if reduction == "sum" else "mean"
+    if few is None or isinstance(few, bool | int | float | str):
+        if few != many:
+            raise ValueError(f"{where} is {few!r} for {sizes[0]} tokens and {many!r} for {sizes[1]}: it cannot be put together from tiles.")
+        return "constant"
+    raise ValueError(f"{where} is a {type(few).__name__}: only tensors, and trees of them that torch can flatten, come from tiles.")
+
+
+class OutputAssembly:
+    """Collects the tiles' outputs into tensors that are allocated once."""
+
+    def __init__(self, layout: OutputLayout, shape: TokenShape, module: str) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.module = module
+        self.leaves: list[Any] = []
+
+    def add(self, output: Any, bounds: Bounds) -> None:
+        low, high = bounds
+        leaves, tree = pytree.tree_flatten(output)
+        if tree != self.layout.tree:
+            raise ValueError(f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled.")
+        if not self.leaves:
+            self.leaves = [self._allocate(leaf, kind) for leaf, kind in zip(leaves, self.layout.kinds, strict=True)]
+        for whole, leaf, kind, name in zip(self.leaves, leaves, self.layout.kinds, self.layout.names, strict=True):
+            if kind in ("tokens", "flat"):
+                lead = self.shape.tile_lead(high - low) if kind == "tokens" else (high - low,)
+                if leaf.shape[: len(lead)] != lead:
+                    raise ValueError(
+                        f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for {high - low} tokens."
+                    )
+                whole[low:high].copy_(leaf.flatten(0, len(lead) - 1))
+            elif kind == "sum":
+                whole.add_(leaf)
+            elif kind == "mean":
+                whole.add_(leaf, alpha=(high - low) / self.shape.tokens)
+
+    def _allocate(self, leaf: Any, kind: Kind) -> Any:
+        if kind in ("tokens", "flat"):
+            rank = len(self.shape.lead) if kind == "tokens" else 1
+            return leaf.new_empty(self.shape.tokens, *leaf.shape[rank:])
+        return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def finish(self) -> list[Any]:
+        """The leaves in the untiled shape."""
+        return [self.shape.unflatten(leaf) if kind == "tokens" else leaf for leaf, kind in zip(self.leaves, self.layout.kinds, strict=True)]
+
+
+def tile_gradient(gradient: Tensor, kind: Kind, shape: TokenShape, bounds: Bounds) -> Tensor:
+    """The part of an output's gradient that belongs to one tile, in the shape of the tile's output."""
+    low, high = bounds
+    if kind == "tokens":
+        return shape.as_tile(shape.flatten(gradient)[low:high])
+    if kind == "flat":
+        return gradient[low:high]
+    return gradient if kind == "sum" else gradient * ((high - low) / shape.tokens)

@@ -1,0 +1,139 @@
+"""What tiling costs and saves, in exact figures: FLOPs, calls of the forward, live bytes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lt_tiled import Checkpointing, Tiling, prepare, tile
+from tests.meters import LiveBytes, flops, peak_bytes
+from tests.models import Block, GatedMLP, PlainMLP, tiny_llama
+from tests.parity import randn
+
+TOKENS, HIDDEN, WIDE, TILES = 512, 32, 96, 8
+TILE = TOKENS // TILES
+
+
+def step(module: nn.Module, x: Tensor, checkpointed: bool = False) -> None:
+    y = checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+    torch.autograd.backward(y, torch.ones_like(y))
+
+
+@pytest.mark.parametrize("mlp", [GatedMLP, PlainMLP])
+def test_checkpointed_block_costs_nothing_more(mlp: type[nn.Module]) -> None:
+    """FLOPs of a checkpointed block with its MLP tiled are 1.00 times those of the same block untiled, from the first step on."""
+    block, x = Block(HIDDEN, WIDE, mlp), randn(1, TOKENS, HIDDEN)
+    untiled = flops(lambda: step(block, x, checkpointed=True))
+    tile(block.mlp, num_shards=TILES, self_check=False)
+    assert [flops(lambda: step(block, x, checkpointed=True)) for _ in range(2)] == [untiled] * 2
+
+
+def test_hugging_face_model_costs_nothing_more() -> None:
+    """FLOPs of a checkpointed Llama with its MLPs tiled are 1.00 times those of the checkpointed one."""
+    model = tiny_llama()
+    ids = torch.arange(256).view(2, 128) % 64
+
+    def run() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    with prepare(model, checkpointing=Checkpointing()):
+        untiled = flops(run)
+    with prepare(model, checkpointing=Checkpointing(), tiling=Tiling(4, self_check=False)):
+        assert flops(run) == untiled
+
+
+@pytest.mark.parametrize(("mlp", "ratio"), [(GatedMLP, 11 / 9), (PlainMLP, 7 / 6)])
+def test_cost_without_checkpointing(mlp: type[nn.Module], ratio: float) -> None:
+    """Without checkpointing the MLP's FLOPs grow by the recompute of all projections but the last: 11/9 for a gated MLP."""
+    module, x = mlp(HIDDEN, WIDE), randn(1, TOKENS, HIDDEN)
+    untiled = flops(lambda: step(module, x))
+    tile(module, num_shards=TILES, self_check=False)
+    assert [flops(lambda: step(module, x)) / untiled for _ in range(2)] == [pytest.approx(ratio)] * 2
+
+
+def test_lora_costs_nothing_more() -> None:
+    """With LoRA on a frozen base the checkpointed block's FLOPs are 1.00 times the untiled ones too."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    block, x = Block(HIDDEN, WIDE).requires_grad_(False), randn(1, TOKENS, HIDDEN)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["gate", "up", "down"]), block.mlp)
+    untiled = flops(lambda: step(block, x, checkpointed=True))
+    tile(block.mlp, num_shards=TILES, self_check=False)
+    assert flops(lambda: step(block, x, checkpointed=True)) == untiled
+
+
+def test_each_token_runs_forward_twice() -> None:
+    """In a checkpointed block each token passes the tiled forward twice, once without a graph and once with; peers run it three times."""
+    block = Block(HIDDEN, WIDE)
+    tokens = 0
+
+    def count(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal tokens
+        tokens += args[0].numel() // HIDDEN
+
+    block.mlp.gate.register_forward_pre_hook(count)
+    tile(block.mlp, num_shards=TILES, self_check=False)
+    step(block, randn(1, TOKENS, HIDDEN), checkpointed=True)
+    assert tokens == 2 * TOKENS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_of_the_forward(dtype: torch.dtype) -> None:
+    """The forward holds the output, and of one tile the three widened tensors that the module itself holds at once."""
+    module, x = tile(GatedMLP(HIDDEN, WIDE).to(dtype), num_shards=TILES, self_check=False), randn(1, TOKENS, HIDDEN, dtype=dtype)
+    with torch.no_grad():
+        peak = peak_bytes(lambda: module(x))
+    output = TOKENS * HIDDEN
+    one_tile = 3 * TILE * WIDE  # act(gate), up, their product
+    assert peak == (output + one_tile) * x.element_size()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_of_forward_and_backward(dtype: torch.dtype) -> None:
+    """Forward and backward together hold the output and its gradient, the input's gradient, one tile, and the gradient sums."""
+    module, x = tile(GatedMLP(HIDDEN, WIDE).to(dtype), num_shards=TILES, self_check=False), randn(1, TOKENS, HIDDEN, dtype=dtype)
+    step(module, x)
+    x.grad, element = None, x.element_size()
+    module.zero_grad(set_to_none=True)
+    peak = peak_bytes(lambda: step(module, x))
+    output_and_gradient = 2 * TOKENS * HIDDEN * element
+    input_gradient = TOKENS * HIDDEN * element
+    saved = 4 * TILE * WIDE * element  # gate, act(gate), up, their product
+    gradients = 2 * TILE * WIDE * element  # of two of them at once
+    sums = 3 * HIDDEN * WIDE * 4  # one for each weight, in float32
+    scalars = 64
+    assert peak <= output_and_gradient + input_gradient + saved + gradients + sums + scalars
+
+
+def test_intermediates_do_not_grow_with_the_tokens() -> None:
+    """With tiles of a fixed size, twice the tokens add their input-sized tensors to the peak and nothing else."""
+    module = tile(GatedMLP(HIDDEN, WIDE), tile_tokens=64, self_check=False)
+    peaks = []
+    for tokens in (512, 1024):
+        x = randn(1, tokens, HIDDEN)
+        step(module, x)
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        peaks.append(peak_bytes(lambda x=x: step(module, x)))
+    assert peaks[1] - peaks[0] == 3 * 512 * HIDDEN * 4
+
+
+def test_forward_keeps_nothing_but_the_input() -> None:
+    """Between forward and backward a tiled call keeps its input (which the caller made) and its output alive, and no more."""
+    module, x = tile(GatedMLP(HIDDEN, WIDE), num_shards=TILES, self_check=False), randn(1, TOKENS, HIDDEN)
+    with LiveBytes() as meter:
+        y = module(x)
+        assert meter.now == y.nbytes
+        del y
+        assert meter.now == 0
+
+
+def test_no_work_at_all_for_short_inputs() -> None:
+    """An input of one tile runs the module as it is: no self-check, no recompute."""
+    module, x = GatedMLP(HIDDEN, WIDE), randn(1, TOKENS, HIDDEN)
+    untiled = flops(lambda: step(module, x))
+    assert flops(lambda: step(tile(copy.deepcopy(module)), x)) == untiled

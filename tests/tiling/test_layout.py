@@ -1,0 +1,48 @@
+"""How many tiles a call is cut into."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt_tiled import Tiling
+from lt_tiled.tiling.layout import MIN_TILE_TOKENS, tile_bounds
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "tiles"),
+    [
+        (131072, 4096, 32),  # ceil(tokens / hidden)
+        (131073, 4096, 33),
+        (5000, 4096, 2),
+        (4096, 128, 4),  # the floor of 1024 tokens a tile
+        (4097, 128, 4),  # evenly, instead of a fifth tile with one token
+        (2047, 64, 1),  # short: untiled
+        (1024, 4096, 1),
+        (1, 4096, 1),
+        (0, 4096, 0),
+    ],
+)
+def test_auto(tokens: int, hidden: int, tiles: int) -> None:
+    """``auto`` cuts by the ALST rule, never below the efficient size, and leaves short inputs whole."""
+    bounds = tile_bounds(Tiling(), tokens, hidden)
+    assert len(bounds) == tiles
+    assert tiles < 2 or bounds[0][1] >= MIN_TILE_TOKENS
+
+
+@pytest.mark.parametrize("tiling", [Tiling(7), Tiling(tile_tokens=13), Tiling(1000), Tiling(tile_tokens=1), Tiling()])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 36, 37, 5000])
+def test_tiles_cover_each_token_once(tiling: Tiling, tokens: int) -> None:
+    """The tiles follow each other from the first token to the last, none empty, all but the last of one size."""
+    bounds = tile_bounds(tiling, tokens, 64)
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == tokens
+    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    sizes = [high - low for low, high in bounds]
+    assert len(set(sizes[:-1])) <= 1
+    assert 0 < sizes[-1] <= sizes[0]
+
+
+def test_counts_mean_what_they_say() -> None:
+    """``num_shards`` is a number of tiles, ``tile_tokens`` a number of tokens."""
+    assert len(tile_bounds(Tiling(8), 4096, 64)) == 8
+    assert tile_bounds(Tiling(tile_tokens=1000), 2500, 64) == [(0, 1000), (1000, 2000), (2000, 2500)]

@@ -1,0 +1,117 @@
+"""The recompute leaves out the last projection only where nothing can see it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled import tile
+from lt_tiled.tiling.call import TileMark
+from tests.models import H, GatedMLP, RoutedMLP
+from tests.parity import FP32, gradients, randn, reference, worst
+
+
+def packs(module: nn.Module) -> list[int | None]:
+    return list(module.__dict__[TileMark.attribute].packs.values())
+
+
+class ReadsOutput(GatedMLP):
+    """Decides on the value of its output, as T5 does for fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if bool(y.detach().abs().sum() > 0) else y * 0
+
+
+class WritesOutput(GatedMLP):
+    """Notes a statistic of its output in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.largest.copy_(y.detach().abs().max())
+        return y
+
+
+class Hoarder(torch.autograd.Function):
+    """Keeps its input on ``ctx`` behind autograd's back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.x = x.clone()
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * ctx.x * gradient
+
+
+class EndsInCustomFunction(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hoarder.apply(super().forward(x))
+
+
+class Alternates(GatedMLP):
+    """Saves more tensors from its second call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        y = super().forward(x)
+        return y if self.calls == 1 else y.exp().log()
+
+
+@pytest.mark.parametrize("module", [ReadsOutput, WritesOutput, EndsInCustomFunction])
+def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
+    """A module that reads, stores or hides the value of its last projection has it computed, and right gradients."""
+    torch.manual_seed(0)
+    m, x = module(), randn(1, 40, H)
+    true = reference(m, x)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+    assert packs(m) == [None]
+
+
+def test_a_buffer_never_gets_a_stand_in() -> None:
+    """A buffer that the module writes its output's statistic to holds a real value after the backward."""
+    m = tile(WritesOutput(), num_shards=4)
+    m(randn(1, 40, H)).sum().backward()
+    assert m.largest > 0
+
+
+def test_a_graph_that_saves_more_than_it_did_is_run_again() -> None:
+    """If a tile saves more tensors than the first one did, it is recomputed whole: the gradients are right."""
+    torch.manual_seed(0)
+    Alternates.calls = 0
+    m, x = Alternates(), randn(1, 40, H)
+    plain = GatedMLP()
+    plain.load_state_dict(m.state_dict())
+    true = reference(plain, x)  # exp and log cancel
+    tile(m, num_shards=4, self_check=False)
+    assert worst(gradients(m, x), true) < 5 * FP32
+    assert packs(m) == [None]
+
+
+def test_experts_that_no_token_visits() -> None:
+    """A mixture whose graph differs from tile to tile, with experts that some tiles do not visit, has right gradients."""
+    torch.manual_seed(0)
+    m, x = RoutedMLP(experts=8), randn(1, 24, H)
+    true = reference(m, x)
+    tile(m, num_shards=12)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+
+
+def test_skipping_is_on_for_a_plain_mlp() -> None:
+    """A plain MLP keeps its count, so that every later step leaves the last projection out."""
+    m = tile(GatedMLP(), num_shards=4)
+    for _ in range(2):
+        m(randn(1, 40, H)).sum().backward()
+    assert len(packs(m)) == 1
+    assert packs(m) != [None]
