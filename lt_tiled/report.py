@@ -1,0 +1,81 @@
+"""What was done to a model, as rows, as a line and as a table."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from rich.table import Table
+from torch import nn
+
+from lt_tiled._find import walk
+from lt_tiled._marks import get_mark
+from lt_tiled.checkpointing.blocks import BlockMark
+from lt_tiled.tiling.call import TileMark
+
+
+@dataclass(frozen=True)
+class TiledModule:
+    """One tiled module, with its largest call so far (0 tokens: not called)."""
+
+    path: str
+    kind: str
+    tokens: int
+    tiles: int
+
+
+@dataclass(frozen=True)
+class CheckpointedBlock:
+    """One checkpointed block."""
+
+    path: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The tiled modules and checkpointed blocks of a model."""
+
+    tiled: tuple[TiledModule, ...]
+    blocks: tuple[CheckpointedBlock, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Report:
+        """Read the marks of a model."""
+        tiled, blocks = [], []
+        for path, module in [("", model), *walk(model)]:
+            if (mark := get_mark(module, TileMark)) is not None:
+                tiled.append(TiledModule(path, type(module).__name__, *mark.largest))
+            if get_mark(module, BlockMark) is not None:
+                blocks.append(CheckpointedBlock(path, type(module).__name__))
+        return cls(tuple(tiled), tuple(blocks))
+
+    def summary(self) -> str:
+        """One line: how many modules of which classes."""
+        parts = [
+            f"{what} {', '.join(f'{n} x {kind}' for kind, n in Counter(row.kind for row in rows).items())}"
+            for what, rows in (("tiles", self.tiled), ("checkpoints", self.blocks))
+            if rows
+        ]
+        return "lt_tiled " + (" and ".join(parts) or "leaves the model as it is")
+
+    def table(self, peak: str | None = None) -> Table:
+        """A table with one row for modules that are alike, and the peak memory of a step if it is given."""
+        table = Table(title="lt_tiled", caption=peak and f"peak memory of a step: {peak}", caption_justify="left")
+        table.add_column("what", no_wrap=True)
+        table.add_column("modules", no_wrap=True)
+        table.add_column("where", overflow="fold")
+        table.add_column("tokens", justify="right", no_wrap=True)
+        table.add_column("tiles", justify="right", no_wrap=True)
+        tiled = Counter((_pattern(row.path), row.kind, row.tokens, row.tiles) for row in self.tiled)
+        for (path, kind, tokens, tiles), count in tiled.items():
+            table.add_row("tiled", f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut")))
+        for (path, kind), count in Counter((_pattern(row.path), row.kind) for row in self.blocks).items():
+            table.add_row("checkpointed", f"{count} x {kind}", path, "", "")
+        return table
+
+
+def _pattern(path: str) -> str:
+    """``layers.3.mlp`` as ``layers.*.mlp``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

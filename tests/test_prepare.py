@@ -1,0 +1,107 @@
+"""A whole model without a trainer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled.report import Report
+from tests.models import H, GatedMLP, TinyLM, lm_loss
+
+IDS = torch.arange(2 * 24).view(2, 24) % 32
+
+
+def state(model: nn.Module) -> list[dict[str, object]]:
+    return [dict(m.__dict__) for m in model.modules()]
+
+
+def test_release_leaves_the_model_as_it_was() -> None:
+    """After ``release``, and after the end of ``with`` by an exception, no instance attribute is left; twice is no error."""
+    model = TinyLM()
+    before = state(model)
+    prepared = prepare(model, tiling=Tiling(4), checkpointing=Checkpointing())
+    assert state(model) != before
+    prepared.release()
+    prepared.release()
+    assert state(model) == before
+    with pytest.raises(ArithmeticError), prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+        raise ArithmeticError
+    assert state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("tiling", "checkpointing"),
+    [(Tiling(targets="nothing"), None), (None, Checkpointing("nothing")), (Tiling(4), Checkpointing("nothing"))],
+)
+def test_an_error_leaves_the_model_as_it_was(tiling: Tiling | None, checkpointing: Checkpointing | None) -> None:
+    """A policy that names what is not there changes nothing."""
+    model = TinyLM()
+    before = state(model)
+    with pytest.raises(ValueError, match="'nothing' matches no module"):
+        prepare(model, tiling=tiling, checkpointing=checkpointing)
+    assert state(model) == before
+
+
+def test_an_error_while_marking_leaves_the_model_as_it_was() -> None:
+    """If the second of two modules cannot be tiled, the first one is not left tiled."""
+    model = nn.ModuleList([GatedMLP(), nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))])
+    before = state(model)
+    with pytest.raises(ValueError, match=r"1 \(Sequential\) is not token-wise"):
+        prepare(model, tiling=Tiling(4, targets=["0", "1"]))
+    assert state(model) == before
+
+
+def test_report() -> None:
+    """The report lists every tiled module with the tiles of its largest call, and every block; its table and line show them."""
+    model = TinyLM()
+    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()) as prepared:
+        assert {(row.path, row.tokens, row.tiles) for row in prepared.report().tiled} == {("blocks.0.mlp", 0, 0), ("blocks.1.mlp", 0, 0)}
+        lm_loss(model(IDS), IDS).backward()
+        model(IDS[:, :3])
+        report = prepared.report()
+    assert [(row.path, row.kind, row.tokens, row.tiles) for row in report.tiled] == [
+        ("blocks.0.mlp", "GatedMLP", 48, 4),
+        ("blocks.1.mlp", "GatedMLP", 48, 4),
+    ]
+    assert [row.path for row in report.blocks] == ["blocks.0", "blocks.1"]
+    assert report.summary() == "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block"
+    cells = [list(column.cells) for column in report.table("1 GiB").columns]
+    assert cells == [["tiled", "checkpointed"], ["2 x GatedMLP", "2 x Block"], ["blocks.*.mlp", "blocks.*"], ["48", ""], ["4", ""]]
+
+
+def test_report_of_a_plain_model() -> None:
+    """A model that nothing was done to has an empty report that says so."""
+    assert Report.of(TinyLM()) == Report((), ())
+    assert Report.of(TinyLM()).summary() == "lt_tiled leaves the model as it is"
+
+
+def test_a_module_tiled_by_hand_keeps_its_tiles() -> None:
+    """What was tiled by hand before keeps its own policy, and stays tiled after the release."""
+    model = TinyLM()
+    tile(model.blocks[0].mlp, num_shards=2)
+    with prepare(model, tiling=Tiling(6)) as prepared:
+        model(IDS)
+        assert [row.tiles for row in prepared.report().tiled] == [2, 6]
+    assert "forward" in model.blocks[0].mlp.__dict__
+    assert "forward" not in model.blocks[1].mlp.__dict__
+
+
+def test_a_copied_model_trains_apart() -> None:
+    """An EMA copy of a prepared model takes the averages of its own weights while the original trains on."""
+    model = TinyLM()
+    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+        ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        ema.update_parameters(model)
+        before = copy.deepcopy(ema.module.state_dict())
+        lm_loss(model(IDS), IDS).backward()
+        torch.optim.SGD(model.parameters(), 1.0).step()
+        assert all(torch.equal(v, before[k]) for k, v in ema.module.state_dict().items())
+        ema.update_parameters(model)
+        averages = zip(ema.module.parameters(), before.values(), model.parameters(), strict=True)
+        assert all(torch.allclose(e, (b + p) / 2) for e, b, p in averages)
+        assert torch.allclose(ema(IDS), ema.module(IDS))
+        assert not torch.allclose(ema(IDS), model(IDS))
