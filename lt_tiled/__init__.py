@@ -1,0 +1,22 @@
+"""Train on sequences many times longer with Lightning and Fabric: tiled modules and checkpointed blocks, by choosing a strategy."""
+
+from lt_tiled import callbacks, fabric
+from lt_tiled.policies import Checkpointing, Tiling
+from lt_tiled.prepare import Prepared, prepare
+from lt_tiled.strategies import TiledDDPStrategy, TiledSingleDeviceStrategy
+from lt_tiled.tiling import tile, untile
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpointing",
+    "Prepared",
+    "TiledDDPStrategy",
+    "TiledSingleDeviceStrategy",
+    "Tiling",
+    "callbacks",
+    "fabric",
+    "prepare",
+    "tile",
+    "untile",
+]

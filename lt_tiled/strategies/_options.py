@@ -1,0 +1,44 @@
+"""The two arguments that every tiled strategy adds to its parent's, for Trainer and for Fabric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lt_tiled._types import PositiveInt
+from lt_tiled.policies import Checkpointing, Tiling, as_checkpointing, as_tiling
+from lt_tiled.prepare import Prepared
+
+_DEFAULT = Tiling()
+
+
+class TiledOptions:
+    """Keeps the policies, and the models that they were applied to.
+
+    Args:
+        tiling: What runs tile by tile; a number is a shard count, ``None`` turns it off.
+        checkpointing: Which blocks are recomputed in the backward; ``True`` is the default policy, ``False`` turns it off.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tiling: PositiveInt | Tiling | None = _DEFAULT,
+        checkpointing: bool | Checkpointing | None = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.tiling = as_tiling(tiling)
+        self.checkpointing = as_checkpointing(checkpointing)
+        self.prepared: list[Prepared] = []
+
+    def prepare_once(self, model: nn.Module) -> None:
+        """Apply the policies before the engine wraps the model; a model that they were applied to keeps them."""
+        if not any(prepared.model is model for prepared in self.prepared):
+            self.prepared.append(Prepared(model, self.tiling, self.checkpointing))
+
+    def release(self) -> None:
+        """Leave every model as it was (Fabric may set up several)."""
+        while self.prepared:
+            self.prepared.pop().release()
