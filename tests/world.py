@@ -1,0 +1,114 @@
+"""Persistent worlds of gloo ranks: imports and the process group are paid once per session, and a world that failed is replaced."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_SECONDS = 90
+COLLECTIVE_SECONDS = 60
+
+
+class World:
+    """``world(fn, *args)`` runs ``fn(*args)`` on every rank and returns the ranks' results; ``fn`` is a function of a module.
+
+    The ranks find each other through a file, so no port is taken. A failure on any rank fails the test with every rank's traceback,
+    and the ranks, some of which may wait in a collective, are killed and started anew for the next test.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pipes: list[Connection] = []
+        self._ranks: list[Any] = []
+        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+        if not self._ranks:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        answers = self._collect(timeout)
+        if all(answer is not None and answer[0] for answer in answers):
+            return [answer[1] for answer in answers if answer is not None]
+        self.kill()
+        told = [f"rank {rank}: {a[1] if a else f'no answer within {timeout} s'}" for rank, a in enumerate(answers) if not (a and a[0])]
+        pytest.fail("\n".join(told), pytrace=False)
+
+    def _collect(self, timeout: float) -> list[tuple[bool, Any] | None]:
+        answers: list[tuple[bool, Any] | None] = [None] * self.size
+        end = time.monotonic() + timeout
+        while missing := [pipe for pipe, answer in zip(self._pipes, answers, strict=True) if answer is None]:
+            ready = wait(missing, max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    answers[self._pipes.index(pipe)] = pipe.recv()
+                except EOFError:
+                    answers[self._pipes.index(pipe)] = (False, "the process died")
+            if any(answer is not None and not answer[0] for answer in answers):
+                end = min(end, time.monotonic() + 5)  # the others may wait for the one that failed
+        return answers
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._meeting = tempfile.TemporaryDirectory()
+        pipes = [context.Pipe() for _ in range(self.size)]
+        self._pipes = [ours for ours, _ in pipes]
+        meeting = f"file://{Path(self._meeting.name) / 'meeting'}"
+        self._ranks = [
+            context.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True) for r, (_, theirs) in enumerate(pipes)
+        ]
+        for rank in self._ranks:
+            rank.start()
+        if any(answer is None for answer in self._collect(START_SECONDS)):
+            self.kill()
+            pytest.fail(f"the {self.size} ranks did not start within {START_SECONDS} s", pytrace=False)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.join(10)
+        self._forget()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for rank in self._ranks:
+            rank.join(10)
+        self.kill()
+
+    def _forget(self) -> None:
+        self._pipes, self._ranks = [], []
+        if self._meeting is not None:
+            self._meeting.cleanup()
+            self._meeting = None
+
+
+def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
+    # The variables by which Lightning sees that its processes were created for it; the port is never used.
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    pipe.send((True, None))
+    while (job := pipe.recv()) is not None:
+        fn, args = job
+        try:
+            pipe.send((True, fn(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
