@@ -1,0 +1,6 @@
+"""A causal language model and its text, for the command line."""
+
+from lt_tiled.lm.causal import CausalLM
+from lt_tiled.lm.text import TextFiles
+
+__all__ = ["CausalLM", "TextFiles"]

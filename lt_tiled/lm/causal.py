@@ -1,0 +1,131 @@
+"""Any causal language model of Hugging Face as a LightningModule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torchmetrics.text import Perplexity
+
+from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+
+class CausalLM(LightningModule):
+    """Trains a Hugging Face causal language model, from scratch by its configuration or on from a local directory.
+
+    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``; the model predicts each token
+    from those before it.
+
+    Args:
+        config: The fields of a Hugging Face configuration, with ``model_type``: ``{model_type: llama, hidden_size: 256, ...}``.
+        path: A local directory with a model, as ``save_pretrained`` writes it: the other way to name one.
+        attn_implementation: Hugging Face's name of the attention to use (``sdpa``, ``eager``, ``flash_attention_2``, ...).
+        learning_rate: Peak learning rate of AdamW.
+        weight_decay: Weight decay of AdamW, for weights with two dimensions or more.
+        warmup_steps: Steps of linear warm-up; then the rate falls to a tenth along a cosine until the end of the run.
+
+    Raises:
+        ValueError: If not exactly one of ``config`` and ``path`` is given, or it does not lead to a model.
+        ModuleNotFoundError: If transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any] | None = None,
+        path: str | None = None,
+        attn_implementation: str = "sdpa",
+        learning_rate: PositiveFloat = 3e-4,
+        weight_decay: NonNegativeFloat = 0.1,
+        warmup_steps: NonNegativeInt = 10,
+    ) -> None:
+        super().__init__()
+        if (config is None) == (path is None):
+            raise ValueError("CausalLM takes exactly one of config (fields of a Hugging Face configuration) and path (a local model).")
+        if config is not None and "model_type" not in config:
+            raise ValueError(f"CausalLM's config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
+        if path is not None and not (Path(path) / "config.json").is_file():
+            raise ValueError(f"path={path!r} is not a directory with a config.json: give a local model; none is downloaded.")
+        _require_transformers()
+        self.save_hyperparameters()
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.model: Any = None
+        self.val_perplexity = Perplexity()
+        self.test_perplexity = Perplexity()
+
+    def configure_model(self) -> None:
+        """Build the model once; here, so that strategies can build it sharded."""
+        if self.model is not None:
+            return
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        attention = self.hparams["attn_implementation"]
+        if self.hparams["path"] is not None:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                self.hparams["path"], attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()
+            )
+        else:
+            config = AutoConfig.for_model(**self.hparams["config"])
+            self.model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        self.model.train()
+
+    def setup(self, stage: str) -> None:
+        """Compare the vocabulary with the data's before anything is trained."""
+        self.configure_model()
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        needed = getattr(self.trainer.datamodule, "vocab_size", None)  # type: ignore[attr-defined]
+        if needed is not None and needed > vocabulary:
+            raise ValueError(f"The data has token ids up to {needed - 1} and the model {vocabulary} tokens: set vocab_size: {needed}.")
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits of shape ``[B, S, vocabulary]``."""
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids = batch["input_ids"]
+        loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(ids))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_perplexity)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_perplexity)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The log-probability of each token but the first, ``[B, S - 1]``."""
+        ids = batch["input_ids"]
+        logits: Tensor = self(ids)
+        return logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+    def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: Perplexity) -> None:
+        ids = batch["input_ids"]
+        perplexity.update(self(ids)[:, :-1].float(), ids[:, 1:])
+        self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        weights = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in weights if p.dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps)
+        steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("This needs the package transformers: pip install 'lt-tiled[hf]'.") from error

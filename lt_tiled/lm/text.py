@@ -1,0 +1,152 @@
+"""Text files as windows of tokens."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt
+from lt_tiled.lm.causal import _require_transformers
+
+
+class TextFiles(LightningDataModule):
+    """Any text files, cut into windows of ``seq_len`` tokens that do not overlap.
+
+    The last part of the text is for testing, the part before it for validation. Tokens are bytes, or those of a local tokenizer.
+
+    Args:
+        paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the Python standard library's own
+            source: real text that every machine has.
+        tokenizer: A local directory with a Hugging Face tokenizer; ``None`` for bytes.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per batch and device.
+        held_out: The share of the sequences that validation and testing each get, at least one sequence.
+        max_bytes: Read no more text than this.
+        num_workers: Worker processes of the data loaders.
+
+    Raises:
+        ValueError: If a path matches no file, a file cannot be read, or the text is too short for one sequence in each part.
+    """
+
+    def __init__(
+        self,
+        paths: str | Sequence[str] | None = None,
+        tokenizer: str | None = None,
+        seq_len: PositiveInt = 4096,
+        batch_size: PositiveInt = 1,
+        held_out: OpenUnitInterval = 0.02,
+        max_bytes: PositiveInt = 4_000_000,
+        num_workers: NonNegativeInt = 0,
+    ) -> None:
+        super().__init__()
+        if tokenizer is not None and not Path(tokenizer).is_dir():
+            raise ValueError(f"tokenizer={tokenizer!r} is not a directory: give a local tokenizer; none is downloaded.")
+        self.save_hyperparameters()
+        self.paths = [paths] if isinstance(paths, str) else paths
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.held_out = held_out
+        self.max_bytes = max_bytes
+        self.num_workers = num_workers
+        self.vocab_size = 256
+        self._windows: dict[str, Tensor] = {}
+
+    def setup(self, stage: str) -> None:
+        """Read and cut the text. Every rank reads it: it is the same on all."""
+        if self._windows:
+            return
+        tokens = self._tokenize(read_text(self._files(), self.max_bytes))
+        count = len(tokens) // self.seq_len
+        held = max(1, round(count * self.held_out))
+        if count - 2 * held < 1:
+            raise ValueError(
+                f"The text has {len(tokens)} tokens, {count} sequences of seq_len={self.seq_len}, and needs at least 3: one to train on,"
+                " one to validate, one to test. Give more text or a shorter seq_len."
+            )
+        windows = tokens[: count * self.seq_len].view(count, self.seq_len)
+        parts = windows.split([count - 2 * held, held, held])
+        self._windows = dict(zip(("train", "val", "test"), parts, strict=True))
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self._loader("test")
+
+    def _loader(self, part: str, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(_Windows(self._windows[part]), batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
+
+    def _files(self) -> list[Path]:
+        if self.paths is None:
+            return _standard_library()
+        files: list[Path] = []
+        for path in self.paths:
+            if Path(path).is_dir():
+                found = sorted(p for p in Path(path).rglob("*") if p.suffix in (".txt", ".md", ".py"))
+            else:
+                found = [Path(path)] if Path(path).is_file() else [Path(p) for p in sorted(glob(path, recursive=True)) if Path(p).is_file()]
+            if not found:
+                raise ValueError(f"paths: {path!r} matches no file: give a file, a directory with .txt, .md or .py files, or a glob.")
+            files += found
+        return files
+
+    def _tokenize(self, text: bytes) -> Tensor:
+        if self.tokenizer is None:
+            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        _require_transformers()
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+        self.vocab_size = len(tokenizer)
+        return torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"], dtype=torch.int32)
+
+
+class _Windows(Dataset[dict[str, Tensor]]):
+    def __init__(self, windows: Tensor) -> None:
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.windows[index].long()}
+
+
+def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
+    """The files' bytes one after the other, at most ``max_bytes``.
+
+    Raises:
+        ValueError: If a file cannot be read, or all of them are empty.
+    """
+    text = bytearray()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                text += stream.read(max_bytes - len(text))
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read ({error.strerror}): mend its permissions or leave it out of paths.") from error
+        if len(text) >= max_bytes:
+            break
+    if not text:
+        raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text in them.")
+    return bytes(text)
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))
