@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics.text import Perplexity
 
-from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, make_plain
 
 
 class CausalLM(LightningModule):
@@ -51,9 +51,10 @@ class CausalLM(LightningModule):
             raise ValueError(f"path={path!r} is not a directory with a config.json: give a local model; none is downloaded.")
         _require_transformers()
         self.save_hyperparameters()
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
+        make_plain(self.hparams)
+        self.learning_rate = float(learning_rate)  # plain, because the optimizer's state goes into the checkpoint
+        self.weight_decay = float(weight_decay)
+        self.warmup_steps = int(warmup_steps)
         self.model: Any = None
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt
+from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import _require_transformers
 
 
@@ -50,6 +50,7 @@ class TextFiles(LightningDataModule):
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ValueError(f"tokenizer={tokenizer!r} is not a directory: give a local tokenizer; none is downloaded.")
         self.save_hyperparameters()
+        make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
         self.tokenizer = tokenizer
         self.seq_len = seq_len

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from lt_tiled import Tiling
@@ -36,7 +38,7 @@ def test_tiles_cover_each_token_once(tiling: Tiling, tokens: int) -> None:
     bounds = tile_bounds(tiling, tokens, 64)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == tokens
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(bounds))
     sizes = [high - low for low, high in bounds]
     assert len(set(sizes[:-1])) <= 1
     assert 0 < sizes[-1] <= sizes[0]

@@ -1,0 +1,1 @@
+"""Measurements that take time, and whose figures the documentation quotes."""

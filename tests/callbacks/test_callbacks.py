@@ -1,0 +1,57 @@
+"""The callbacks, beside a strategy of the user's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt_tiled import TiledSingleDeviceStrategy, Tiling
+from lt_tiled.callbacks import TiledMLP, TilingReport
+from tests.lit import LitTiny, replaced, trainer
+
+
+def test_losses_are_the_same_and_it_is_undone() -> None:
+    """Under a stock strategy the callback tiles fit, validate and predict, leaves losses as they are, and the model plain each time."""
+    plain, model = LitTiny(), LitTiny()
+    trainer("auto").fit(plain)
+    callback = TiledMLP(num_shards=4)
+    run = trainer("auto", callbacks=[callback])
+    run.fit(model)
+    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert model.val_losses == pytest.approx(plain.val_losses, rel=1e-5)
+    assert model.forwards_replaced == {2}
+    assert replaced(model) == 0
+    run.validate(model, verbose=False)
+    run.predict(model)
+    assert replaced(model) == 0
+
+
+def test_it_is_undone_after_an_exception() -> None:
+    """An exception in a step leaves the model plain."""
+    model = LitTiny(steps_fail_at=1)
+    with pytest.raises(ArithmeticError, match="the step failed"):
+        trainer("auto", callbacks=[TiledMLP(num_shards=4)]).fit(model)
+    assert model.forwards_replaced == {2}
+    assert replaced(model) == 0
+
+
+def test_arguments() -> None:
+    """The callback takes the policy's fields, and refuses what the policy refuses."""
+    assert TiledMLP(8, targets="MLP", accumulate="param").tiling == Tiling(8, targets="MLP", accumulate="param")
+    assert TiledMLP(tile_tokens=512).tiling == Tiling(tile_tokens=512)
+    with pytest.raises(ValueError, match="num_shards=0"):
+        TiledMLP(0)
+    with pytest.raises(TypeError, match="shards"):
+        TiledMLP(shards=3)
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of a run the report prints what was tiled and checkpointed, into how many tiles, and the peak memory of a step."""
+    report = TilingReport()
+    trainer(TiledSingleDeviceStrategy(tiling=4), callbacks=[report]).fit(LitTiny())
+    printed = capsys.readouterr().out
+    assert report.report is not None
+    assert [row.tokens for row in report.report.tiled] == [48, 48]
+    assert "2 x GatedMLP" in printed
+    assert "2 x Block" in printed
+    assert f"{report.peak / 2**30:.2f} GiB" in printed
+    assert report.peak > 2**26

@@ -1,0 +1,79 @@
+"""A LightningModule around the tiny language model, with batches that depend on the step and the rank alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.models import TinyLM, lm_loss
+
+
+class Ids(Dataset[Tensor]):
+    """Sequences of which each is determined by its index."""
+
+    def __init__(self, count: int = 8, tokens: int = 24) -> None:
+        self.count, self.tokens = count, tokens
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(32, (self.tokens,), generator=torch.Generator().manual_seed(index))
+
+
+class LitTiny(pl.LightningModule):
+    """Built in ``configure_model``; notes its losses, and at each step which modules are tiled."""
+
+    def __init__(self, steps_fail_at: int | None = None) -> None:
+        super().__init__()
+        self.net: Any = None
+        self.losses: list[float] = []
+        self.val_losses: list[float] = []
+        self.forwards_replaced: set[int] = set()
+        self.steps_fail_at = steps_fail_at
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            self.net = TinyLM()
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        if index == self.steps_fail_at:
+            raise ArithmeticError("the step failed")
+        self.forwards_replaced.add(replaced(self))
+        loss = lm_loss(self.net(ids), ids)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        self.val_losses.append(float(lm_loss(self.net(ids), ids)))
+
+    def predict_step(self, ids: Tensor, index: int) -> Tensor:
+        return self.net(ids)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Ids(), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Ids(4), batch_size=2)
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Ids(4), batch_size=2)
+
+
+def replaced(model: torch.nn.Module) -> int:
+    """How many modules below ``model`` have a forward of their own."""
+    return sum("forward" in m.__dict__ for m in model.modules() if m is not model)
+
+
+def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
+    """A quiet Trainer on the CPU for three steps."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return pl.Trainer(**({"accelerator": "cpu", "devices": 1, "max_steps": 3, "strategy": strategy} | quiet | kwargs))

@@ -1,0 +1,117 @@
+"""The causal language model of the command line."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics.functional.text import perplexity
+
+from lt_tiled import TiledSingleDeviceStrategy
+from lt_tiled.lm import CausalLM, TextFiles
+from tests.lit import trainer
+from tests.models import tiny_llama
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def data() -> TextFiles:
+    Path("a.txt").write_bytes(b"the tiles of one call follow each other " * 40)
+    return TextFiles("a.txt", seq_len=64, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}], ids=lambda c: c["model_type"]
+)
+def test_trains_any_architecture_by_its_config(config: dict[str, Any], data: TextFiles) -> None:
+    """A model built from its configuration trains with tiles: the loss falls, and validation logs torchmetrics' perplexity."""
+    model = CausalLM(config, learning_rate=1e-2, warmup_steps=2)
+    run = trainer(TiledSingleDeviceStrategy(tiling=4), max_steps=-1, max_epochs=3, limit_val_batches=1)
+    run.fit(model, datamodule=data)
+    ids = next(iter(data.val_dataloader()))["input_ids"]
+    with torch.no_grad():
+        logits = model.eval()(ids)
+    assert float(run.callback_metrics["train_loss"]) < 4.0
+    assert float(run.callback_metrics["val_perplexity"]) == pytest.approx(float(perplexity(logits[:, :-1], ids[:, 1:])), rel=1e-4)
+
+
+def test_loads_a_local_model(tmp_path: Path) -> None:
+    """A model saved by ``save_pretrained`` is loaded with its weights."""
+    saved = tiny_llama()
+    saved.save_pretrained(tmp_path / "model")
+    model = CausalLM(path=str(tmp_path / "model"))
+    model.configure_model()
+    assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), saved.parameters(), strict=True))
+
+
+def test_test_and_predict(data: TextFiles) -> None:
+    """``test`` logs a perplexity, and ``predict`` gives the log-probability of each token but the first, which agrees with it."""
+    model = CausalLM(LLAMA)
+    run = trainer("tiled")
+    tested = run.test(model, datamodule=data, verbose=False)[0]["test_perplexity"]
+    predictions = torch.cat(run.predict(model, datamodule=data))
+    assert predictions.shape[1] == 63
+    assert tested == pytest.approx(float(torch.exp(-predictions.mean())), rel=1e-4)
+
+
+def test_the_schedule_warms_up_and_falls() -> None:
+    """The learning rate rises over ``warmup_steps`` and ends at a tenth of its peak."""
+    model = CausalLM(LLAMA, learning_rate=1.0, warmup_steps=4)
+    model.configure_model()
+    model._trainer = type("Run", (), {"estimated_stepping_batches": 24})()
+    schedule = model.configure_optimizers()["lr_scheduler"]["scheduler"]
+    rates = [schedule.get_last_lr()[0]]
+    for _ in range(24):
+        schedule.optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[4] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "exactly one of config"),
+        ({"config": LLAMA, "path": "x"}, "exactly one of config"),
+        ({"config": {"hidden_size": 8}}, r"config has no model_type, only \['hidden_size'\]"),
+        ({"path": "no/model"}, "path='no/model' is not a directory with a config.json"),
+    ],
+)
+def test_bad_input(kwargs: dict[str, Any], message: str) -> None:
+    """What does not lead to a model is refused when the module is made, with the value and the remedy."""
+    with pytest.raises(ValueError, match=message):
+        CausalLM(**kwargs)
+
+
+def test_vocabulary_too_small(data: TextFiles) -> None:
+    """A vocabulary smaller than the data's stops the run before its first step, with both sizes."""
+    with pytest.raises(ValueError, match=r"token ids up to 255 and the model 64 tokens: set vocab_size: 256"):
+        trainer("tiled").fit(CausalLM({**LLAMA, "vocab_size": 64}), datamodule=data)
+
+
+def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without transformers the error names the extra to install."""
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers":
+            raise ModuleNotFoundError("No module named 'transformers'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lt-tiled\[hf\]'"):
+        CausalLM(LLAMA)

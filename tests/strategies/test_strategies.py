@@ -1,0 +1,193 @@
+"""The Trainer strategies in one process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.utilities.model_summary import summarize
+
+import lt_tiled
+from lt_tiled import Checkpointing, TiledDDPStrategy, TiledSingleDeviceStrategy, Tiling
+from tests.lit import LitTiny, replaced, trainer
+from tests.models import TinyLM
+
+
+def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
+    return TiledSingleDeviceStrategy(**{"tiling": 4, "checkpointing": True, **kwargs})
+
+
+def test_losses_are_the_stock_strategys() -> None:
+    """Training and validation losses are those of the stock strategy; every module is marked in each step and plain after the run."""
+    plain, model = LitTiny(), LitTiny()
+    trainer("auto").fit(plain)
+    trainer(tiled()).fit(model)
+    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert model.val_losses == pytest.approx(plain.val_losses, rel=1e-5)
+    assert model.forwards_replaced == {4}
+    assert replaced(model) == 0
+
+
+def test_registered_names() -> None:
+    """``strategy="tiled"`` and ``"tiled_ddp"`` are known after ``import lt_tiled``, in any case of letters."""
+    assert isinstance(trainer("tiled").strategy, TiledSingleDeviceStrategy)
+    assert isinstance(trainer("Tiled_DDP").strategy, TiledDDPStrategy)
+    assert {"tiled", "tiled_ddp"} <= set(StrategyRegistry.available_strategies())
+
+
+def test_short_forms() -> None:
+    """A bare number is a shard count, ``True`` the default policy; ``None`` and ``False`` turn a feature off; both are on by default."""
+    assert TiledDDPStrategy(tiling=8).tiling == Tiling(8)
+    assert TiledDDPStrategy(tiling=None).tiling is None
+    assert TiledDDPStrategy(checkpointing=True).checkpointing == Checkpointing()
+    assert TiledDDPStrategy(checkpointing=False).checkpointing is None
+    assert (TiledDDPStrategy().tiling, TiledDDPStrategy().checkpointing) == (Tiling(), Checkpointing())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tiling": 0}, "num_shards=0 must be 'auto' or a whole number of at least 1"),
+        ({"checkpointing": "disc"}, "checkpointing='disc' is not understood"),
+        ({"find_unused": True}, "find_unused"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
+    """Bad arguments fail when the strategy is made or the model wrapped, with the value and the bound."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        TiledSingleDeviceStrategy(**kwargs)
+
+
+def test_parents_arguments() -> None:
+    """All arguments of the parents are accepted, and passed on."""
+    for ours, theirs in ((TiledDDPStrategy, DDPStrategy), (TiledSingleDeviceStrategy, SingleDeviceStrategy)):
+        names = [n for n, p in inspect.signature(theirs).parameters.items() if p.kind is not p.VAR_KEYWORD]
+        ours(**dict.fromkeys((n for n in names if n not in ("timeout", "start_method", "device"))))
+    assert TiledDDPStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
+
+
+@pytest.mark.parametrize("strategy", [tiled(), "tiled"])
+def test_the_device_follows_the_accelerator(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The single-device strategy takes the accelerator's device, where the stock one stays on the CPU."""
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    monkeypatch.setattr(CPUAccelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device("meta")]))
+    assert trainer(strategy).strategy.root_device == torch.device("meta")
+    assert trainer(SingleDeviceStrategy()).strategy.root_device == torch.device("cpu")
+
+
+def test_several_devices_are_refused() -> None:
+    """The single-device strategy with two devices says which strategy to take, before anything runs."""
+    with pytest.raises(ValueError, match=r"TiledSingleDeviceStrategy runs on one device and was given 2.*tiled_ddp"):
+        trainer(tiled(), devices=2)
+
+
+def test_unknown_target_stops_before_the_first_step() -> None:
+    """A target that is not in the model stops the run before its first step, and leaves the model as it was."""
+    model = LitTiny()
+    with pytest.raises(ValueError, match=r"Tiling target 'LlamaMLP' matches no module of LitTiny"):
+        trainer(tiled(tiling=Tiling(targets="LlamaMLP"))).fit(model)
+    assert model.losses == []
+    assert replaced(model) == 0
+
+
+def test_an_exception_in_training_leaves_the_model_plain() -> None:
+    """After an exception in a step no module is marked, and a new run trains."""
+    model = LitTiny(steps_fail_at=1)
+    with pytest.raises(ArithmeticError, match="the step failed"):
+        trainer(tiled()).fit(model)
+    assert replaced(model) == 0
+    model.steps_fail_at = None
+    trainer(tiled()).fit(model)
+    assert model.forwards_replaced == {4}
+    assert replaced(model) == 0
+
+
+def test_fit_then_validate_then_predict() -> None:
+    """One strategy object serves fit, validate and predict, and each leaves the model plain."""
+    model, run = LitTiny(), trainer(tiled())
+    run.fit(model)
+    run.validate(model, verbose=False)
+    predictions = run.predict(model)
+    assert replaced(model) == 0
+    expected = trainer("auto").predict(model)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(predictions, expected, strict=True))
+
+
+def test_checkpoints_load_either_way(tmp_path: Path) -> None:
+    """A checkpoint written with tiling has the plain keys, loads into the untouched model and resumes there, and the other way round."""
+
+    def save(strategy: Any, name: str, **kwargs: Any) -> tuple[LitTiny, Path]:
+        model, folder = LitTiny(), tmp_path / name
+        run = trainer(strategy, enable_checkpointing=True, callbacks=[ModelCheckpoint(folder, save_last=True)], **kwargs)
+        run.fit(model)
+        return model, folder / "last.ckpt"
+
+    with_tiles, tiled_file = save(tiled(), "tiled")
+    without, plain_file = save("auto", "plain")
+    saved = torch.load(tiled_file, weights_only=True)["state_dict"]
+    assert saved.keys() == torch.load(plain_file, weights_only=True)["state_dict"].keys()
+    untouched = TinyLM()
+    untouched.load_state_dict({k.removeprefix("net."): v for k, v in saved.items()}, strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(untouched.parameters(), with_tiles.parameters(), strict=True))
+    resumed = []
+    for strategy, file in (("auto", plain_file), ("auto", tiled_file), (tiled(), plain_file)):
+        model = LitTiny()
+        trainer(strategy, max_steps=6, max_epochs=3).fit(model, ckpt_path=file)
+        resumed.append(model.losses)
+    assert resumed[0]
+    assert resumed[1:] == [pytest.approx(resumed[0], rel=1e-5)] * 2
+    assert with_tiles.losses == pytest.approx(without.losses, rel=1e-5)
+
+
+def test_model_summary() -> None:
+    """The summary of a tiled model lists the same rows, sizes, parameters and FLOPs as the plain one's."""
+    texts = []
+    for strategy in ("auto", tiled(tiling=Tiling(4, self_check=False))):
+        model = LitTiny()
+        model.configure_model()
+        model.example_input_array = torch.zeros(1, 24, dtype=torch.long)
+        model.forward = lambda ids, model=model: model.net(ids)
+
+        class Keep(pl.Callback):
+            def on_fit_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+                texts.append(str(summarize(module, max_depth=3)))
+
+        trainer(strategy, callbacks=[Keep()]).fit(model)
+    assert "net.blocks.0" in texts[0]
+    assert texts[0] == texts[1]
+
+
+def test_weight_averaging() -> None:
+    """Lightning's EMA callback, which copies the model before it is marked, trains and swaps as without tiling."""
+    models = []
+    for strategy in ("auto", tiled()):
+        model = LitTiny()
+        model.configure_model()
+        trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(model)
+        models.append(copy.deepcopy(model))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_compiled_lightning_module() -> None:
+    """``torch.compile(model)`` trains under the strategy with the plain losses."""
+    losses = []
+    for strategy in ("auto", tiled()):
+        model = LitTiny()
+        model.configure_model()
+        trainer(strategy).fit(torch.compile(model, backend="aot_eager"))
+        losses.append(model.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_the_package_exports_the_public_names() -> None:
+    """The names of the README are there."""
+    assert all(hasattr(lt_tiled, name) for name in lt_tiled.__all__)
+    assert lt_tiled.fabric.TiledDDPStrategy is not TiledDDPStrategy

@@ -1,0 +1,157 @@
+"""The command line: what it parses and refuses in this process, and what it does in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lt_tiled.cli import main
+from tests.models import tiny_llama
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+def config(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
+    """The configuration that these arguments lead to."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *args, "--print_config"])
+    assert stop.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *args])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+STRATEGY = ("--model=CausalLM", "--data=TextFiles", "--trainer.strategy=TiledDDPStrategy")
+
+
+def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    """``tiling: 8`` and ``checkpointing: true`` stand beside the full forms, and both are overridden by ``tiling.num_shards``."""
+    Path("short.yaml").write_text(
+        "trainer: {strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: 8, checkpointing: true}}}\n"
+        "model: {class_path: lt_tiled.lm.CausalLM}\ndata: {class_path: lt_tiled.lm.TextFiles}\n"
+    )
+    short = config(capsys, "--config", "short.yaml")["trainer"]["strategy"]["init_args"]
+    assert (short["tiling"], short["checkpointing"]) == (8, True)
+    full = config(capsys, "--config", "short.yaml", "--trainer.strategy.tiling.num_shards=4")["trainer"]["strategy"]["init_args"]
+    assert full["tiling"]["num_shards"] == 4
+    full = config(capsys, *STRATEGY, "--trainer.strategy.tiling.tile_tokens=512", "--trainer.strategy.checkpointing.targets=Block")
+    init = full["trainer"]["strategy"]["init_args"]
+    assert init["tiling"]["tile_tokens"] == 512
+    assert init["checkpointing"]["targets"] == "Block"
+    quick = config(capsys, "--config", QUICKSTART, "--trainer.strategy.init_args.tiling.num_shards=4")
+    assert quick["trainer"]["strategy"]["init_args"]["tiling"]["num_shards"] == 4
+
+
+def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """The strategies' registered names work as a plain string."""
+    assert config(capsys, *STRATEGY[:2], "--trainer.strategy=tiled_ddp")["trainer"]["strategy"] == "tiled_ddp"
+
+
+def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    """Targets are a name or a list of names."""
+    for value, expected in (("MLP", "MLP"), ("[MLP, 'layers.*.mlp']", ["MLP", "layers.*.mlp"])):
+        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.targets={value}")["trainer"]["strategy"]["init_args"]
+        assert init["tiling"]["targets"] == expected
+
+
+@pytest.mark.parametrize("name", ["TiledDDPStrategy", "TiledSingleDeviceStrategy"])
+def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of a strategy shows its own and its parent's arguments, and leads on to the fields of the policies with their text."""
+
+    def help_of(*args: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["fit", *args])
+        return " ".join(capsys.readouterr().out.split())
+
+    text = help_of(f"--trainer.strategy.help=lt_tiled.{name}")
+    parents = {"TiledDDPStrategy": ["find_unused_parameters", "static_graph", "ddp_comm_hook", "start_method"]}
+    for option in ["tiling", "checkpointing", "precision_plugin", *parents.get(name, ["device"])]:
+        assert f"--trainer.strategy.{option} " in text
+    fields = help_of(f"--trainer.strategy.help=lt_tiled.{name}", "--trainer.strategy.tiling.help")
+    assert "tiling.num_shards" in fields
+    assert "Tokens per tile: the other way to say it" in fields
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--trainer.strategy.tiling.num_shards=0", "num_shards"),
+        ("--trainer.strategy.tiling.num_shards=many", "num_shards"),
+        ("--trainer.strategy.tiling.tile_tokens=-5", "tile_tokens"),
+        ("--trainer.strategy.tiling.shards=4", "shards"),
+        ("--trainer.strategy.tiling.accumulate=float16", "accumulate"),
+        ("--data.seq_len=0", "seq_len"),
+        ("--data.held_out=1.5", "held_out"),
+    ],
+)
+def test_bad_values_are_refused_while_parsing(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value out of bounds stops the command with its name before anything is built."""
+    assert message in refused(capsys, *STRATEGY, argument)
+
+
+def test_both_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both counts at once stop the command with both values, before the model is built."""
+    arguments = [*STRATEGY, "--trainer.strategy.tiling.num_shards=4", "--trainer.strategy.tiling.tile_tokens=512"]
+    try:
+        printed = refused(capsys, *arguments)
+    except ValueError as error:
+        printed = str(error)
+    assert "num_shards=4 and tile_tokens=512" in printed
+
+
+def run(*command: str, timeout: float = 150) -> str:
+    """Run a command with the interpreter of the tests, and return what it prints."""
+    # One thread: several ranks share the machine's cores. No colours and a wide terminal, to read what is printed.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_quickstart() -> None:
+    """The quickstart, three steps of it, trains with tiles, validates, saves a checkpoint and ends with its table."""
+    command = str(Path(sys.executable).with_name("lt-tiled"))
+    printed = run(command, "fit", "--config", QUICKSTART, "--trainer.max_steps=3", "--trainer.val_check_interval=3")
+    assert re.search(r"tiled\s+│ 4 x LlamaMLP\s+│ model.model.layers.\*.mlp\s+│\s+4096 │\s+4 ", printed)
+    assert re.search(r"checkpointed\s+│ 4 x LlamaDecoderLayer", printed)
+    assert re.search(r"peak memory of a step: \d+\.\d\d GiB", printed)
+    assert re.search(r"val_perplexity: *\d", printed)
+    (checkpoint,) = Path("runs").rglob("*.ckpt")
+    keys = torch.load(checkpoint, weights_only=True)["state_dict"].keys()
+    plain = tiny_llama(num_hidden_layers=4).state_dict().keys()
+    assert set(keys) == {f"model.{key}" for key in plain}
+
+
+def test_two_ranks() -> None:
+    """``python -m lt_tiled fit`` starts its second rank itself, and trains, validates and reports once."""
+    printed = run(
+        *(sys.executable, "-m", "lt_tiled", "fit", "--config", QUICKSTART, "--trainer.strategy=TiledDDPStrategy"),
+        *("--trainer.strategy.tiling=2", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_steps=2"),
+        *("--trainer.val_check_interval=2", "--data.seq_len=512", "--trainer.limit_val_batches=1"),
+    )
+    assert "distributed_backend=gloo" in printed
+    assert len(re.findall(r"4 x LlamaMLP\s+│", printed)) == 1
+    assert re.search(r"│\s+512 │\s+2 ", printed)
+
+
+def test_own_model_and_data() -> None:
+    """``validate`` and ``predict`` run a model and data of the user's own, found by their import path."""
+    for command in ("validate", "predict"):
+        printed = run(
+            *(sys.executable, "-m", "lt_tiled", command, "--model=tests.lit.LitTiny", "--trainer.strategy=tiled"),
+            *("--trainer.accelerator=cpu", "--trainer.logger=false"),
+        )
+        assert "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block" in printed
