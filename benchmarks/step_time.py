@@ -45,7 +45,8 @@ def main() -> None:
         vocab_size=512,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device, dtype)
+    model: nn.Module = LlamaForCausalLM(config)
+    model.to(device, dtype)
     ids = torch.randint(512, (1, args.tokens), device=device)
 
     table = Table(title="step time, checkpointed + tiled over checkpointed", caption=machine(device), caption_justify="left")
@@ -84,7 +85,8 @@ def step_of(model: nn.Module, ids: torch.Tensor) -> Callable[[], float]:
 def interleave(a: Callable[[], float], b: Callable[[], float], pairs: int) -> tuple[list[float], list[float]]:
     """Time ``a`` and ``b`` in turn, the first of each pair alternating, after one warm-up of each."""
     a(), b()
-    times_a, times_b = [], []
+    times_a: list[float] = []
+    times_b: list[float] = []
     for index in range(pairs):
         for run, times in ((a, times_a), (b, times_b))[:: 1 if index % 2 else -1]:
             times.append(run())

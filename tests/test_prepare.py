@@ -10,7 +10,7 @@ from torch import nn
 
 from lt_tiled import Checkpointing, Tiling, prepare, tile
 from lt_tiled.report import Report
-from tests.models import H, GatedMLP, TinyLM, lm_loss
+from tests.models import GatedMLP, H, TinyLM, lm_loss
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 

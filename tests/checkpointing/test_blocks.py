@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from lt_tiled import Checkpointing, Tiling, prepare
 from lt_tiled.checkpointing.blocks import find_checkpointable
 from tests.meters import LiveBytes, flops, peak_bytes
-from tests.models import H, Block, TinyLM, lm_loss, tiny_llama
+from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import FP32, gradients, randn, reference, worst
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32

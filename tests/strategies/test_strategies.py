@@ -69,7 +69,7 @@ def test_parents_arguments() -> None:
     """All arguments of the parents are accepted, and passed on."""
     for ours, theirs in ((TiledDDPStrategy, DDPStrategy), (TiledSingleDeviceStrategy, SingleDeviceStrategy)):
         names = [n for n, p in inspect.signature(theirs).parameters.items() if p.kind is not p.VAR_KEYWORD]
-        ours(**dict.fromkeys((n for n in names if n not in ("timeout", "start_method", "device"))))
+        ours(**dict.fromkeys(n for n in names if n not in ("timeout", "start_method", "device")))
     assert TiledDDPStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lt_tiled import tile
 from lt_tiled.tiling.call import TileMark
-from tests.models import H, Block, GatedMLP, PlainMLP, RoutedMLP
+from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import FP32, errors, gradients, randn, reference, spread, worst
 
 

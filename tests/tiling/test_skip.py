@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lt_tiled import tile
 from lt_tiled.tiling.call import TileMark
-from tests.models import H, GatedMLP, RoutedMLP
+from tests.models import GatedMLP, H, RoutedMLP
 from tests.parity import FP32, gradients, randn, reference, worst
 
 
