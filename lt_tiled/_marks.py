@@ -49,8 +49,12 @@ def get_mark(module: nn.Module, kind: type[MarkType]) -> MarkType | None:
 
 def set_mark(module: nn.Module, mark: Mark, forward: Callable[..., Any]) -> None:
     """Hang ``mark`` on the module and let ``forward`` (a function named ``forward``) run it."""
-    mark.replaced = module.__dict__.get("forward")
+    current, old = module.__dict__.get("forward"), module.__dict__.get(mark.attribute)
     module.__dict__[mark.attribute] = mark
+    if old is not None and current is not None:  # somebody's forward stands before ours, which is still in place
+        mark.replaced = old.replaced
+        return
+    mark.replaced = current
     module.__dict__["forward"] = MethodType(forward, module)
 
 
@@ -59,12 +63,19 @@ def remove_mark(module: nn.Module, kind: type[Mark], forward: Callable[..., Any]
     mark = get_mark(module, kind)
     if mark is None:
         return
-    current = module.__dict__.get("forward")
-    if getattr(current, "__func__", None) is not forward:
-        mark.active = False  # theirs may call ours, which from now on only passes the call through
-        return
-    del module.__dict__[kind.attribute]
-    if mark.replaced is None:
-        del module.__dict__["forward"]
+    if _is(module.__dict__.get("forward"), forward):
+        if mark.replaced is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = mark.replaced
     else:
-        module.__dict__["forward"] = mark.replaced
+        above = [m for m in module.__dict__.values() if isinstance(m, Mark) and _is(m.replaced, forward)]
+        if not above:
+            mark.active = False  # theirs may call ours, which from now on only passes the call through
+            return
+        above[0].replaced = mark.replaced
+    del module.__dict__[kind.attribute]
+
+
+def _is(method: Any, function: Callable[..., Any]) -> bool:
+    return getattr(method, "__func__", None) is function

@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform_once
 from lt_tiled._marks import Mark
+from lt_tiled._trees import split_arguments
 from lt_tiled.policies import Tiling
+from lt_tiled.tiling.closed import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
     Bounds,
     OutputAssembly,
@@ -20,6 +22,7 @@ from lt_tiled.tiling.layout import (
     TokenShape,
     compare_outputs,
     describe_output,
+    flat_gradient,
     tile_bounds,
     tile_gradient,
 )
@@ -43,7 +46,10 @@ class TileMark(Mark):
         self.tiling = tiling
         self.name = name
         self.checked = not tiling.self_check
-        self.layouts: dict[pytree.TreeSpec, OutputLayout] = {}
+        self.whole = False
+        """Whether the module turned out to be one that must run untiled."""
+        self.layouts: dict[tuple[pytree.TreeSpec, int], OutputLayout] = {}
+        """By the output's tree and the rank of the hidden states."""
         self.packs: dict[tuple[Any, ...], int | None] = {}
         """How many tensors a tile's graph saves; ``None`` where that differs from tile to tile."""
         self.largest = (0, 0)
@@ -63,12 +69,9 @@ class TiledCall:
     """What the forward and the backward of one call share. It holds no activation: those are the anchor's."""
 
     def __init__(self, module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self.tree = pytree.tree_flatten((args, kwargs))
         self.module = module
         self.mark = mark
-        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.inputs: list[Tensor] = [leaves[i] for i in self.positions]
+        self.inputs, self.arguments = split_arguments(args, kwargs)
         hidden = next((t for t in self.inputs if t.is_floating_point() and t.dim() > 1), None)
         self.bounds: list[Bounds] = []
         self.weights: list[Weight] = []
@@ -92,11 +95,9 @@ class TiledCall:
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module's own forward on one tile: ``[t, ...]`` for per-token arguments, the others whole."""
-        leaves = list(self.others)
-        for position, tensor, per_token in zip(self.positions, tensors, self.per_token, strict=True):
-            # A view, because leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
-            leaves[position] = self.shape.as_tile(tensor) if per_token else tensor.view_as(tensor)
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        # Views, because leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
+        views = [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in zip(tensors, self.per_token, strict=True)]
+        args, kwargs = self.arguments.call_with(views)
         return self.mark.inner(self.module, *args, **kwargs)
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -107,17 +108,22 @@ class TiledCall:
         """The tokens at ``index`` of each per-token argument, beside the other arguments."""
         return [t[index] if per_token else t for t, per_token in zip(flat, self.per_token, strict=True)]
 
+    def fill_lazy_weights(self) -> None:
+        """Let lazy modules take their shapes from two tokens, so that there are weights to differentiate."""
+        with torch.no_grad(), random_state_kept(self.device):
+            self.run_tile(self.cut(self.flat(self.inputs), slice(0, 2)))
+
     def layout_of(self, output: Any, flat: Sequence[Tensor], tokens: int) -> OutputLayout:
         """How outputs like this one go together: from its shape, else from runs on two and on three tokens."""
         layout = describe_output(output, self.shape, tokens)
         if layout is not None:
             return layout
-        tree = pytree.tree_structure(output)
-        if tree not in self.mark.layouts:
+        key = (pytree.tree_structure(output), len(self.shape.lead))
+        if key not in self.mark.layouts:
             with torch.no_grad(), random_state_kept(self.device):
                 small, large = (self.run_tile(self.cut(flat, slice(0, n))) for n in (2, 3))
-            self.mark.layouts[tree] = compare_outputs(small, large, (2, 3), self.shape, self.mark.tiling.reductions, self.mark.name)
-        return self.mark.layouts[tree]
+            self.mark.layouts[key] = compare_outputs(small, large, (2, 3), self.shape, self.mark.tiling.reductions, self.mark.name)
+        return self.mark.layouts[key]
 
     # Forward
 
@@ -141,16 +147,18 @@ class TiledCall:
                 del output
         if start is not None and not start.same_as(RandomState.now(self.device)):
             self.random = start
+        for weight in self.weights:
+            weight.note_version()
         assert assembly is not None
-        return assembly.finish()
+        return assembly.leaves
 
     @property
     def _packs_key(self) -> tuple[Any, ...]:
-        return self.tree, self.module.training, tuple(self.wants_grad), len(self.weights), self.autocast
+        return self.arguments.tree, self.module.training, tuple(self.wants_grad), len(self.weights), self.autocast
 
     def _count_packs(self, tile: Sequence[Tensor]) -> Any:
-        """Run a tile with a graph that keeps nothing, to learn how many tensors its recompute will save."""
-        counter = PackCounter(keep=False)
+        """Run a tile with a graph, to learn how many tensors its recompute will save."""
+        counter = PackCounter()
         with (
             self._sums([w.tensor for w in self.weights]) as sums,
             self._sums(self._wholes(tile)) as wholes,
@@ -158,8 +166,11 @@ class TiledCall:
             torch.enable_grad(),
             counter,
         ):
-            output = self.run_tile(self._leaves(tile, wholes))
-        self.mark.packs[self._packs_key] = counter.count
+            leaves, kept = self._leaves(tile, wholes), kept_tensors(self.module)
+            output = self.run_tile(leaves)
+            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.module, kept, self.mark.name)
+        hooked = any(part._forward_hooks for part in self.module.modules() if part is not self.module)  # they see what is skipped
+        self.mark.packs[self._packs_key] = None if hooked else counter.count
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
     # Backward
@@ -176,11 +187,12 @@ class TiledCall:
         """
         assert self.layout is not None
         flat = self.flat(inputs)
+        gradients = [flat_gradient(g, kind, self.shape) for g, kind in zip(gradients, self.layout.kinds, strict=True)]
         results = [
             torch.empty_like(t, memory_format=torch.contiguous_format) if wants and per_token else None
             for t, wants, per_token in zip(flat, self.wants_grad, self.per_token, strict=True)
         ]
-        with self._sums([w.read() for w in self.weights]) as sums, self._sums(self._wholes(inputs)) as wholes:
+        with self._sums([w.checked() for w in self.weights]) as sums, self._sums(self._wholes(inputs)) as wholes:
             with self._weights_from(sums), self._as_in_forward():
                 for low, high in self.bounds:
                     leaves = self._leaves(self.cut(flat, slice(low, high)), wholes)
@@ -214,7 +226,7 @@ class TiledCall:
             try:
                 with torch.enable_grad(), skip:
                     output = self.run_tile(leaves)
-                skip.check()
+                skip.check(pytree.tree_leaves(output))
                 return output
             except CannotSkip:
                 self.mark.packs[self._packs_key] = None

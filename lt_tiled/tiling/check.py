@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +21,64 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
 
 
-def check_token_wise(call: TiledCall) -> None:
+def check_token_wise(call: TiledCall) -> bool:
     """Compare the module's outputs for :data:`CHECK_TOKENS` tokens of this call, at once and in two unequal tiles.
 
+    Returns:
+        Whether that tells anything: outputs that are all zero, as before the first step of a zero-initialised projection, do not.
+
     Raises:
-        ValueError: If an output differs, or is not per token.
+        ValueError: If an output differs, or is not per token, or if the module changes its arguments in place.
     """
     few = min(CHECK_TOKENS, call.shape.tokens)
     picked = torch.linspace(0, call.shape.tokens - 1, few, device=call.device).long()
     sample = call.cut(call.flat(call.inputs), picked)
     shape = TokenShape(torch.Size(call.shape.tile_lead(few)))
-    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.module):
+    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.module), _arguments_unchanged(call, sample):
         whole = call.run_tile(sample)
+    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.module):
         layout = call.layout_of(whole, sample, few)
         assembly = OutputAssembly(layout, shape, call.mark.name)
         for bounds in ((0, few // 2 + 1), (few // 2 + 1, few)):
             assembly.add(call.run_tile(call.cut(sample, slice(*bounds))), bounds)
-    for name, kind, a, b in zip(layout.names, layout.kinds, pytree.tree_leaves(whole), assembly.finish(), strict=True):
-        if kind in ("tokens", "flat"):
-            _compare(a, b, few, name, call.mark.name)
+    per_token = [
+        (name, a, b)
+        for name, kind, a, b in zip(layout.names, layout.kinds, pytree.tree_leaves(whole), assembly.leaves, strict=True)
+        if kind in ("tokens", "flat")
+    ]
+    for name, a, b in per_token:
+        _compare(a, b, few, name, call.mark.name)
+    return any(bool(a.any()) for _, a, _ in per_token)
 
 
 def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) -> None:
-    difference = float((whole.double() - tiled.double()).norm() / whole.double().norm().clamp_min(1e-30))
+    wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
+    difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(1e-30))
     bound = _TOLERANCE.get(whole.dtype, 0.0)
     if not difference <= bound and bool(whole.isfinite().all()):
         raise ValueError(
             f"{module} is not token-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by {difference:.1e} between"
             f" one call and two tiles (relative; rounding explains {bound:.0e}). Leave it out of targets, or name the part of it that"
             " works token by token; self_check=False only if you know why it differs."
+        )
+
+
+@contextmanager
+def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None]:
+    """Refuse a module that changes its arguments: the caller would see one tile's change, or one for each tile."""
+    containers: list[Any] = [leaf for leaf in call.arguments.others if isinstance(leaf, list | dict | set)]
+    before = [copy(container) for container in containers]
+    sample = [t for t in sample if not t.is_inference()]  # those have no version
+    versions = [t._version for t in sample]
+    yield
+    changed = [i for i, (now, then) in enumerate(zip(containers, before, strict=True)) if now != then]
+    for i in changed:
+        containers[i].clear()
+        (containers[i].extend if isinstance(containers[i], list) else containers[i].update)(before[i])
+    if changed or versions != [t._version for t in sample]:
+        raise ValueError(
+            f"{call.mark.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
+            " change out of place, or leave the module out of targets."
         )
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from lt_tiled.tiling.call import TiledCall, TileMark
 from lt_tiled.tiling.check import check_token_wise
+from lt_tiled.tiling.recorded import records_inside
 from lt_tiled.tiling.weights import trainable_weights
 
 
@@ -67,11 +69,15 @@ def tiled_forward(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwar
     call = TiledCall(module, mark, args, kwargs)
     if len(call.bounds) < 2:
         return mark.inner(module, *args, **kwargs)
+    if mark.whole or records_inside(module, mark):
+        return mark.inner(module, *args, **kwargs)
     mark.note(module, call.shape.tokens, call.bounds)
-    call.weights = trainable_weights(module)
     if not mark.checked:
-        check_token_wise(call)
-        mark.checked = True
+        mark.checked = check_token_wise(call)
+    if any(is_lazy(p) for p in module.parameters()):
+        call.fill_lazy_weights()
+    if torch.is_grad_enabled():
+        call.weights = trainable_weights(module)
     if call.differentiable:
         # Where no argument wants a gradient, an empty leaf ties the anchor into the graph.
         link = None if any(call.wants_grad) else torch.empty(0, device=call.device, requires_grad=True)

@@ -132,7 +132,7 @@ def _leaf_kind(
 
 
 class OutputAssembly:
-    """Collects the tiles' outputs into tensors that are allocated once."""
+    """Collects the tiles' outputs into tensors of the untiled shape, ``leaves``, that are allocated once."""
 
     def __init__(self, layout: OutputLayout, shape: TokenShape, module: str) -> None:
         self.layout = layout
@@ -141,6 +141,7 @@ class OutputAssembly:
         self.leaves: list[Any] = []
 
     def add(self, output: Any, bounds: Bounds) -> None:
+        """Put one tile's output in its place."""
         low, high = bounds
         leaves, tree = pytree.tree_flatten(output)
         if tree != self.layout.tree:
@@ -154,28 +155,32 @@ class OutputAssembly:
                     raise ValueError(
                         f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for {high - low} tokens."
                     )
-                whole[low:high].copy_(leaf.flatten(0, len(lead) - 1))
+                rows = self.shape.flatten(whole) if kind == "tokens" else whole
+                rows[low:high].copy_(leaf.flatten(0, len(lead) - 1))
             elif kind == "sum":
                 whole.add_(leaf)
             elif kind == "mean":
                 whole.add_(leaf, alpha=(high - low) / self.shape.tokens)
 
     def _allocate(self, leaf: Any, kind: Kind) -> Any:
-        if kind in ("tokens", "flat"):
-            rank = len(self.shape.lead) if kind == "tokens" else 1
-            return leaf.new_empty(self.shape.tokens, *leaf.shape[rank:])
+        # In the final shape, not as a view of another one: what a custom Function returns may be changed in place only if it is no view.
+        if kind == "tokens":
+            return leaf.new_empty(*self.shape.lead, *leaf.shape[len(self.shape.lead) :])
+        if kind == "flat":
+            return leaf.new_empty(self.shape.tokens, *leaf.shape[1:])
         return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
 
-    def finish(self) -> list[Any]:
-        """The leaves in the untiled shape."""
-        return [self.shape.unflatten(leaf) if kind == "tokens" else leaf for leaf, kind in zip(self.leaves, self.layout.kinds, strict=True)]
+
+def flat_gradient(gradient: Tensor | None, kind: Kind, shape: TokenShape) -> Tensor | None:
+    """An output's gradient, by rows of tokens if it has one for each."""
+    return shape.flatten(gradient) if gradient is not None and kind == "tokens" else gradient
 
 
 def tile_gradient(gradient: Tensor, kind: Kind, shape: TokenShape, bounds: Bounds) -> Tensor:
-    """The part of an output's gradient that belongs to one tile, in the shape of the tile's output."""
+    """The part of such a gradient that belongs to one tile, in the shape of the tile's output."""
     low, high = bounds
     if kind == "tokens":
-        return shape.as_tile(shape.flatten(gradient)[low:high])
+        return shape.as_tile(gradient[low:high])
     if kind == "flat":
         return gradient[low:high]
     return gradient if kind == "sum" else gradient * ((high - low) / shape.tokens)

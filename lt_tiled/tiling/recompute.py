@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,14 +75,19 @@ class AutocastState:
 class PackCounter(torch.autograd.graph.saved_tensors_hooks):
     """Counts what a graph saves. As the innermost pair of hooks it also hides the tile from an outer offloader."""
 
-    def __init__(self, keep: bool = True) -> None:
+    def __init__(self) -> None:
         self.count = 0
 
-        def pack(tensor: Tensor) -> Tensor | None:
+        def pack(tensor: Tensor) -> Tensor:
             self.count += 1
-            return tensor if keep else None
+            return tensor
 
         super().__init__(pack, lambda packed: packed)
+
+    def innermost(self) -> bool:
+        """Whether no other pair of hooks was entered since, which would save tensors uncounted."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] is self.pack_hook
 
 
 class CannotSkip(Exception):
@@ -94,8 +99,8 @@ class LastProjectionSkip(TorchDispatchMode):
 
     Once the graph has saved its last tensor (``packs`` of them), the values that follow are of no use. A matrix product then
     gives a stand-in that takes no memory, while autograd still links its node. An operation after that which would carry a value
-    out of the graph (to the host, into an existing tensor, into a custom autograd Function, which may keep it for itself) raises
-    :class:`CannotSkip`, and so does a tensor saved late.
+    out of the graph (to the host, into an existing tensor, out of autograd's sight, into a custom autograd Function or other hooks,
+    which may keep it for themselves) raises :class:`CannotSkip`, and so does a tensor saved late.
     """
 
     def __init__(self, packs: int) -> None:
@@ -103,6 +108,7 @@ class LastProjectionSkip(TorchDispatchMode):
         self.counter = PackCounter()
         self.packs = packs
         self.skipped = False
+        self.seen = False
 
     def __enter__(self) -> LastProjectionSkip:
         self.counter.__enter__()
@@ -113,19 +119,24 @@ class LastProjectionSkip(TorchDispatchMode):
         super().__exit__(*exc)
         self.counter.__exit__(*exc)
 
-    def check(self) -> None:
-        """Raise if the graph saved more than was known: a skipped value may be among it."""
-        if self.skipped and self.counter.count != self.packs:
+    def check(self, outputs: Iterable[Any]) -> None:
+        """Raise if a skipped value was seen: the graph saved more than was known, or a hook on an output may read it later."""
+        hooks = [hook for t in outputs if isinstance(t, Tensor) for hook in (t._backward_hooks or {}).values()]
+        # Those of register_multi_grad_hook (FlopCounterMode, FSDP2) are for the moment, not for the value.
+        hooked = any(hook.__module__ != "torch.autograd.graph" for hook in hooks)
+        if self.skipped and (self.seen or hooked or self.counter.count != self.packs):
             raise CannotSkip
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        grad = torch.is_grad_enabled()  # off inside a custom Function
-        if self.counter.count >= self.packs and grad and func in _PRODUCTS:
+        # Gradients are off inside a custom Function.
+        ours = self.counter.count >= self.packs and torch.is_grad_enabled() and self.counter.innermost()
+        if ours and func in _PRODUCTS:
             left, right = args[-2:]
             if not (is_traceable_wrapper_subclass(left) or is_traceable_wrapper_subclass(right)):
                 self.skipped = True
                 return left.new_zeros(()).expand(*left.shape[:-1], right.shape[-1])
-        if self.skipped and (not grad or func._schema.is_mutable or _OUT_OF_GRAPH.intersection(func.tags)):
+        if self.skipped and (not ours or func is aten.detach.default or func._schema.is_mutable or _OUT_OF_GRAPH.intersection(func.tags)):
+            self.seen = True  # the module's own code may catch the exception
             raise CannotSkip
         return func(*args, **(kwargs or {}))
 

@@ -17,35 +17,40 @@ class Weight:
 
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    version: int = 0
+    version: int | None = None
 
-    def read(self) -> Tensor:
-        """The tensor that stands in this place now.
+    def note_version(self) -> None:
+        """Remember what the forward has seen, once it is through (lazy modules fill their weights in it)."""
+        self.version = self.tensor._version
+
+    def checked(self) -> Tensor:
+        """The tensor that the forward has seen: whatever stands in its place now, its gradient is asked for.
 
         Raises:
-            RuntimeError: If the weight was changed in place since the forward, so that no right gradient can be had.
+            RuntimeError: If it was changed in place since, so that no right gradient can be had.
         """
-        owner, name = self.places[0]
-        tensor: Tensor = getattr(owner, name)
-        if tensor is self.tensor and tensor._version != self.version:
+        if self.tensor._version != self.version:
+            owner, name = self.places[0]
             raise RuntimeError(
-                f"The weight {type(owner).__name__}.{name} of shape {list(tensor.shape)} was changed in place between the forward and"
-                f" the backward of a tiled module (version {self.version}, now {tensor._version}): step the optimizer after the backward."
+                f"The weight {type(owner).__name__}.{name} of shape {list(self.tensor.shape)} was changed in place between the forward"
+                f" and the backward of a tiled module (version {self.version}, now {self.tensor._version}): step the optimizer after"
+                " the backward."
             )
-        return tensor
+        return self.tensor
 
 
 def trainable_weights(module: nn.Module) -> list[Weight]:
     """The tensors of the module that want a gradient, each once.
 
-    Plain tensor attributes count too: FSDP with ``use_orig_params=False`` keeps its views of the flat weights there.
+    Views of a parameter in plain attributes count too: FSDP with ``use_orig_params=False`` keeps its views of the flat weights there. Other
+    attributes are what the module computed itself.
     """
     found: dict[int, Weight] = {}
     for owner in module.modules():
-        slots = [*owner._parameters.items(), *((n, v) for n, v in owner.__dict__.items() if isinstance(v, Tensor))]
-        for name, tensor in slots:
+        attributes = ((n, v) for n, v in owner.__dict__.items() if isinstance(v, Tensor) and isinstance(v._base, nn.Parameter))
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items(), *attributes]:
             if tensor is not None and tensor.requires_grad:
-                found.setdefault(id(tensor), Weight(tensor, version=tensor._version)).places.append((owner, name))
+                found.setdefault(id(tensor), Weight(tensor)).places.append((owner, name))
     return list(found.values())
 
 
@@ -64,7 +69,7 @@ def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterato
 
 
 def _holder(owner: nn.Module, name: str) -> dict[str, Any]:
-    return owner._parameters if name in owner._parameters else owner.__dict__
+    return next((slots for slots in (owner._parameters, owner._buffers) if name in slots), owner.__dict__)
 
 
 class GradientSum:

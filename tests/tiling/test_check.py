@@ -115,3 +115,78 @@ def test_prepared_model_names_the_path() -> None:
     model = nn.ModuleDict({"net": nn.ModuleList([Mean()])})
     with prepare(model, tiling=Tiling(4, targets="net.0")), pytest.raises(ValueError, match=r"net\.0 \(Mean\) is not token-wise"):
         model["net"][0](randn(1, 40, H))
+
+
+class ScaledInPlace(GatedMLP):
+    """As Mixtral with router jitter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 1.5
+        return super().forward(x)
+
+
+class Appends(GatedMLP):
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        losses.append(y.square().mean())
+        return y
+
+
+def test_input_changed_in_place_is_refused() -> None:
+    """A module that changes its input in place is refused by that, and the caller's tensor is as it was."""
+    module, x = tile(ScaledInPlace(), num_shards=4), randn(1, 40, H).detach()
+    before = x.clone()
+    with pytest.raises(ValueError, match=r"ScaledInPlace changes its input in place.*out of place"):
+        module(x)
+    assert torch.equal(x, before)
+
+
+def test_argument_changed_in_place_is_refused() -> None:
+    """A module that adds to a list of the caller's, which would grow with each tile, is refused, and the list is as it was."""
+    module, losses = tile(Appends(), num_shards=4), [torch.zeros(())]
+    with pytest.raises(ValueError, match="Appends changes its arguments in place"):
+        module(randn(1, 40, H), losses)
+    assert len(losses) == 1
+
+
+class Stray(GatedMLP):
+    """Keeps a projection where no one finds its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(H, H)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.hidden[0](x))
+
+
+class KeepsLoss(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+def test_gradients_that_would_be_lost_are_refused() -> None:
+    """A module that depends on weights it has not registered is refused, instead of leaving them without gradient."""
+    with pytest.raises(ValueError, match=r"Stray: its output depends on a tensor of shape .* that is neither"):
+        tile(Stray(), num_shards=4)(randn(1, 40, H))
+
+
+def test_loss_in_an_attribute_is_refused() -> None:
+    """A module that keeps an auxiliary loss in an attribute is refused by the attribute's name."""
+    with pytest.raises(ValueError, match=r"KeepsLoss: it keeps a tensor with a graph in its attribute aux"):
+        tile(KeepsLoss(), num_shards=4)(randn(1, 40, H))
+
+
+def test_zero_output_is_checked_again() -> None:
+    """A projection that starts at zero tells nothing: the check waits until it does."""
+    module = Mean()
+    with torch.no_grad():
+        module.down.weight.zero_()
+    tile(module, num_shards=4)
+    module(randn(1, 40, H))
+    with torch.no_grad():
+        module.down.weight.normal_()
+    with pytest.raises(ValueError, match="Mean is not token-wise"):
+        module(randn(1, 40, H))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lt_tiled import tile
 from lt_tiled.tiling.call import TileMark
-from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP
+from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import FP32, errors, gradients, randn, reference, spread, worst
 
 
@@ -164,6 +164,15 @@ def test_router_logits(flat: bool) -> None:
     tiled = module(x)
     assert [t.shape for t in tiled] == [t.shape for t in whole]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(tiled, whole, strict=True))
+
+
+def test_router_logits_for_inputs_of_either_rank() -> None:
+    """One module may see ``[T, H]`` in one call and ``[B, S, H]`` in the next."""
+    module = RoutedMLP()
+    batched, flat = randn(2, 12, H), randn(24, H)
+    true = [reference(module, x) for x in (flat, batched)]
+    tile(module, num_shards=4)
+    assert max(worst(gradients(module, x), t) for x, t in zip((flat, batched), true, strict=True)) < FP32
 
 
 def test_one_output_unused() -> None:
@@ -552,3 +561,94 @@ def test_freezing_between_steps() -> None:
     for m in (module, plain):
         m.down.requires_grad_(False)
     assert worst(gradients(module, x), reference(plain, x)) < FP32
+
+
+def test_output_changed_in_place() -> None:
+    """The output may be changed in place by the caller, as Falcon does, and the gradients are right."""
+    module = GatedMLP()
+    x = randn(2, 19, H)
+
+    def call(m: nn.Module):
+        def run(x: Tensor) -> Tensor:
+            y = m(x * 1)
+            y += x
+            return y
+
+        return run
+
+    wide = copy.deepcopy(module).double()
+    true = gradients(wide, x.detach().double().requires_grad_(), call=call(wide))
+    tile(module, num_shards=4)
+    assert worst(gradients(module, x, call=call(module)), true) < FP32
+
+
+def test_functional_call() -> None:
+    """Weights that were swapped in for the forward get their gradients, though others stand there in the backward."""
+    from torch.func import functional_call
+
+    module, other = GatedMLP(), GatedMLP()
+    x = randn(2, 19, H)
+    true = reference(other, x)
+    tile(module, num_shards=4)
+    found = gradients(other, x, call=lambda x: functional_call(module, dict(other.named_parameters()), (x,)))
+    assert worst(found, true) < FP32
+
+
+def test_trainable_buffer() -> None:
+    """A buffer that wants a gradient gets it."""
+
+    class Scaled(GatedMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(H, requires_grad=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale)
+
+    plain, module = Scaled(), Scaled()
+    module.load_state_dict(plain.state_dict())
+    for m in (plain, tile(module, num_shards=4)):
+        spread(m(randn(1, 20, H))).backward()
+    assert torch.allclose(module.scale.grad, plain.scale.grad, rtol=1e-5)
+
+
+def test_weight_norm() -> None:
+    """Weights that a hook computes before each call (the old weight norm) are not taken for weights; their sources get the gradients."""
+    module, plain = GatedMLP(), GatedMLP()
+    plain.load_state_dict(module.state_dict())
+    for m in (module, plain):
+        nn.utils.weight_norm(m.up)
+    x = randn(1, 20, H)
+    true = gradients(plain, x)
+    tile(module, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(module, x), {k: v.double() for k, v in true.items()}) < 2 * FP32
+
+
+def test_lazy_weights() -> None:
+    """Weights that take their shape in the first forward are not mistaken for changed ones."""
+    module = tile(nn.Sequential(nn.LazyLinear(WIDE), nn.GELU(), nn.LazyLinear(H)), num_shards=4, self_check=False)
+    module(randn(1, 20, H)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+def test_recorded_router_logits() -> None:
+    """A mixture whose router logits transformers records inside it runs whole, with the plain auxiliary loss and gradients."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from lt_tiled import Checkpointing, Tiling, prepare
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=32, num_local_experts=4, output_router_logits=True)).train()
+    ids = torch.arange(48).view(2, 24) % 32
+
+    def call(_: Tensor) -> Tensor:
+        out = model(input_ids=ids, labels=ids)
+        assert len(out.router_logits) == 2
+        return out.loss
+
+    true = gradients(model, ids, call=call)
+    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+        for _ in range(2):
+            assert worst(gradients(model, ids, call=call), {k: v.double() for k, v in true.items()}) < 5 * FP32

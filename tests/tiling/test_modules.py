@@ -172,6 +172,35 @@ def test_a_forward_that_was_replaced_later_survives_untile() -> None:
     assert torch.allclose(module(x), GatedMLP.forward(module, x) * 2)
 
 
+def test_marking_again_below_somebodys_forward() -> None:
+    """A module that was wrapped while it was tiled can be released and tiled again, below the same wrapper."""
+    module = GatedMLP()
+    x = randn(1, 20, H)
+    true = reference(module, x)
+    tile(module, num_shards=4)
+    ours = module.forward
+    module.forward = lambda x: ours(x)
+    tile(untile(module), num_shards=5)
+    assert worst(gradients(module, x), true) < FP32
+    assert module.__dict__[TileMark.attribute].largest == (20, 5)
+
+
+def test_two_marks_come_off_in_any_order() -> None:
+    """A module that is tiled and checkpointed is as it was whichever mark goes first."""
+    from lt_tiled.checkpointing.blocks import mark_block, unmark_block
+
+    for order in (untile, unmark_block), (unmark_block, untile):
+        module = GatedMLP()
+        before = dict(module.__dict__)
+        tile(module, num_shards=4)
+        mark_block(module)
+        x = randn(1, 20, H)
+        module(x).sum().backward()
+        for undo in order:
+            undo(module)
+        assert module.__dict__ == before
+
+
 def test_compiled_model() -> None:
     """``torch.compile`` of a model with tiled parts runs, and gives the untiled loss and gradients."""
     torch.manual_seed(0)
