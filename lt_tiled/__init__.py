@@ -1,6 +1,7 @@
 """Train on sequences many times longer with Lightning and Fabric: tiled modules and checkpointed blocks, by choosing a strategy."""
 
 from lt_tiled import callbacks, fabric
+from lt_tiled.offload import OffloadDiskFull, OffloadError
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.prepare import Prepared, prepare
 from lt_tiled.strategies import TiledDDPStrategy, TiledSingleDeviceStrategy
@@ -10,6 +11,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpointing",
+    "OffloadDiskFull",
+    "OffloadError",
     "Prepared",
     "TiledDDPStrategy",
     "TiledSingleDeviceStrategy",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_tiled._types import PositiveInt
+from lt_tiled._types import NonNegativeInt, PositiveInt
+
+Tiers = Literal["cpu", "disk", "cpu+disk"]
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,59 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Which blocks keep only their inputs for the backward and are recomputed there.
+    """Which blocks keep only their inputs for the backward and are recomputed there, and where those inputs wait.
 
     Raises:
-        ValueError: If ``targets`` is empty.
+        ValueError: If a value is out of bounds, or says where to offload to while nothing is offloaded there.
     """
 
     targets: str | Sequence[str] = "auto"
     """``"auto"`` (the repeated layers of the model), or class names and path globs (``model.layers.*``)."""
+    offload: Tiers | None = None
+    """Where the blocks' inputs go: page-locked RAM, a file, RAM and what it has no room for to a file, or nowhere."""
+    directory: str | None = None
+    """A directory on the disk to use, the system's directory for temporary files by default. Nothing is left in it."""
+    cpu_budget: int | str | None = None
+    """RAM for one node, shared by its ranks: bytes, or a text such as ``"32GiB"``. By default half of what is free."""
+    disk_budget: int | str | None = None
+    """Disk space for one node, shared by its ranks and reserved when training begins. By default the file grows as it needs."""
+    prefetch: PositiveInt | Literal["auto"] = "auto"
+    """How many inputs are on their way back at once; ``"auto"`` looks one further ahead after each stall."""
+    keep_last: NonNegativeInt = 1
+    """The inputs of this many last blocks stay, because the backward asks for them first."""
+    min_bytes: int | str = "1MiB"
+    """Smaller tensors stay."""
+    select: str | Sequence[str | int] = "auto"
+    """Which inputs of a block move: ``"auto"`` (the hidden states), or names and positions of its arguments."""
+    checksum: bool = False
+    """Compare a checksum of what comes back from disk."""
+    compress: bool = False
+    """Send float32 as bfloat16: half the bytes, and results that are no longer bit for bit the same."""
+    direct_io: bool = True
+    """Bypass the page cache where the filesystem allows it."""
+    activations: Literal["inputs", "all"] = "inputs"
+    """``"all"`` recomputes nothing and offloads every large tensor that a block saves: for short models on fast links."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
+        _check_choice("offload", self.offload, (None, "cpu", "disk", "cpu+disk"))
+        _check_choice("activations", self.activations, ("inputs", "all"))
+        _check_count("prefetch", self.prefetch, also="auto")
+        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
+            raise ValueError(f"keep_last={self.keep_last!r} must be a whole number of at least 0.")
+        parse_bytes(self.min_bytes, "min_bytes")
+        if self.select != "auto" and (isinstance(self.select, str) or not self.select):
+            raise ValueError(f'select={self.select!r} must be "auto", or a list of names and positions of the block\'s arguments.')
+        if self.activations == "all" and self.offload is None:
+            raise ValueError("activations='all' needs a place to offload to: set offload to 'cpu', 'disk' or 'cpu+disk'.")
+        for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if tier not in (self.offload or ""):
+                raise ValueError(f"{name}={value!r} has no meaning with offload={self.offload!r}: set offload={tier!r} or 'cpu+disk'.")
+            if name != "directory" and parse_bytes(value, name) < 1:
+                raise ValueError(f"{name}={value!r} must be at least one byte.")
 
 
 def as_tiling(value: int | Tiling | None) -> Tiling | None:
@@ -68,13 +113,30 @@ def as_tiling(value: int | Tiling | None) -> Tiling | None:
     return Tiling(num_shards=value)
 
 
-def as_checkpointing(value: bool | Checkpointing | None) -> Checkpointing | None:
-    """Read the short form of strategies: ``True`` is the default policy, ``False`` and ``None`` turn it off."""
+def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointing | None:
+    """Read the short form of strategies: ``True`` is the default policy, tiers offload to there, ``False`` and ``None`` turn it off."""
     if value is None or isinstance(value, Checkpointing):
         return value
+    if value in ("cpu", "disk", "cpu+disk"):
+        return Checkpointing(offload=value)
     if not isinstance(value, bool):
-        raise ValueError(f"checkpointing={value!r} is not understood: give True, False or a Checkpointing(...).")
+        raise ValueError(f"checkpointing={value!r} is not understood: give True, False, 'cpu', 'disk', 'cpu+disk' or a Checkpointing.")
     return Checkpointing() if value else None
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A number of bytes from a number, or from a text with a unit: ``"32GiB"``, ``"500 GB"``, ``"1.5TiB"``.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(value).lower())
+    if match is None or match[2] not in _UNITS or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not a number of bytes: write 1000000, '32GiB' or '500GB'.")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _check_count(name: str, value: object, also: object) -> None:
@@ -84,7 +146,7 @@ def _check_count(name: str, value: object, also: object) -> None:
         raise ValueError(f"{name}={value!r} must be {also!r} or a whole number of at least 1.")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 

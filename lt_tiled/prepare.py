@@ -11,6 +11,9 @@ from lt_tiled._find import has_class, walk
 from lt_tiled._log import inform, warn
 from lt_tiled._marks import get_mark
 from lt_tiled.checkpointing.blocks import BlockMark, OwnCheckpointingOff, find_checkpointable, mark_block, unmark_block
+from lt_tiled.checkpointing.boundary import BlockOffload
+from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.hooks import Offloader
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.call import TileMark
@@ -18,9 +21,15 @@ from lt_tiled.tiling.modules import find_tileable, mark_tiled, untile
 
 
 class Prepared(AbstractContextManager["Prepared"]):
-    """A model whose modules are tiled and whose blocks are checkpointed until :meth:`release`. Usable in ``with``."""
+    """A model whose modules are tiled and whose blocks are checkpointed until :meth:`release`. Usable in ``with``.
 
-    def __init__(self, model: nn.Module, tiling: Tiling | None, checkpointing: Checkpointing | None) -> None:
+    Attributes:
+        offloader: Where the blocks' inputs go, if they are offloaded; its ``stats`` tell what it did.
+    """
+
+    def __init__(
+        self, model: nn.Module, tiling: Tiling | None, checkpointing: Checkpointing | None, ranks_per_node: int | None = None
+    ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         tiled = find_tileable(model, tiling) if tiling else []
         blocks = _not_wrapped(model, find_checkpointable(model, checkpointing)) if checkpointing else []
@@ -28,15 +37,18 @@ class Prepared(AbstractContextManager["Prepared"]):
         self._tiled: list[nn.Module] = []
         self._blocks: list[nn.Module] = []
         self._own: OwnCheckpointingOff | None = None
+        self.offloader: Offloader | None = None
         try:
+            if checkpointing is not None and checkpointing.offload is not None:
+                self.offloader = build_offloader(checkpointing, ranks_per_node)
             for path, module in tiled:
                 if get_mark(module, TileMark) is None:  # else somebody tiled it by hand, and it keeps what it has
                     assert tiling is not None
                     mark_tiled(module, tiling, f"{path} ({type(module).__name__})")
                     self._tiled.append(module)
-            for _, block in blocks:
+            for path, block in blocks:
                 if get_mark(block, BlockMark) is None:
-                    mark_block(block)
+                    mark_block(block, self._offload_of(path, checkpointing))
                     self._blocks.append(block)
             if self._blocks:
                 self._own = OwnCheckpointingOff(model)
@@ -45,12 +57,17 @@ class Prepared(AbstractContextManager["Prepared"]):
             raise
         inform(self.report().summary())
 
+    def _offload_of(self, path: str, policy: Checkpointing | None) -> BlockOffload | None:
+        if self.offloader is None or policy is None:
+            return None
+        return BlockOffload(self.offloader, path, self.model, policy.select, policy.activations == "all")
+
     def report(self) -> Report:
         """What is tiled and checkpointed, and into how many tiles the largest call so far was cut."""
         return Report.of(self.model)
 
     def release(self) -> None:
-        """Leave the model as it was. Does nothing the second time."""
+        """Leave the model as it was, and give RAM and disk back. Does nothing the second time."""
         if self._own is not None:
             self._own.undo()
         for block in self._blocks:
@@ -58,6 +75,8 @@ class Prepared(AbstractContextManager["Prepared"]):
         for module in self._tiled:
             untile(module)
         self._own, self._blocks, self._tiled = None, [], []
+        if self.offloader is not None:
+            self.offloader.close()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
@@ -76,6 +95,7 @@ def prepare(model: nn.Module, *, tiling: Tiling | None = None, checkpointing: Ch
 
     Raises:
         ValueError: If a policy finds no module, names one that is not there, or names one that cannot be tiled.
+        OffloadError: If the place to offload to cannot be used, or has no room for its budget.
     """
     return Prepared(model, tiling, checkpointing)
 

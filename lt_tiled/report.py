@@ -12,6 +12,7 @@ from torch import nn
 from lt_tiled._find import walk
 from lt_tiled._marks import get_mark
 from lt_tiled.checkpointing.blocks import BlockMark
+from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.tiling.call import TileMark
 
 
@@ -39,17 +40,21 @@ class Report:
 
     tiled: tuple[TiledModule, ...]
     blocks: tuple[CheckpointedBlock, ...]
+    offloaded: OffloadStats | None = None
+    """What offloading did so far, if there is any."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
         """Read the marks of a model."""
-        tiled, blocks = [], []
+        tiled, blocks, offloaded = [], [], None
         for path, module in [("", model), *walk(model)]:
             if (mark := get_mark(module, TileMark)) is not None:
                 tiled.append(TiledModule(path, type(module).__name__, *mark.largest))
-            if get_mark(module, BlockMark) is not None:
+            if (block := get_mark(module, BlockMark)) is not None:
                 blocks.append(CheckpointedBlock(path, type(module).__name__))
-        return cls(tuple(tiled), tuple(blocks))
+                if block.offload is not None:
+                    offloaded = block.offload.offloader.so_far()
+        return cls(tuple(tiled), tuple(blocks), offloaded)
 
     def summary(self) -> str:
         """One line: how many modules of which classes."""
@@ -60,9 +65,17 @@ class Report:
         ]
         return "lt_tiled " + (" and ".join(parts) or "leaves the model as it is")
 
-    def table(self, peak: str | None = None) -> Table:
-        """A table with one row for modules that are alike, and the peak memory of a step if it is given."""
-        table = Table(title="lt_tiled", caption=peak and f"peak memory of a step: {peak}", caption_justify="left")
+    def table(self, peak: str | None = None, steps: int = 0, seconds: float | None = None) -> Table:
+        """A table with one row for modules that are alike.
+
+        Args:
+            peak: The peak memory of a step, in words.
+            steps: How many steps the figures of offloading are of.
+            seconds: How long they took.
+        """
+        lines = [f"peak memory of a step: {peak}"] if peak else []
+        lines += self.offloaded.describe(steps, seconds) if self.offloaded is not None else []
+        table = Table(title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")
         table.add_column("what", no_wrap=True)
         table.add_column("modules", no_wrap=True)
         table.add_column("where", overflow="fold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,16 +14,19 @@ from lt_tiled.report import Report
 
 
 class TilingReport(Callback):
-    """Prints what was tiled, into how many tiles, and the peak memory of a training step."""
+    """Prints what was tiled, into how many tiles, what was offloaded, and the peak memory of a training step."""
 
     def __init__(self) -> None:
         self.report: Report | None = None
         self.peak = 0
         """Bytes."""
+        self._steps = 0
+        self._start = self._seconds = 0.0
         self._memory: PeakMemory | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.peak = 0
+        self.peak = self._steps = 0
+        self._start = time.monotonic()
         self._memory = PeakMemory(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -31,12 +35,14 @@ class TilingReport(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._memory is not None
+        self._steps += 1
         self.peak = max(self.peak, self._memory.read())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         # Here, not later: the strategy's teardown, which comes before on_fit_end, takes the marks off.
         self.report = Report.of(pl_module)
+        self._seconds = time.monotonic() - self._start
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.report is not None and self._memory is not None and trainer.is_global_zero:
-            Console().print(self.report.table(self._memory.describe(self.peak)))
+            Console().print(self.report.table(self._memory.describe(self.peak), self._steps, self._seconds))

@@ -10,7 +10,7 @@ from torch import nn
 from lt_tiled._find import find_blocks, find_named, walk
 from lt_tiled._log import inform_once, warn
 from lt_tiled._marks import Mark, remove_mark, set_mark
-from lt_tiled.checkpointing.boundary import run_checkpointed
+from lt_tiled.checkpointing.boundary import BlockOffload, run_checkpointed
 from lt_tiled.policies import Checkpointing
 
 
@@ -19,18 +19,21 @@ class BlockMark(Mark):
 
     attribute = "_lt_tiled_checkpointing"
 
+    def __init__(self, offload: BlockOffload | None = None) -> None:
+        self.offload = offload
+
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs in place of a checkpointed block's forward. Its name is what pickle looks up on the class."""
     mark = self.__dict__[BlockMark.attribute]
     if not mark.active or not torch.is_grad_enabled() or _checkpoints_itself(self):
         return mark.inner(self, *args, **kwargs)
-    return run_checkpointed(mark.inner, self, args, _without_cache(self, kwargs))
+    return run_checkpointed(mark.inner, self, args, _without_cache(self, kwargs), mark.offload)
 
 
-def mark_block(module: nn.Module) -> None:
-    """Checkpoint the block from now on."""
-    set_mark(module, BlockMark(), forward)
+def mark_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
+    """Checkpoint the block from now on, and offload its inputs if ``offload`` says where to."""
+    set_mark(module, BlockMark(offload), forward)
 
 
 def unmark_block(module: nn.Module) -> None:

@@ -1,30 +1,126 @@
-"""What enters a checkpointed block, and what is kept of it for the recompute."""
+"""What enters a checkpointed block, what is kept of it for the recompute, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
+from lt_tiled._trees import split_arguments
+from lt_tiled.offload.hooks import Boundary, Offloader
 
-def run_checkpointed(run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class BlockOffload:
+    """How one block offloads."""
+
+    offloader: Offloader
+    block: str
+    """What errors call the block."""
+    model: nn.Module
+    """Whose weights never move."""
+    select: str | Sequence[str | int]
+    everything: bool
+    """Offload what the block saves instead of recomputing it."""
+
+
+def run_checkpointed(run: Run, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], offload: BlockOffload | None) -> Any:
     """Run a block so that only the tensors among its arguments are kept, and its inside is recomputed in the backward.
 
-    Every tensor goes to torch's checkpoint by position, those in keywords and containers too: torch saves positional tensors
-    through the saved-tensor hooks and holds all others in a closure.
-    """
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    Every tensor goes to torch's checkpoint by position, those in keywords and tuples too: torch saves positional tensors through the
+    saved-tensor hooks and holds all others in a closure.
 
-    def block(*tensors: Tensor) -> Any:
-        values = list(others)
-        for position, tensor in zip(positions, tensors, strict=True):
-            values[position] = tensor
-        inner_args, inner_kwargs = pytree.tree_unflatten(values, tree)
+    Args:
+        run: The block's own forward, called with the module.
+        module: The block.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        offload: Where the kept tensors go; ``None`` leaves them where they are.
+    """
+    if offload is not None and offload.everything:
+        with _everything(module, offload):
+            return run(module, *args, **kwargs)
+    tensors, arguments = split_arguments(args, kwargs)
+
+    def block(*given: Tensor) -> Any:
+        inner_args, inner_kwargs = arguments.call_with(given)
         return run(module, *inner_args, **inner_kwargs)
 
-    return checkpoint(block, *(leaves[i] for i in positions), use_reentrant=False)
+    if offload is None:
+        return checkpoint(block, *tensors, use_reentrant=False)
+    # Inside the block torch's own hooks stand before these, so they see the block's inputs and nothing else.
+    with _inputs(_selected(module, args, kwargs, offload), offload):
+        return checkpoint(block, *tensors, use_reentrant=False)
+
+
+def _inputs(chosen: Sequence[Tensor], offload: BlockOffload) -> torch.autograd.graph.saved_tensors_hooks:
+    views = [_view(t) for t in chosen]  # the hooks get the tensors anew, as other Python objects
+
+    def pack(tensor: Tensor) -> Tensor | Boundary:
+        return offload.offloader.pack(tensor, offload.block) if _view(tensor) in views else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, offload.offloader.unpack)
+
+
+def _everything(module: nn.Module, offload: BlockOffload) -> torch.autograd.graph.saved_tensors_hooks:
+    weights = _storages(module)
+
+    def pack(tensor: Tensor) -> Tensor | Boundary:
+        if _is_weight(tensor, weights):
+            return tensor
+        return offload.offloader.pack(tensor, offload.block)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, offload.offloader.unpack)
+
+
+def _selected(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], offload: BlockOffload) -> list[Tensor]:
+    """The tensors that move: the hidden states, or what the user names; never a weight or a view of one."""
+    if offload.select == "auto":
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
+        # A residual stream beside the hidden states is as large as they are, and as little shared with other blocks.
+        chosen = [t for t in tensors if t is hidden or (hidden is not None and t.shape == hidden.shape and t.requires_grad)]
+    else:
+        chosen = [t for name in offload.select for t in pytree.tree_leaves(_argument(module, args, kwargs, name)) if isinstance(t, Tensor)]
+    # What has no history may be a weight in disguise (detached, transposed): compare storages.
+    weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
+    return [t for t in chosen if not _is_weight(t, weights)]
+
+
+def _argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | int) -> Any:
+    if isinstance(name, int):
+        if name >= len(args) or name < -len(args):
+            raise ValueError(f"select={name}: {type(module).__name__} was called with {len(args)} positional arguments.")
+        return args[name]
+    bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    values = {**bound, **kwargs}
+    if name not in inspect.signature(type(module).forward).parameters and name not in values:
+        raise ValueError(f"select={name!r} is no argument of {type(module).__name__}: it was called with {sorted(values)[:8]}.")
+    return values.get(name)
+
+
+def _storages(model: nn.Module) -> set[int]:
+    return {_storage(p) for p in model.parameters()}
+
+
+def _is_weight(tensor: Tensor, weights: set[int]) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or _storage(tensor) in weights
+
+
+def _storage(tensor: Tensor) -> int:
+    # A wrapper (DTensor) has no storage of its own; it is never moved.
+    wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return id(tensor) if wrapper else tensor.untyped_storage()._cdata
+
+
+def _view(tensor: Tensor) -> tuple[object, ...]:
+    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 
+from lt_tiled._log_offload import log_step
 from lt_tiled.strategies._options import TiledOptions
 
 
@@ -19,6 +22,20 @@ class TiledStrategy(TiledOptions):
         assert self.lightning_module is not None
         self.prepare_once(self.lightning_module)
         super().setup(trainer)  # type: ignore[misc]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        self._end_step()
+
+    def on_train_end(self) -> None:
+        self._end_step()
+        super().on_train_end()  # type: ignore[misc]
+
+    def _end_step(self) -> None:
+        assert self.lightning_module is not None
+        for prepared in self.prepared:
+            if prepared.offloader is not None and prepared.offloader.step:
+                log_step(self.lightning_module.trainer, prepared.offloader)
 
     def teardown(self) -> None:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lt_tiled._types import PositiveInt
-from lt_tiled.policies import Checkpointing, Tiling, as_checkpointing, as_tiling
+from lt_tiled.policies import Checkpointing, Tiers, Tiling, as_checkpointing, as_tiling
 from lt_tiled.prepare import Prepared
 
 _DEFAULT = Tiling()
@@ -18,14 +18,15 @@ class TiledOptions:
 
     Args:
         tiling: What runs tile by tile; a number is a shard count, ``None`` turns it off.
-        checkpointing: Which blocks are recomputed in the backward; ``True`` is the default policy, ``False`` turns it off.
+        checkpointing: Which blocks are recomputed in the backward, and where their inputs wait; ``True`` is the default policy, ``"cpu"``,
+            ``"disk"`` and ``"cpu+disk"`` offload, ``False`` turns it off.
     """
 
     def __init__(
         self,
         *args: Any,
         tiling: PositiveInt | Tiling | None = _DEFAULT,
-        checkpointing: bool | Checkpointing | None = True,
+        checkpointing: bool | Tiers | Checkpointing | None = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +37,8 @@ class TiledOptions:
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model; a model that they were applied to keeps them."""
         if not any(prepared.model is model for prepared in self.prepared):
-            self.prepared.append(Prepared(model, self.tiling, self.checkpointing))
+            devices = getattr(self, "parallel_devices", None) or [None]  # this node's, one for each of its ranks
+            self.prepared.append(Prepared(model, self.tiling, self.checkpointing, ranks_per_node=len(devices)))
 
     def release(self) -> None:
         """Leave every model as it was (Fabric may set up several)."""

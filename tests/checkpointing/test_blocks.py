@@ -109,6 +109,27 @@ def test_tensors_in_keywords_and_containers_are_packed() -> None:
     assert x.grad is not None
 
 
+def test_lists_and_dictionaries_stay_the_callers() -> None:
+    """What a block adds to a list or dictionary of the caller's is there after the call."""
+
+    class Notes(Block):
+        def forward(self, x: Tensor, notes: dict[str, object], losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            notes["seen"] = True
+            losses.append(y.mean())
+            return y
+
+    model = nn.ModuleList([Notes(), Notes()])
+    notes: dict[str, object] = {}
+    losses: list[Tensor] = []
+    with prepare(model, checkpointing=Checkpointing()):
+        x = randn(1, 8, H)
+        y = model[1](model[0](x, notes, losses), notes, losses)
+        assert notes == {"seen": True}
+        assert len(losses) == 2
+        y.sum().backward()
+
+
 def test_no_grad_runs_the_block_as_it_is() -> None:
     """Without gradients a checkpointed block costs what it costs plain."""
     model = TinyLM()

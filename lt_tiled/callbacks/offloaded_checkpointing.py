@@ -1,0 +1,30 @@
+"""Checkpointing and offloading for who keeps their own strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import LightningModule
+
+from lt_tiled._log_offload import log_step
+from lt_tiled.callbacks._preparing import PreparingCallback
+from lt_tiled.policies import Checkpointing, Tiers
+
+
+class OffloadedCheckpointing(PreparingCallback):
+    """Checkpoints the model's blocks under any strategy and sends their inputs away, for Trainer and for Fabric.
+
+    Under a Trainer each step's figures go to the run's logger as ``offload/...``.
+
+    Args:
+        offload: Where the inputs go; ``None`` leaves them where they are.
+        checkpointing: The other fields of :class:`~lt_tiled.policies.Checkpointing`.
+    """
+
+    def __init__(self, offload: Tiers | None = "cpu", **checkpointing: Any) -> None:
+        self.checkpointing = Checkpointing(offload=offload, **checkpointing)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.prepared is not None and self.prepared.offloader is not None:
+            log_step(trainer, self.prepared.offloader)

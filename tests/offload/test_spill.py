@@ -1,0 +1,311 @@
+"""The spill file: what is written comes back, or an error says why; and nothing is ever left on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from lt_tiled.offload import OffloadDiskFull, OffloadError
+from lt_tiled.offload.spill import CHUNK, SpillFile
+from tests.offload.faults import each_call, fail, nothing, nth_call, short
+
+DATA = os.urandom(CHUNK + 12345)
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def spill(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SpillFile]:
+    file = SpillFile(tmp_path, direct=request.param)
+    yield file
+    file.close()
+    assert os.listdir(tmp_path) == []
+
+
+def put(spill: SpillFile, data: bytes = DATA) -> int:
+    offset = spill.take(len(data))
+    spill.write(offset, memoryview(data)).result(20)
+    return offset
+
+
+def get(spill: SpillFile, offset: int, length: int = len(DATA)) -> bytes:
+    into = bytearray(length)
+    spill.read(offset, memoryview(into)).result(20)
+    return bytes(into)
+
+
+@pytest.mark.parametrize("length", [1, 511, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1])
+def test_every_length_comes_back(spill: SpillFile, length: int) -> None:
+    """Data of any length, aligned or not, one chunk or several, comes back as it was."""
+    data = DATA[:length]
+    assert get(spill, put(spill, data), length) == data
+
+
+def test_many_at_once(spill: SpillFile) -> None:
+    """Writes and reads that overlap in time do not mix."""
+    parts = [os.urandom(50_000 + i) for i in range(20)]
+    offsets = [spill.take(len(part)) for part in parts]
+    for write in [spill.write(o, memoryview(p)) for o, p in zip(offsets, parts, strict=True)]:
+        write.result(20)
+    into = [bytearray(len(part)) for part in parts]
+    for read in [spill.read(o, memoryview(b)) for o, b in zip(offsets, into, strict=True)]:
+        read.result(20)
+    assert [bytes(b) for b in into] == parts
+
+
+def test_slots_are_reused(spill: SpillFile) -> None:
+    """Space that is given back is used again: the file does not grow with the steps."""
+    for _ in range(50):
+        offset = put(spill, DATA[:100_000])
+        spill.give_back(offset, 100_000)
+    assert spill.used == 0
+    assert os.fstat(spill._file).st_size <= 256 * 2**20
+
+
+def test_private_and_unnamed(spill: SpillFile, tmp_path: Path) -> None:
+    """The open file has no name, mode 0600 and no other link; no directory is left beside it, while it is open and after."""
+    put(spill)
+    status = os.fstat(spill._file)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_o_tmpfile(tmp_path: Path) -> None:
+    """Without unnamed files one is made in a directory of mode 0700, exclusively, not through a link, and unlinked at once."""
+    real, seen = os.open, []
+
+    def no_tmpfile(path: str, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        if path == "spill":
+            seen.append(flags)
+            seen.append(stat.S_IMODE(os.fstat(kwargs["dir_fd"]).st_mode))
+        return real(path, flags, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", no_tmpfile)
+        spill = SpillFile(tmp_path)
+    assert seen[0] & os.O_EXCL
+    assert seen[0] & os.O_NOFOLLOW
+    assert seen[1] == 0o700
+    assert stat.S_IMODE(os.fstat(spill._file).st_mode) == 0o600
+    assert os.listdir(tmp_path) == []
+    assert get(spill, put(spill)) == DATA
+    spill.close()
+
+
+def test_directory_removed_while_running(tmp_path: Path) -> None:
+    """The directory may be removed under the running file."""
+    (tmp_path / "scratch").mkdir()
+    spill = SpillFile(tmp_path / "scratch")
+    (tmp_path / "scratch").rmdir()
+    assert get(spill, put(spill)) == DATA
+    spill.close()
+
+
+def test_o_direct_refused_at_open(tmp_path: Path) -> None:
+    """A filesystem that refuses ``O_DIRECT`` when the file is opened is used through the page cache."""
+    real = os.open
+
+    def refuse(path: str, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "invalid")
+        return real(path, flags, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        spill = SpillFile(tmp_path)
+    assert not spill.direct
+    assert get(spill, put(spill)) == DATA
+    spill.close()
+
+
+def test_o_direct_refused_at_the_first_call(tmp_path: Path) -> None:
+    """So is one that takes the flag and refuses the first write."""
+    spill = SpillFile(tmp_path)
+    with nth_call("pwritev", 1, fail(errno.EINVAL)):
+        offset = put(spill)
+    assert not spill.direct
+    assert get(spill, offset) == DATA
+    spill.close()
+
+
+@pytest.mark.parametrize("function", ["pwritev", "preadv"])
+def test_short_calls_go_on(spill: SpillFile, function: str) -> None:
+    """A call that moves only a part, whichever it is, is followed by one for the rest."""
+    for _ in each_call(function, short):
+        assert get(spill, put(spill)) == DATA
+
+
+def test_interrupted_calls_go_on(spill: SpillFile) -> None:
+    """A call that a signal interrupts is made again."""
+    for function in ("pwritev", "preadv"):
+        for _ in each_call(function, fail(errno.EINTR)):
+            assert get(spill, put(spill)) == DATA
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "kind", "message"),
+    [
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull, "cannot write .* bytes: No space left"),
+        ("pwritev", fail(errno.EDQUOT), OffloadDiskFull, "cannot write .* bytes: Disk quota"),
+        ("pwritev", fail(errno.EIO), OffloadError, "cannot write .* bytes: Input/output error"),
+        ("pwritev", nothing, OffloadError, "short write: 0 of"),
+        ("preadv", fail(errno.EIO), OffloadError, "cannot read .* bytes: Input/output error"),
+        ("preadv", nothing, OffloadError, "short read: 0 of"),
+    ],
+)
+def test_failing_calls_are_errors(spill: SpillFile, function: str, fault: object, kind: type[OffloadError], message: str) -> None:
+    """Whichever call fails or moves nothing, the error names offset and directory; the space comes back, and the next try works."""
+    failures: list[OffloadError] = []
+    for _ in each_call(function, fault):
+        offset = spill.take(len(DATA))
+        try:
+            spill.write(offset, memoryview(DATA)).result(20)
+            assert get(spill, offset) == DATA
+        except OffloadError as error:
+            failures.append(error)
+        finally:
+            spill.give_back(offset, len(DATA))
+    assert [type(error) for error in failures] == [kind, kind]  # of two chunks
+    for error in failures:
+        assert re.search(message, str(error))
+        assert error.directory == spill.directory
+        assert error.offset is not None
+    assert spill.used == 0
+    assert get(spill, put(spill)) == DATA
+
+
+def test_full_disk_at_setup(tmp_path: Path) -> None:
+    """If the disk has no room for the budget, opening fails, before a byte is written, and leaves nothing open."""
+    before = os.listdir("/proc/self/fd")
+    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFull, match="cannot reserve 1048576 bytes behind 0"):
+        SpillFile(tmp_path, 2**20)
+    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir(tmp_path) == []
+
+
+def test_full_disk_while_growing(tmp_path: Path) -> None:
+    """Without a budget a disk that cannot give a large extension gives the small one that is needed; if not, the error says so."""
+    spill = SpillFile(tmp_path)
+    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)):
+        assert get(spill, put(spill)) == DATA
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *_: fail(errno.ENOSPC)(None))
+        with pytest.raises(OffloadDiskFull, match="cannot reserve"):
+            spill.take(2**30)
+    assert get(spill, put(spill)) == DATA
+    spill.close()
+
+
+def test_budget(tmp_path: Path) -> None:
+    """A budget is reserved at once, is enough for exactly as much, and the error beyond it says what is in use."""
+    spill = SpillFile(tmp_path, 10 * 4096)
+    assert os.fstat(spill._file).st_blocks * 512 >= 10 * 4096
+    offsets = [spill.take(4096) for _ in range(10)]
+    with pytest.raises(
+        OffloadDiskFull, match=r"budget of 40960 bytes has no free range of 4096 bytes \(40960 are in use\): raise disk_budget"
+    ):
+        spill.take(1)
+    spill.give_back(offsets[3], 4096)
+    assert spill.take(1) == offsets[3]
+    spill.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p / "missing", "No such file or directory"),
+        (lambda p: (p / "file").write_text("x") and p / "file", "Not a directory"),
+    ],
+)
+def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:
+    """A directory that is missing, or none, is named with the system's reason."""
+    directory = make(tmp_path)
+    with pytest.raises(OffloadError, match=f"cannot make a directory for the spill file: {message}.*{directory}"):
+        SpillFile(directory)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE])
+def test_open_fails(tmp_path: Path, code: int) -> None:
+    """A read-only disk, missing permission and too many open files are errors at whichever call they come, and nothing is left."""
+    for function in ("mkdir", "open"):
+        with nth_call(function, 1, fail(code)), pytest.raises(OffloadError, match=os.strerror(code)):
+            SpillFile(tmp_path)
+        assert os.listdir(tmp_path) == []
+
+
+def test_out_of_file_descriptors(tmp_path: Path) -> None:
+    """With no descriptor left (a real limit) opening is an error, and works again when there are some."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+    held = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    try:
+        with pytest.raises(OffloadError, match="Too many open files"):
+            SpillFile(tmp_path)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    SpillFile(tmp_path).close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_flipped_bit(tmp_path: Path) -> None:
+    """With ``checksum`` a bit that flips on the disk is an error; the data next to it still comes back."""
+    spill = SpillFile(tmp_path, direct=False, checksum=True)
+    first, second = put(spill), put(spill)
+    byte = os.pread(spill._file, 1, first + 777)
+    os.pwrite(spill._file, bytes([byte[0] ^ 4]), first + 777)
+    with pytest.raises(OffloadError, match=r"checksum [0-9a-f]{8}, not [0-9a-f]{8} as written"):
+        get(spill, first)
+    assert get(spill, second) == DATA
+    spill.close()
+
+
+def test_stale_slot(tmp_path: Path) -> None:
+    """With ``checksum`` a slot that was given to other data in between does not pass for the old data."""
+    spill = SpillFile(tmp_path, checksum=True)
+    old = put(spill, DATA[:5000])
+    spill.give_back(old, 5000)
+    assert put(spill, DATA[5000:10000]) == old
+    assert get(spill, old, 5000) == DATA[5000:10000]
+    spill.close()
+
+
+def test_above_four_gib(tmp_path: Path) -> None:
+    """Data at an offset above 4 GiB comes back (the file is sparse up to there)."""
+    spill = SpillFile(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *_: None)
+        low = spill.take(5 * 2**30)
+    high = put(spill)
+    assert low == 0
+    assert high >= 5 * 2**30
+    assert get(spill, high) == DATA
+    spill.close()
+
+
+def test_closed(spill: SpillFile) -> None:
+    """After ``close`` nothing hangs: what waited is cancelled, what is new is an error, and closing again is none."""
+    offset = put(spill)
+    waiting: list[Future[None]] = [spill.write(offset, memoryview(DATA)) for _ in range(20)]
+    spill.close()
+    assert all(future.cancelled() or future.done() for future in waiting)
+    with pytest.raises(OffloadError, match="the spill file is closed"):
+        spill.write(offset, memoryview(DATA))
+    spill.close()
