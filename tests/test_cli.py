@@ -135,6 +135,25 @@ def test_quickstart() -> None:
     assert set(keys) == {f"model.{key}" for key in plain}
 
 
+@pytest.mark.parametrize("tier", ["disk", "cpu", "tiered"])
+def test_offload_configs(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The offload configs differ from the quickstart in where the boundaries go, and each parses to its tiers."""
+    quick, other = (config(capsys, "--config", str(ROOT / "configs" / f"quickstart{name}.yaml")) for name in ("", f"_{tier}"))
+    checkpointing = other["trainer"]["strategy"]["init_args"].pop("checkpointing")
+    assert quick["trainer"]["strategy"]["init_args"].pop("checkpointing") is True
+    assert checkpointing["offload"] == {"disk": "disk", "cpu": "cpu", "tiered": "cpu+disk"}[tier]
+    assert other["model"] == quick["model"]
+    assert other["trainer"]["strategy"] == quick["trainer"]["strategy"]
+
+
+def test_quickstart_tiered() -> None:
+    """The tiered quickstart trains, fills RAM and then the disk, and its table tells what went where."""
+    path = str(ROOT / "configs" / "quickstart_tiered.yaml")
+    printed = run(sys.executable, "-m", "lt_tiled", "fit", "--config", path, "--trainer.max_steps=3", "--trainer.limit_val_batches=1")
+    assert re.search(r"offloaded per step: 0.00 GiB to RAM, 0.00 GiB to disk", printed)
+    assert "written to disk in all: 0.01 GiB" in printed
+
+
 def test_two_ranks() -> None:
     """``python -m lt_tiled fit`` starts its second rank itself, and trains, validates and reports once."""
     printed = run(

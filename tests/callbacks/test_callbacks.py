@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from lt_tiled import TiledSingleDeviceStrategy, Tiling
-from lt_tiled.callbacks import TiledMLP, TilingReport
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lt_tiled import Checkpointing, TiledSingleDeviceStrategy, Tiling
+from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP, TilingReport
 from tests.lit import LitTiny, replaced, trainer
 
 
@@ -42,6 +45,31 @@ def test_arguments() -> None:
         TiledMLP(0)
     with pytest.raises(TypeError, match="shards"):
         TiledMLP(shards=3)
+
+
+def test_offloaded_checkpointing(tmp_path: Path) -> None:
+    """Under a stock strategy the callback offloads, logs each step's figures, leaves losses bit for bit, and the model plain."""
+    plain, model = LitTiny(), LitTiny()
+    trainer("tiled", callbacks=[]).fit(plain)
+    logger = CSVLogger(tmp_path, name="logs")
+    callback = OffloadedCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0)
+    trainer("auto", callbacks=[callback], logger=logger, log_every_n_steps=1).fit(model)
+    assert model.losses == plain.losses
+    assert replaced(model) == 0
+    header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("offload/disk_bytes")
+    assert [float(row.split(",")[column]) for row in rows] == [2 * 24 * 16 * 4.0] * 3
+
+
+def test_report_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table at the end tells what was offloaded per step, how it came back, and what it means for an SSD."""
+    strategy = TiledSingleDeviceStrategy(tiling=4, checkpointing=Checkpointing(offload="disk", min_bytes=0))
+    trainer(strategy, callbacks=[TilingReport()]).fit(LitTiny())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "offloaded per step: 0.00 GiB to RAM, 0.00 GiB to disk" in printed
+    assert "stalled" in printed
+    assert "written to disk in all" in printed
+    assert "TB a day at this rate" in printed
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -99,6 +100,68 @@ def test_accumulation_with_no_sync(world: World, checkpointed: bool) -> None:
 def test_unused_weights(world: World) -> None:
     """With ``find_unused_parameters`` a head that one rank does not use, and a weight that no rank uses, have the untiled gradients."""
     assert max(world(ddp_error, WithSpare, {"find_unused_parameters": True}, EVEN, [4, 4], True)) < 2 * FP32
+
+
+# Offload
+
+
+def ddp_offload(directory: str | None, steps: int = 20) -> tuple[list[float], list[float], int]:
+    """Losses with accumulation and validation, the sums of the weights at the end, and the bytes that went to disk."""
+    torch.manual_seed(0)
+    net = TinyLM(4)
+    offload = {} if directory is None else {"offload": "disk", "directory": directory, "min_bytes": 0}
+    with prepare(net, tiling=Tiling(3), checkpointing=Checkpointing(**offload)) as prepared:
+        wrapped = DistributedDataParallel(net)
+        optimizer, losses = torch.optim.AdamW(wrapped.parameters(), 1e-2), []
+        for step in range(steps):
+            first, second = draw((2, 12 + step), dist.get_rank()), draw((1, 7), dist.get_rank())
+            with wrapped.no_sync():
+                lm_loss(wrapped(first), first).backward()
+            loss = lm_loss(wrapped(second), second)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 5 == 4:
+                with torch.no_grad():
+                    losses.append(float(lm_loss(net(first), first)))
+        moved = prepared.offloader.so_far().disk_bytes if prepared.offloader else 0
+    return losses, [float(p.detach().double().sum()) for p in net.parameters()], moved
+
+
+def test_offload_is_bit_identical(world: World, tmp_path: Path) -> None:
+    """Over 20 steps with ``no_sync`` and validation, two ranks in one directory have bit for bit the losses and weights without offload."""
+    plain, offloaded = world(ddp_offload, None), world(ddp_offload, str(tmp_path))
+    for (losses, weights, _), (offloaded_losses, offloaded_weights, moved) in zip(plain, offloaded, strict=True):
+        assert offloaded_losses == losses
+        assert offloaded_weights == weights
+        assert moved > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def share_of_the_budget(strategy: Any) -> int:
+    model = LitTiny()
+    run = trainer(strategy, devices=2)
+    budgets: list[int] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+            prepared = getattr(run.strategy, "prepared", None) or [run.callbacks[0].prepared]
+            budgets.append(prepared[0].offloader.disk.spill.budget)
+
+    run.callbacks.append(Look())
+    run.fit(model)
+    return budgets[0]
+
+
+def strategy_share(directory: str) -> int:
+    policy = Checkpointing(offload="disk", disk_budget="8MiB", directory=directory)
+    return share_of_the_budget(TiledDDPStrategy(tiling=4, checkpointing=policy))
+
+
+def test_ranks_share_the_nodes_budget(world: World, tmp_path: Path) -> None:
+    """Each of two ranks of a node reserves half of the node's budget."""
+    assert world(strategy_share, str(tmp_path)) == [4 * 2**20] * 2
 
 
 # Trainer

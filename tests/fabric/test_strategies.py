@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
-from lt_tiled.callbacks import TiledMLP
+from lt_tiled import Checkpointing
+from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
 from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
 from tests.lit import replaced
 from tests.models import TinyLM, lm_loss
@@ -77,6 +79,20 @@ def test_callback() -> None:
     assert [row.tiles for row in callback.prepared.report().tiled] == [4, 4]
     callback.release()
     assert replaced(net) == 0
+
+
+def test_offload(tmp_path: Path) -> None:
+    """Offloading through Fabric, by the strategy and by the callback, leaves losses bit for bit those of checkpointing."""
+    plain, _, _ = train(TiledSingleDeviceStrategy(tiling=None))
+    policy = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0}
+    by_strategy, _, fabric = train(TiledSingleDeviceStrategy(tiling=None, checkpointing=Checkpointing(**policy)))
+    callback = OffloadedCheckpointing(**policy)
+    by_callback, _, _ = train("auto", callbacks=[callback])
+    assert by_strategy == by_callback == plain
+    assert fabric.strategy.prepared[0].offloader.so_far().disk_bytes == callback.prepared.offloader.so_far().disk_bytes > 0
+    fabric.strategy.release()
+    callback.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compiled_model() -> None:

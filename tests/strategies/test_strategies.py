@@ -187,6 +187,42 @@ def test_compiled_lightning_module() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_offload_through_a_strategy(tmp_path: Path) -> None:
+    """Offloading to disk leaves losses bit for bit the same, and each logged step has the figures of the step before."""
+    losses, logs = [], []
+    for checkpointing in (Checkpointing(), Checkpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0)):
+        (tmp_path / "scratch").mkdir(exist_ok=True)
+        model = LitTiny()
+        logger = pl.loggers.CSVLogger(tmp_path, name=str(len(losses)))
+        trainer(tiled(checkpointing=checkpointing), logger=logger, log_every_n_steps=1).fit(model)
+        losses.append(model.losses)
+        logs.append((Path(logger.log_dir) / "metrics.csv").read_text() if (Path(logger.log_dir) / "metrics.csv").exists() else "")
+    assert losses[0] == losses[1]
+    assert "offload/" not in logs[0]
+    rows = logs[1].splitlines()
+    column = rows[0].split(",").index("offload/disk_bytes")
+    assert [float(row.split(",")[column]) for row in rows[1:]] == [2 * 24 * 16 * 4.0] * 3  # one of two boundaries; the last one stays
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("short", ["cpu", "disk", "cpu+disk"])
+def test_offload_by_its_short_form(short: Any) -> None:
+    """``checkpointing="disk"`` offloads by the default policy."""
+    assert TiledSingleDeviceStrategy(checkpointing=short).checkpointing == Checkpointing(offload=short)
+    model = LitTiny()
+    trainer(tiled(checkpointing=short)).fit(model)
+    assert len(model.losses) == 3
+
+
+def test_a_missing_directory_stops_before_the_first_step() -> None:
+    """A directory that is not there stops the run before its first step, and leaves the model as it was."""
+    model = LitTiny()
+    with pytest.raises(lt_tiled.OffloadError, match=r"No such file or directory.*/not/there"):
+        trainer(tiled(checkpointing=Checkpointing(offload="disk", directory="/not/there"))).fit(model)
+    assert model.losses == []
+    assert replaced(model) == 0
+
+
 def test_the_package_exports_the_public_names() -> None:
     """The names of the README are there."""
     assert all(hasattr(lt_tiled, name) for name in lt_tiled.__all__)

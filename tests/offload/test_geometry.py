@@ -1,0 +1,66 @@
+"""Tensors as bytes and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled.offload.geometry import Geometry, movable, raw_bytes
+
+BASE = torch.arange(240.0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        BASE.view(2, 10, 12),
+        BASE.view(2, 10, 12).transpose(1, 2),
+        BASE.view(20, 12).t(),
+        BASE.view(20, 12)[3:7],  # offset view
+        BASE.view(20, 12)[:, 2:9],  # gaps
+        BASE.view(20, 12)[:, :1].expand(20, 12),  # stride 0
+        BASE[:5].view(1, 5).expand(8, 5),
+        torch.tensor(3.0),
+        BASE.as_strided((20, 8), (2, 1)),  # overlapping windows
+        BASE.view(20, 12) > 3,
+        BASE.view(20, 12).to(torch.int16),
+        BASE.view(20, 12).to(torch.complex64),
+        BASE.view(20, 12).bfloat16(),
+        BASE.view(20, 12).half(),
+        BASE.view(20, 12).to(torch.float8_e4m3fn),
+    ],
+    ids=lambda t: f"{list(t.shape)}{list(t.stride())}{t.dtype}",
+)
+def test_values_and_strides_come_back(tensor: Tensor) -> None:
+    """Views with offsets, gaps, overlaps and strides of zero, and every dtype, come back with the same values and strides."""
+    assert movable(tensor)
+    back = Geometry.of(tensor).rebuild(raw_bytes(tensor).clone())
+    if tensor.dtype == torch.float8_e4m3fn:  # torch compares no fp8
+        assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+    else:
+        assert torch.equal(back, tensor)
+    assert (back.stride(), back.dtype) == (tensor.stride(), tensor.dtype)
+
+
+def test_an_expanded_tensor_moves_its_own_bytes() -> None:
+    """A tensor that one row was expanded to moves one row."""
+    assert Geometry.of(BASE[:5].view(1, 5).expand(1000, 5)).nbytes == 20
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(0, 4),
+        nn.Parameter(BASE),
+        BASE.view(20, 12)[:, :2],  # more gaps than entries
+        torch.zeros(3, dtype=torch.complex64).conj(),
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ],
+    ids=["empty", "parameter", "gaps", "conjugate", "sparse", "meta", "nested"],
+)
+def test_what_stays(tensor: Tensor) -> None:
+    """Weights, empty and lazy tensors, other layouts, subclasses, and views that are mostly gaps are left where they are."""
+    assert not movable(tensor)

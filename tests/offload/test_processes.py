@@ -1,0 +1,99 @@
+"""However a process ends, nothing is left on the disk and nothing hangs; and processes do not disturb each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_tiled import Checkpointing, prepare
+from tests.models import TinyLM, lm_loss
+
+ROOT = Path(__file__).parent.parent.parent
+IDS = torch.arange(2 * 24).view(2, 24) % 32
+
+
+def start(program: str, directory: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.offload.programs", program, str(directory)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_in_mid_write(tmp_path: Path, number: signal.Signals) -> None:
+    """A process that is killed while it writes leaves no file and no directory, seen from outside."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = start("write_for_ever", scratch)
+    assert process.stdout is not None
+    while "writing" not in (line := process.stdout.readline()):
+        assert line, "the program ended before it wrote"
+    time.sleep(0.3)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert list(scratch.iterdir()) == []
+
+
+def test_exit_with_io_in_flight(tmp_path: Path) -> None:
+    """The interpreter ends in time and in order while writes run and others wait."""
+    process = start("exit_in_flight", tmp_path)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert "2 in flight" in printed
+    assert "Error" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fork_after_start(tmp_path: Path) -> None:
+    """A forked child is told that it may not offload and leaves as it wants to; the parent's data is untouched."""
+    process = start("fork_after_start", tmp_path)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert "child: this process is a fork" in printed
+    assert "child left with 7" in printed
+    assert "parent: True" in printed
+
+
+def test_two_processes_in_one_directory(tmp_path: Path) -> None:
+    """Two processes in one directory have a file each; killing one leaves the other's data alone."""
+    other = start("write_for_ever", tmp_path)
+    assert other.stdout is not None
+    while "writing" not in (line := other.stdout.readline()):
+        assert line
+    model = TinyLM(4)
+    with prepare(model, checkpointing=Checkpointing()):
+        lm_loss(model(IDS), IDS).backward()
+    plain = model.embed.weight.grad.clone()
+    model.zero_grad()
+    with prepare(model, checkpointing=Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0, checksum=True)):
+        loss = lm_loss(model(IDS), IDS)
+        other.kill()
+        other.communicate(timeout=30)
+        loss.backward()
+    assert torch.equal(model.embed.weight.grad, plain)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_models_in_one_process(tmp_path: Path) -> None:
+    """Two prepared models in one process and one directory train side by side, each with its own file."""
+    models = [TinyLM(4), TinyLM(4)]
+    policy = Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
+    plain = []
+    for model in models:
+        lm_loss(model(IDS), IDS).backward()
+        plain.append(model.embed.weight.grad.clone())
+        model.zero_grad()
+    with prepare(models[0], checkpointing=policy) as a, prepare(models[1], checkpointing=policy) as b:
+        losses = [lm_loss(model(IDS), IDS) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert a.offloader.disk.spill is not b.offloader.disk.spill
+        assert a.offloader.so_far().disk_bytes == b.offloader.so_far().disk_bytes > 0
+    assert all(torch.allclose(m.embed.weight.grad, p, rtol=1e-5) for m, p in zip(models, plain, strict=True))
