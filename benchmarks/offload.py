@@ -1,8 +1,8 @@
 """Rates of the disk tier, and what offloading does to the step time.
 
-Run ``python -m benchmarks.offload [--directory /nvme/scratch]``. First the same boundaries are written and read by the disk tier, with and
-without ``O_DIRECT``, and by ``torch.save`` and ``torch.load``, with and without ``fsync``, in turn; printed are the medians. Then training steps
-are timed in interleaved rounds: checkpointed without offload, with the disk tier, and with one file for each tensor.
+Run ``python -m benchmarks.offload [--directory /nvme/scratch]``. First the same boundaries are written and read by the disk tier, with
+and without ``O_DIRECT``, and by ``torch.save`` and ``torch.load``, with and without ``fsync``, in turn; printed are the medians. Then
+training steps are timed in interleaved rounds: checkpointed without offload, with the disk tier, and with one file for each tensor.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ def rates(tensors: list[Tensor], directory: str, rounds: int) -> Table:
         for name, way in ways.items():
             times[name].append(way())
     total = sum(t.nbytes for t in tensors) / GIB
-    table = Table(
-        title=f"{len(tensors)} boundaries of {tensors[0].nbytes >> 20} MiB, median of {rounds} rounds", caption=machine(torch.device("cpu"))
-    )
-    for heading in ("", "write [GiB/s]", "read [GiB/s]", "write, ratio to the line below"):
+    title = f"GiB/s, {len(tensors)} boundaries of {tensors[0].nbytes >> 20} MiB, {rounds} rounds"
+    table = Table(title=title, caption=machine(torch.device("cpu")))
+    for heading in ("", "write", "read", "write, over next line"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     written = {name: [total / write for write, _ in pairs[1:]] for name, pairs in times.items()}
     read = {name: [total / back for _, back in pairs[1:]] for name, pairs in times.items()}
