@@ -150,8 +150,8 @@ def test_quickstart_tiered() -> None:
     """The tiered quickstart trains, fills RAM and then the disk, and its table tells what went where."""
     path = str(ROOT / "configs" / "quickstart_tiered.yaml")
     printed = run(sys.executable, "-m", "lt_tiled", "fit", "--config", path, "--trainer.max_steps=3", "--trainer.limit_val_batches=1")
-    assert re.search(r"offloaded per step: 0.00 GiB to RAM, 0.00 GiB to disk", printed)
-    assert "written to disk in all: 0.01 GiB" in printed
+    assert re.search(r"offloaded per step: \d\.\d MiB to RAM, \d\.\d MiB to disk", printed)
+    assert re.search(r"written to disk in all: \d+\.\d MiB", printed)
 
 
 def test_two_ranks() -> None:

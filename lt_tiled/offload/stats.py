@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-GIB = 2**30
-
 
 @dataclass
 class OffloadStats:
@@ -39,16 +37,20 @@ class OffloadStats:
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
         lines = [
-            f"offloaded per step: {self.cpu_bytes / per_step / GIB:.2f} GiB to RAM, {self.disk_bytes / per_step / GIB:.2f} GiB to disk",
-            f"back in time: {self.prefetch_hits} of {asked}, and {self.from_memory} had not left;"
-            f" stalled {self.stalled_ms / per_step:.1f} ms a step",
+            f"offloaded per step: {_size(self.cpu_bytes / per_step)} to RAM, {_size(self.disk_bytes / per_step)} to disk",
+            f"back in time: {self.prefetch_hits} of {asked}, and {self.from_memory} had not left",
+            f"stalled: {self.stalled_ms / per_step:.1f} ms a step",
         ]
         if self.kept_bytes:
-            lines.append(f"left on the device for want of room: {self.kept_bytes / per_step / GIB:.2f} GiB a step")
+            lines.append(f"left on the device for want of room: {_size(self.kept_bytes / per_step)} a step")
         if self.disk_bytes:
-            wear = f"written to disk in all: {self.disk_bytes / GIB:.2f} GiB"
+            lines.append(f"written to disk in all: {_size(self.disk_bytes)}")
             if seconds:
-                daily = self.disk_bytes / seconds * 86400 / 1e12
-                wear += f", {daily:.1f} TB a day at this rate: compare it with the endurance (TBW) of your drive"
-            lines.append(wear)
+                lines.append(
+                    f"SSD wear at this rate: {self.disk_bytes / seconds * 86400 / 1e12:.1f} TB a day, to hold against the drive's TBW"
+                )
         return lines
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

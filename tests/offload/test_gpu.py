@@ -1,0 +1,68 @@
+"""Offloading from a CUDA device: copies that run beside the computation, in the right order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_tiled import Checkpointing, prepare
+from lt_tiled.offload.build import build_offloader
+from tests.models import TinyLM, lm_loss
+from tests.offload.test_hooks import TIERS, settle
+
+pytestmark = pytest.mark.gpu
+
+
+def busy(size: int = 4096, times: int = 20) -> torch.Tensor:
+    """A result that the current stream is still computing when this returns."""
+    x = torch.randn(size, size, device="cuda")
+    for _ in range(times):
+        x = x @ x / size**0.5
+        x = x / x.norm() * size
+    return x
+
+
+@pytest.mark.parametrize(("offload", "fields"), TIERS)
+def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: dict[str, object]) -> None:
+    """What is packed while it is still being computed, on whatever stream is current, comes back as computed.
+
+    Without the wait of the copy stream for the compute stream it comes back as it was before.
+    """
+    if "disk" in offload:
+        fields = {"directory": str(tmp_path), **fields}
+    offloader = build_offloader(Checkpointing(**{"offload": offload, "min_bytes": 0, "keep_last": 0, "cpu_budget": None, **fields}))
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            tensors = [busy() for _ in range(3)]
+            packed = [offloader.pack(t, "block") for t in tensors]
+            expected = [t.clone() for t in tensors]
+            del tensors
+            settle(offloader)
+            noise = [torch.full((4096, 4096), float("nan"), device="cuda") for _ in range(3)]  # takes the freed memory
+            back = [offloader.unpack(p) for p in reversed(packed)][::-1]
+            assert all(torch.equal(a, b) for a, b in zip(back, expected, strict=True))
+            del noise, packed, back
+    offloader.close()
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_bit_identical_on_a_gpu(tmp_path: Path, offload: str) -> None:
+    """Losses and gradients over several steps are bit for bit those of checkpointing without offload."""
+    ids = (torch.arange(2 * 512) % 32).view(2, 512).cuda()
+    results = []
+    for policy in (Checkpointing(), Checkpointing(offload=offload, min_bytes=0, keep_last=0)):
+        torch.manual_seed(0)
+        model = TinyLM(6, 64, 192).cuda()
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        with torch.device("cuda"), prepare(model, checkpointing=policy):
+            for _ in range(5):
+                loss = lm_loss(model(ids), ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+        results.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
