@@ -115,7 +115,7 @@ class _FromRam:
     def wait(self, seconds: float) -> Tensor:
         if self.copied is not None:
             torch.cuda.current_stream(self.into.device).wait_event(self.copied)
-        return self.into
+        return _for_current_stream(self.into)
 
 
 # Disk
@@ -229,7 +229,14 @@ class _FromDisk:
 
     def wait(self, seconds: float) -> Tensor:
         _result(self.read, seconds, "read", self.stored)
-        return self.into
+        return _for_current_stream(self.into)
+
+
+def _for_current_stream(tensor: Tensor) -> Tensor:
+    """It may be used on another stream than the one that was current when it was allocated: the allocator has to know."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 def _view(memory: Tensor) -> memoryview:
