@@ -50,6 +50,11 @@ class Prepared(AbstractContextManager["Prepared"]):
                 if get_mark(block, BlockMark) is None:
                     mark_block(block, self._offload_of(path, checkpointing))
                     self._blocks.append(block)
+            if self.offloader is not None and checkpointing is not None and not self._blocks:
+                raise ValueError(
+                    f"offload={checkpointing.offload!r} would do nothing: all {len(blocks)} blocks are checkpointed already. Say it where"
+                    " they are, in the strategy's checkpointing argument for one, or turn that off."
+                )
             if self._blocks:
                 self._own = OwnCheckpointingOff(model)
         except BaseException:

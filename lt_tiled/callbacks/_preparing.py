@@ -18,9 +18,15 @@ class PreparingCallback(Callback):
     through ``fabric.setup``, and :meth:`release` undoes it.
     """
 
-    tiling: Tiling | None = None
-    checkpointing: Checkpointing | None = None
-    prepared: Prepared | None = None
+    def __init__(self, tiling: Tiling | None = None, checkpointing: Checkpointing | None = None) -> None:
+        self.tiling = tiling
+        self.checkpointing = checkpointing
+        self._prepared: list[Prepared] = []
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """The model that was prepared last, until it is released."""
+        return self._prepared[-1] if self._prepared else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._prepare(pl_module, trainer.num_devices)
@@ -42,15 +48,13 @@ class PreparingCallback(Callback):
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
-        self.release()
         self._prepare(module, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]))
 
     def release(self) -> None:
-        """Leave the model as it was."""
-        if self.prepared is not None:
-            self.prepared.release()
-            self.prepared = None
+        """Leave every model as it was (Fabric may set up several)."""
+        while self._prepared:
+            self._prepared.pop().release()
 
     def _prepare(self, model: nn.Module, ranks_per_node: int) -> None:
-        if self.prepared is None:
-            self.prepared = Prepared(model, self.tiling, self.checkpointing, ranks_per_node)
+        if not any(prepared.model is model for prepared in self._prepared):
+            self._prepared.append(Prepared(model, self.tiling, self.checkpointing, ranks_per_node))

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 
-from lt_tiled._log_offload import log_step
+from lt_tiled._log_offload import OffloadLog
 from lt_tiled.callbacks._preparing import PreparingCallback
 from lt_tiled.policies import Checkpointing, Tiers
 
@@ -23,8 +23,13 @@ class OffloadedCheckpointing(PreparingCallback):
     """
 
     def __init__(self, offload: Tiers | None = "cpu", **checkpointing: Any) -> None:
-        self.checkpointing = Checkpointing(offload=offload, **checkpointing)
+        super().__init__(checkpointing=Checkpointing(offload=offload, **checkpointing))
+        self._log = OffloadLog()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.prepared is not None and self.prepared.offloader is not None:
-            log_step(trainer, self.prepared.offloader)
+            self._log.step(trainer, self.prepared.offloader)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        self._log = OffloadLog()
+        super().on_fit_start(trainer, pl_module)

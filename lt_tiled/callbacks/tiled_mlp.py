@@ -18,4 +18,4 @@ class TiledMLP(PreparingCallback):
     """
 
     def __init__(self, num_shards: PositiveInt | Literal["auto"] = "auto", **tiling: Any) -> None:
-        self.tiling = Tiling(num_shards, **tiling)
+        super().__init__(tiling=Tiling(num_shards, **tiling))

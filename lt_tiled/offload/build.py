@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -46,12 +47,17 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
 
 
 def available_ram() -> int:
-    """Bytes of RAM that the system could give now."""
+    """Bytes of RAM that the system, or the container that this is, could give now."""
     try:
         line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
+        available = int(line.split()[1]) * 1024
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no cgroup v2, or no limit: "max"
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        available = min(available, max(left, 0))
+    return available
 
 
 def _ranks_per_node() -> int:

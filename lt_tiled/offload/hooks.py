@@ -37,7 +37,8 @@ class Boundary:
     def __init__(self, tensor: Tensor, origin: Origin, previous: Boundary | None) -> None:
         self.origin = origin
         self.geometry = Geometry.of(tensor)
-        self.tensor: Tensor | None = tensor
+        # Without its history: a saved output's leads back to the node that holds this record.
+        self.tensor: Tensor | None = tensor.detach()
         """The tensor itself, until its bytes are safe elsewhere."""
         self.version = tensor._version
         self.narrow: Geometry | None = None
@@ -167,7 +168,7 @@ class Offloader:
             raise error.of(boundary.origin) from error.__cause__
         if boundary.stored is None:
             boundary.narrow = None
-            self.stats.kept_bytes += raw.nbytes
+            self.stats.kept_bytes += boundary.geometry.nbytes
             self._tell_once(
                 f"The cpu_budget has no room for a boundary ({boundary.origin}): it stays on {tensor.device}. Raise the budget."
             )
@@ -218,6 +219,7 @@ class Offloader:
             return packed
         with self._lock:
             self._check_usable(packed.origin)
+            self._last = None  # what is packed from now on belongs to another forward
             self._reap()
             if packed.tensor is not None:
                 self._check_version(packed)
@@ -242,14 +244,19 @@ class Offloader:
         return boundary.geometry.rebuild(raw)
 
     def _prefetch(self, boundary: Boundary) -> None:
-        """Begin to load those that were packed before, the nearest first, as many as are allowed at once."""
-        self._coming = [ref for ref in self._coming if (b := ref()) is not None and b.loading is not None]
+        """Begin to load those that were packed before, the nearest first; let go of others, which another graph was to use."""
+        nearest: list[Boundary] = []
         wanted = boundary.previous()
-        while wanted is not None and len(self._coming) < self.depth:
-            if wanted.tensor is None and wanted.loading is None and wanted.stored is not None:
-                wanted.loading = self._load(wanted)
-                self._coming.append(weakref.ref(wanted))
+        while wanted is not None and len(nearest) < self.depth:
+            if wanted.tensor is None and wanted.stored is not None:
+                nearest.append(wanted)
             wanted = wanted.previous()
+        for ref in self._coming:
+            if (other := ref()) is not None and other not in nearest:
+                other.loading = None
+        for near in nearest:
+            near.loading = near.loading or self._load(near)
+        self._coming = [weakref.ref(near) for near in nearest]
 
     def _load(self, boundary: Boundary) -> Loading:
         assert boundary.stored is not None

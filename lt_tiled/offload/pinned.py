@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections import deque
+from contextlib import suppress
 from threading import Lock
 
 import torch
@@ -30,29 +32,46 @@ class Slabs:
         self.budget = budget
         self.size = 0
         self._pin = True
-        self._slabs: list[tuple[Tensor, Extents, bool]] = []
+        self._slabs: list[tuple[Tensor, Extents]] = []
+        self._unlock: list[weakref.finalize[[int], Slabs]] = []
         self._lock = Lock()
-        self._freed: deque[tuple[int, int, int]] = deque()
+        # Slots are freed by finalizers, which may run while this thread holds the lock: they only append.
+        self._freed: deque[tuple[Slot, torch.cuda.Event | None]] = deque()
 
     def take(self, nbytes: int, pin: bool) -> Slot | None:
         """A range of ``nbytes``, page-locked for a CUDA device if ``pin``, or ``None`` if the budget has no room for it."""
         need = aligned(nbytes)
         with self._lock:
-            while self._freed:
-                index, offset, length = self._freed.popleft()
-                self._slabs[index][1].give_back(offset, length)
+            self._collect()
             slot = self._take(need, nbytes)
-            return slot if slot is not None or not self._grow(need, pin) else self._take(need, nbytes)
+            if slot is None and self._grow(need, pin):
+                slot = self._take(need, nbytes)
+            while slot is None and self._freed:  # room that a copy still uses
+                event = self._freed[0][1]
+                if event is not None:
+                    event.synchronize()
+                self._collect()
+                slot = self._take(need, nbytes)
+            return slot
+
+    def _collect(self) -> None:
+        """Take back the slots that no copy uses any more."""
+        for _ in range(len(self._freed)):
+            slot, event = self._freed.popleft()
+            if event is None or event.query():
+                self._slabs[slot.index][1].give_back(slot.offset, slot.length)
+            else:
+                self._freed.append((slot, event))
 
     def _take(self, need: int, nbytes: int) -> Slot | None:
-        for index, (memory, extents, _) in enumerate(self._slabs):
+        for index, (memory, extents) in enumerate(self._slabs):
             if (offset := extents.take(need)) is not None:
                 return Slot(self, index, offset, need, memory[offset : offset + nbytes])
         return None
 
-    def give_back(self, slot: Slot) -> None:
-        """Free a range. Only appends: finalizers call this, at any moment."""
-        self._freed.append((slot.index, slot.offset, slot.length))
+    def give_back(self, slot: Slot, after: torch.cuda.Event | None) -> None:
+        """Free a range once a copy from or to it has ended."""
+        self._freed.append((slot, after))
 
     def _grow(self, need: int, pin: bool) -> bool:
         size = min(max(need, SLAB), (self.budget - self.size) // mmap.PAGESIZE * mmap.PAGESIZE)
@@ -69,15 +88,16 @@ class Slabs:
         if pin and self._pin and not locked:
             warn("The system refuses to page-lock RAM (see ulimit -l): copies to it are slower and wait for each other.")
             self._pin = False
-        self._slabs.append((memory, Extents(size), locked))
+        if locked:
+            self._unlock.append(weakref.finalize(self, _unlock_pages, memory.data_ptr()))
+        self._slabs.append((memory, Extents(size)))
         self.size += size
         return True
 
     def close(self) -> None:
         """Unlock the pages; they are freed with the last tensor on them."""
-        for memory, _, locked in self._slabs:
-            if locked:
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        while self._unlock:
+            self._unlock.pop()()
         self._slabs.clear()
         self._freed.clear()
         self.budget = self.size = 0
@@ -93,21 +113,27 @@ class Slot:
         self.memory = memory
         self._slabs: Slabs | None = slabs
 
-    def free(self) -> None:
+    def free(self, after: torch.cuda.Event | None = None) -> None:
+        """Give the range back, once the copy that ``after`` ends is through. Never blocks."""
         if self._slabs is not None:
-            self._slabs.give_back(self)
+            self._slabs.give_back(self, after)
             self._slabs = None
 
 
 def _lock_pages(memory: Tensor) -> bool:
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # CUDA hands the error to the next call that asks: this one
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def _unlock_pages(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Copier:
-    """Copies between a device and RAM on a stream of its own. For CPU tensors there is no stream, and a copy is done at once.
-
-    All copies go through one stream, in order, so a range of RAM may be given to the next copy while the last one still reads it.
-    """
+    """Copies between a device and RAM on a stream of its own. For CPU tensors there is no stream, and a copy is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -122,7 +148,7 @@ class Copier:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
-            event: torch.cuda.Event = self.stream.record_event()
+            event: torch.cuda.Event = self.stream.record_event(torch.cuda.Event(blocking=True))
         for tensor in (into, source):
             if tensor.is_cuda:
                 tensor.record_stream(self.stream)  # the allocator waits for the copy before it hands the memory out

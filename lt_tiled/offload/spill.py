@@ -7,22 +7,26 @@ import fcntl
 import mmap
 import os
 import tempfile
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
+from lt_tiled._log import warn
 from lt_tiled.offload.errors import OffloadDiskFull, OffloadError
-from lt_tiled.offload.extents import Extents, aligned
+from lt_tiled.offload.extents import ALIGNMENT, Extents, aligned
 
 CHUNK = 8 * 2**20
 """Bytes that one system call moves, through a page-aligned buffer of each thread."""
 GROWTH = 256 * 2**20
 """A file without a budget is extended by at least this much at a time."""
 THREADS = 2
+CLOSE_SECONDS = 30.0
+"""How long closing waits for calls that run."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -57,6 +61,8 @@ class SpillFile:
         self._buffers = local()
         self._process = os.getpid()
         self._file, self.direct = self._open(direct)
+        self._close_file = weakref.finalize(self, os.close, self._file)
+        self._running: weakref.WeakSet[Future[None]] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="lt_tiled-spill")
         try:
             if self.budget is not None:
@@ -129,9 +135,11 @@ class SpillFile:
         if os.getpid() != self._process:
             raise OffloadError("this process is a fork of the one that opened the spill file", directory=self.directory)
         try:
-            return self._threads.submit(run, *args)
+            future = self._threads.submit(run, *args)
         except RuntimeError as error:
             raise OffloadError("the spill file is closed", directory=self.directory) from error
+        self._running.add(future)
+        return future
 
     def _write(self, offset: int, data: memoryview, first: Callable[[], None] | None) -> None:
         if first is not None:
@@ -168,12 +176,13 @@ class SpillFile:
         """Call until all bytes are moved: a call may move fewer than it was asked to."""
         done = 0
         while done < len(data):
+            direct = self.direct
             try:
                 moved = call(self._file, [data[done:]], offset + done)
             except InterruptedError:
                 continue
             except OSError as error:
-                if error.errno == errno.EINVAL and self.direct:
+                if error.errno == errno.EINVAL and direct:
                     self._leave_direct()
                     continue
                 raise self._error(error, f"cannot {verb} {len(data) - done} bytes", offset + done) from error
@@ -181,9 +190,10 @@ class SpillFile:
                 raise OffloadError(
                     f"short {verb}: {done} of {len(data)} bytes, then nothing", offset=offset + done, directory=self.directory
                 )
-            done += moved
-            if done < len(data) and self.direct:
-                done -= done % 4096  # go on from where an aligned call may begin
+            whole = moved if done + moved == len(data) else moved - moved % ALIGNMENT
+            if direct and not whole:
+                self._leave_direct()  # so small a part that no aligned call can go on from it
+            done += whole if direct else moved
 
     def _aligned_copy(self, part: memoryview) -> memoryview:
         buffer = self._buffer()[: aligned(len(part))]
@@ -236,11 +246,16 @@ class SpillFile:
         return kind(f"{what}: {error.strerror or error}", offset=offset, directory=self.directory)
 
     def close(self) -> None:
-        """Drop what waits, let running calls end, and give the space back to the disk."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Drop what waits, let running calls end, and give the space back to the disk.
+
+        A call that does not end within :data:`CLOSE_SECONDS` keeps the file open, with a warning.
+        """
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if wait([future for future in self._running if not future.done()], CLOSE_SECONDS).not_done:
+            warn(f"The disk of {self.directory} has not answered for {CLOSE_SECONDS:g} s: its spill file stays open until it does.")
+            return
+        self._threads.shutdown(wait=True)
+        self._close_file()
 
 
 def _open_unnamed(folder: int, flags: int) -> int:

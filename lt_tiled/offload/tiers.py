@@ -85,6 +85,8 @@ class _InRam:
         self.slot = slot
         self.copied = copied
         self.nbytes = slot.memory.nbytes
+        self._last = copied
+        """The end of the last copy from or to the slot; one stream makes them in order."""
 
     def settled(self) -> bool:
         return self.copied is None or self.copied.query()
@@ -98,10 +100,11 @@ class _InRam:
 
     def load(self) -> Loading:
         into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.copier.device)
-        return _FromRam(into, self.copier.copy(into, self.slot.memory))
+        self._last = self.copier.copy(into, self.slot.memory)
+        return _FromRam(into, self._last)
 
     def free(self) -> None:
-        self.slot.free()
+        self.slot.free(after=self._last)
 
 
 class _FromRam:
@@ -142,8 +145,8 @@ class DiskTier:
             slot = self.stage(raw.nbytes)
             copied = self.copiers[raw.device].copy(slot.memory, raw)
             assert copied is not None
-            written = self.spill.write(offset, _view(slot.memory), first=copied.synchronize)
-            written.add_done_callback(lambda _: slot.free())
+            written = self.spill.write(offset, _view(slot.memory), first=lambda: _synchronize(copied, raw.device))
+            written.add_done_callback(lambda _: slot.free(after=copied))  # a write that was cancelled has not waited for the copy
             return _OnDisk(self, raw.device, offset, raw.nbytes, written)
         except BaseException:
             self.spill.give_back(offset, raw.nbytes)
@@ -199,8 +202,8 @@ class _OnDisk:
             with torch.cuda.stream(stream):
                 stream.wait_event(allocated)
                 into.copy_(slot.memory, non_blocking=True)
-                event = stream.record_event()
-            event.synchronize()
+                event = stream.record_event(torch.cuda.Event(blocking=True))
+            _synchronize(event, into.device)
 
         return copy
 
@@ -230,6 +233,11 @@ class _FromDisk:
     def wait(self, seconds: float) -> Tensor:
         _result(self.read, seconds, "read", self.stored)
         return _for_current_stream(self.into)
+
+
+def _synchronize(event: torch.cuda.Event, device: torch.device) -> None:
+    with torch.cuda.device(device):  # a thread begins on the first device, and would make a context there
+        event.synchronize()
 
 
 def _for_current_stream(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lt_tiled._log_offload import log_step
+from lt_tiled._log_offload import OffloadLog
 from lt_tiled.strategies._options import TiledOptions
 
 
@@ -20,6 +20,7 @@ class TiledStrategy(TiledOptions):
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
+        self._log = OffloadLog()
         self.prepare_once(self.lightning_module)
         super().setup(trainer)  # type: ignore[misc]
 
@@ -35,7 +36,7 @@ class TiledStrategy(TiledOptions):
         assert self.lightning_module is not None
         for prepared in self.prepared:
             if prepared.offloader is not None and prepared.offloader.step:
-                log_step(self.lightning_module.trainer, prepared.offloader)
+                self._log.step(self.lightning_module.trainer, prepared.offloader)
 
     def teardown(self) -> None:
         try:

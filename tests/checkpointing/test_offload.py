@@ -344,3 +344,27 @@ def test_everything_mode_never_moves_weights() -> None:
         y.sum().backward()
     assert shapes
     assert all(32 in shape for shape in shapes)
+
+
+@pytest.mark.parametrize("fields", [{"offload": "cpu", "cpu_budget": 4096}, {"offload": "disk", "keep_last": 4}])
+def test_everything_mode_frees_graphs_without_backward(fields: dict[str, Any]) -> None:
+    """Saved outputs (of a sigmoid) make no cycle with the graph that holds them: forwards that are dropped leave nothing."""
+    model = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Sigmoid()) for _ in range(5))
+    with prepare(model, checkpointing=policy(activations="all", **fields)) as prepared:
+        for _ in range(3):
+            y = randn(1, 32, H)
+            for block in model:
+                y = block(y)
+            del y
+            gc.collect()
+            assert not prepared.offloader._live
+
+
+def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
+    """A second policy that would offload nothing, because all blocks are checkpointed, says so instead of doing nothing."""
+    model = TinyLM()
+    with (
+        prepare(model, checkpointing=Checkpointing()),
+        pytest.raises(ValueError, match="offload='disk' would do nothing: all 2 blocks are checkpointed already"),
+    ):
+        prepare(model, checkpointing=policy(offload="disk"))

@@ -81,6 +81,18 @@ def test_callback() -> None:
     assert replaced(net) == 0
 
 
+def test_callback_with_several_models() -> None:
+    """Two models that go through one callback are both tiled until it releases them."""
+    callback = TiledMLP(num_shards=4)
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback])
+    models = [TinyLM(), TinyLM()]
+    for model in models:
+        fabric.setup(model)
+    assert [replaced(model) for model in models] == [2, 2]
+    callback.release()
+    assert [replaced(model) for model in models] == [0, 0]
+
+
 def test_offload(tmp_path: Path) -> None:
     """Offloading through Fabric, by the strategy and by the callback, leaves losses bit for bit those of checkpointing."""
     plain, _, _ = train(TiledSingleDeviceStrategy(tiling=None))

@@ -355,3 +355,20 @@ def test_statistics(make: Make) -> None:
     lines = offloader.so_far().describe(2, seconds=1.0)
     assert lines[0] == "offloaded per step: 0.0 MiB to RAM, 0.0 MiB to disk"
     assert "TB a day" in lines[-1]
+
+
+def test_an_older_live_graph_does_not_stop_prefetching(make: Make) -> None:
+    """While an older graph is alive, those of the newer ones are prefetched step after step, and the older one's come back too."""
+    offloader = make(prefetch=2)
+    older = [away(offloader, torch.full((300,), float(i))) for i in range(5)]
+    for _ in range(4):
+        offloader.end_step()
+        packed = [away(offloader, torch.randn(300)) for _ in range(6)]
+        for p in reversed(packed):
+            offloader.unpack(p)
+            for q in packed:
+                if q.loading is not None:
+                    q.loading.wait(20)
+        del packed, p, q
+        assert offloader.stats.prefetch_hits == 5  # all but the first one asked for
+    assert [float(offloader.unpack(p)[0]) for p in reversed(older)] == [4.0, 3.0, 2.0, 1.0, 0.0]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -308,4 +311,46 @@ def test_closed(spill: SpillFile) -> None:
     assert all(future.cancelled() or future.done() for future in waiting)
     with pytest.raises(OffloadError, match="the spill file is closed"):
         spill.write(offset, memoryview(DATA))
+    spill.close()
+
+
+def test_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Closing on a disk that answers no more ends within its limit, with a warning, and keeps the file open for what still runs."""
+    gate = threading.Event()
+    monkeypatch.setattr("lt_tiled.offload.spill.CLOSE_SECONDS", 0.1)
+    spill = SpillFile(tmp_path)
+    monkeypatch.setattr(spill, "_write", lambda *_: gate.wait(20))
+    spill.write(spill.take(100), memoryview(DATA))
+    start = time.monotonic()
+    spill.close()
+    assert time.monotonic() - start < 5
+    assert "has not answered for 0.1 s" in caplog.text
+    os.fstat(spill._file)
+    gate.set()
+
+
+def test_dropped_without_close(tmp_path: Path) -> None:
+    """A file that nobody closed is closed when it is collected."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        put(SpillFile(tmp_path))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_parts_too_small_for_direct_calls(tmp_path: Path) -> None:
+    """A disk that moves 512 bytes at a time under ``O_DIRECT`` is used through the page cache instead of for ever."""
+    real = os.pwritev
+
+    def crumbs(file: int, buffers: list[memoryview], offset: int) -> int:
+        return real(file, [buffers[0][:512]] if spill.direct else buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        spill = SpillFile(tmp_path)
+        direct = spill.direct
+        patch.setattr(os, "pwritev", crumbs)
+        offset = put(spill, DATA[:50_000])
+    assert direct
+    assert not spill.direct
+    assert get(spill, offset, 50_000) == DATA[:50_000]
     spill.close()

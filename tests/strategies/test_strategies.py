@@ -205,6 +205,17 @@ def test_offload_through_a_strategy(tmp_path: Path) -> None:
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
+    """With accumulation there is one row for each optimizer step, with the bytes of all its micro-batches, where Lightning's rows are."""
+    logger = pl.loggers.CSVLogger(tmp_path)
+    checkpointing = Checkpointing(offload="disk", min_bytes=0)
+    run = trainer(tiled(checkpointing=checkpointing), logger=logger, log_every_n_steps=1, accumulate_grad_batches=2, max_steps=2)
+    run.fit(LitTiny())
+    header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    columns = [header.split(",").index(name) for name in ("step", "offload/disk_bytes")]
+    assert [[float(row.split(",")[column]) for column in columns] for row in rows] == [[0, 2 * 3072.0], [1, 2 * 3072.0]]
+
+
 @pytest.mark.parametrize("short", ["cpu", "disk", "cpu+disk"])
 def test_offload_by_its_short_form(short: Any) -> None:
     """``checkpointing="disk"`` offloads by the default policy."""
