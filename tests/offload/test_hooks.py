@@ -242,8 +242,11 @@ def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
 
 
 def test_compress(make: Make) -> None:
-    """``compress`` writes half the bytes of float32, rounds to bfloat16, and leaves other dtypes alone."""
+    """``compress`` writes half the bytes of float32, rounds to bfloat16 also what is still on its way, and leaves other dtypes alone."""
     offloader, tensor = make(compress=True), torch.randn(1000)
+    for _ in range(20):
+        assert torch.equal(offloader.unpack(offloader.pack(torch.ones(1000) * 1.001, "block")), torch.ones(1000))
+    offloader.end_step()
     assert torch.equal(offloader.unpack(away(offloader, tensor)), tensor.bfloat16().float())
     assert offloader.stats.disk_bytes == 2000
     half = torch.randn(1000).half()
