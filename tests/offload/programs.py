@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -54,4 +55,5 @@ def fork_after_start(directory: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it, and that is inherited
     globals()[sys.argv[1]](sys.argv[2])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,28 @@ ROOT = Path(__file__).parent.parent.parent
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 
 
-def start(program: str, directory: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.offload.programs", program, str(directory)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+Start = Callable[[str, Path], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts one of the programs; whatever still runs when the test is over is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(program: str, directory: Path) -> subprocess.Popen[str]:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.offload.programs", program, str(directory)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate(timeout=30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_in_mid_write(tmp_path: Path, number: signal.Signals) -> None:
+def test_killed_in_mid_write(tmp_path: Path, start: Start, number: signal.Signals) -> None:
     """A process that is killed while it writes leaves no file and no directory, seen from outside."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -41,7 +56,7 @@ def test_killed_in_mid_write(tmp_path: Path, number: signal.Signals) -> None:
     assert list(scratch.iterdir()) == []
 
 
-def test_exit_with_io_in_flight(tmp_path: Path) -> None:
+def test_exit_with_io_in_flight(tmp_path: Path, start: Start) -> None:
     """The interpreter ends in time and in order while writes run and others wait."""
     process = start("exit_in_flight", tmp_path)
     printed, _ = process.communicate(timeout=60)
@@ -51,7 +66,7 @@ def test_exit_with_io_in_flight(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fork_after_start(tmp_path: Path) -> None:
+def test_fork_after_start(tmp_path: Path, start: Start) -> None:
     """A forked child is told that it may not offload and leaves as it wants to; the parent's data is untouched."""
     process = start("fork_after_start", tmp_path)
     printed, _ = process.communicate(timeout=60)
@@ -61,7 +76,7 @@ def test_fork_after_start(tmp_path: Path) -> None:
     assert "parent: True" in printed
 
 
-def test_two_processes_in_one_directory(tmp_path: Path) -> None:
+def test_two_processes_in_one_directory(tmp_path: Path, start: Start) -> None:
     """Two processes in one directory have a file each; killing one leaves the other's data alone."""
     other = start("write_for_ever", tmp_path)
     assert other.stdout is not None

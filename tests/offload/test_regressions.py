@@ -16,7 +16,7 @@ from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.hooks import Boundary, Offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
 from tests.models import Block, H, TinyLM, lm_loss
-from tests.offload.test_hooks import away, settle
+from tests.offload.test_hooks import away, freed, settle
 from tests.parity import randn
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
@@ -38,7 +38,7 @@ def test_a_tensor_is_not_freed_while_it_is_copied(tmp_path: Path, monkeypatch: p
     assert storage() is not None
     gate.set()
     settle(offloader)
-    assert storage() is None
+    assert freed(storage)
     assert torch.equal(offloader.unpack(packed), expected)
     offloader.close()
 
@@ -106,7 +106,7 @@ def test_a_restored_tensor_is_dropped_after_use(tmp_path: Path) -> None:
         back = offloader.unpack(p)
         storage = weakref.ref(back.untyped_storage())
         del back
-        assert storage() is None
+        assert freed(storage)
     offloader.close()
 
 
