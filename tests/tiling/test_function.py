@@ -515,7 +515,7 @@ def test_inside_torch_checkpoint(reentrant: bool) -> None:
     true = reference(block, x)
     tile(block.mlp, num_shards=4)
     for _ in range(2):
-        assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=reentrant)), true) < 2 * FP32
+        assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=reentrant)), true) < FP32
 
 
 def test_tensor_saved_behind_the_module() -> None:
@@ -535,7 +535,7 @@ def test_tensor_saved_behind_the_module() -> None:
     x = randn(2, 11, H)
     true = reference(block, x)
     tile(block.mlp, num_shards=4)
-    assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=False)), true) < 2 * FP32
+    assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=False)), true) < FP32
 
 
 def test_two_calls_in_one_graph() -> None:
@@ -622,7 +622,7 @@ def test_weight_norm() -> None:
     true = gradients(plain, x)
     tile(module, num_shards=4)
     for _ in range(2):
-        assert worst(gradients(module, x), {k: v.double() for k, v in true.items()}) < 2 * FP32
+        assert worst(gradients(module, x), {k: v.double() for k, v in true.items()}) < FP32
 
 
 def test_lazy_weights() -> None:
@@ -651,4 +651,4 @@ def test_recorded_router_logits() -> None:
     true = gradients(model, ids, call=call)
     with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
         for _ in range(2):
-            assert worst(gradients(model, ids, call=call), {k: v.double() for k, v in true.items()}) < 5 * FP32
+            assert worst(gradients(model, ids, call=call), {k: v.double() for k, v in true.items()}) < FP32

@@ -155,7 +155,7 @@ def test_a_graph_that_saves_more_than_it_did_is_run_again() -> None:
     plain.load_state_dict(m.state_dict())
     true = reference(plain, x)  # exp and log cancel
     tile(m, num_shards=4, self_check=False)
-    assert worst(gradients(m, x), true) < 5 * FP32
+    assert worst(gradients(m, x), true) < FP32
     assert packs(m) == [None]
 
 
