@@ -58,7 +58,8 @@ def run_checkpointed(run: Run, module: nn.Module, args: tuple[Any, ...], kwargs:
     if offload is None:
         return checkpoint(block, *tensors, use_reentrant=False)
     # Inside the block torch's own hooks stand before these, so they see the block's inputs and nothing else.
-    with _inputs(_selected(module, args, kwargs, offload), offload):
+    chosen = _hidden_states(tensors) if offload.select == "auto" else _named(module, args, kwargs, offload.select)
+    with _inputs(_without_weights(chosen, offload.model), offload):
         return checkpoint(block, *tensors, use_reentrant=False)
 
 
@@ -82,17 +83,19 @@ def _everything(module: nn.Module, offload: BlockOffload) -> torch.autograd.grap
     return torch.autograd.graph.saved_tensors_hooks(pack, offload.offloader.unpack)
 
 
-def _selected(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], offload: BlockOffload) -> list[Tensor]:
-    """The tensors that move: the hidden states, or what the user names; never a weight or a view of one."""
-    if offload.select == "auto":
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
-        # A residual stream beside the hidden states is as large as they are, and as little shared with other blocks.
-        chosen = [t for t in tensors if t is hidden or (hidden is not None and t.shape == hidden.shape and t.requires_grad)]
-    else:
-        chosen = [t for name in offload.select for t in pytree.tree_leaves(_argument(module, args, kwargs, name)) if isinstance(t, Tensor)]
+def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:
+    hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
+    # A residual stream beside the hidden states is as large as they are, and as little shared with other blocks.
+    return [t for t in tensors if t is hidden or (hidden is not None and t.shape == hidden.shape and t.requires_grad)]
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], select: str | Sequence[str | int]) -> list[Tensor]:
+    return [t for name in select for t in pytree.tree_leaves(_argument(module, args, kwargs, name)) if isinstance(t, Tensor)]
+
+
+def _without_weights(chosen: Sequence[Tensor], model: nn.Module) -> list[Tensor]:
     # What has no history may be a weight in disguise (detached, transposed): compare storages.
-    weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
+    weights = _storages(model) if any(t.grad_fn is None for t in chosen) else set()
     return [t for t in chosen if not _is_weight(t, weights)]
 
 
