@@ -4,7 +4,13 @@ from lt_tiled import callbacks, fabric
 from lt_tiled.offload import OffloadDiskFull, OffloadError
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.prepare import Prepared, prepare
-from lt_tiled.strategies import TiledDDPStrategy, TiledSingleDeviceStrategy
+from lt_tiled.strategies import (
+    TiledDDPStrategy,
+    TiledDeepSpeedStrategy,
+    TiledFSDPStrategy,
+    TiledModelParallelStrategy,
+    TiledSingleDeviceStrategy,
+)
 from lt_tiled.tiling import tile, untile
 
 __version__ = "0.1.0"
@@ -15,6 +21,9 @@ __all__ = [
     "OffloadError",
     "Prepared",
     "TiledDDPStrategy",
+    "TiledDeepSpeedStrategy",
+    "TiledFSDPStrategy",
+    "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
     "Tiling",
     "callbacks",

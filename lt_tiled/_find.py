@@ -16,15 +16,18 @@ def has_class(module: nn.Module, names: Iterable[str]) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile(module)``."""
-    return module._orig_mod if isinstance(getattr(module, "_orig_mod", None), nn.Module) else module  # type: ignore[return-value]
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile(module)``, and inside a unit of ``FullyShardedDataParallel``."""
+    for name in ("_orig_mod", "_fsdp_wrapped_module"):
+        if isinstance(inner := module._modules.get(name), nn.Module):
+            return unwrapped(inner)
+    return module
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module below ``module`` with its path, those inside a compiled one under their own names."""
+    """Every module below ``module`` with its path, those inside a compiled or sharded one under their own names."""
     for name, child in module.named_children():
-        child = uncompiled(child)
+        child = unwrapped(child)
         below = f"{path}.{name}" if path else name
         yield below, child
         yield from walk(child, below)
@@ -42,7 +45,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _repeated(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return
-    children = [(f"{path}.{name}" if path else name, uncompiled(child)) for name, child in container.named_children()]
+    children = [(f"{path}.{name}" if path else name, unwrapped(child)) for name, child in container.named_children()]
     composed = [(p, m) for p, m in children if any(True for _ in m.children())]
     classes = [type(m) for _, m in composed]
     yield from ((p, m) for p, m in composed if classes.count(type(m)) > 1)

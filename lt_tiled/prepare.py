@@ -87,6 +87,26 @@ class Prepared(AbstractContextManager["Prepared"]):
         self.release()
 
 
+class PreparedModels(list[Prepared]):
+    """What one strategy or callback prepared: each model once, until all are released (Fabric may set up several)."""
+
+    def add(self, model: nn.Module, tiling: Tiling | None, checkpointing: Checkpointing | None, ranks_per_node: int) -> None:
+        """Apply the policies to a model, unless they were already."""
+        if not any(prepared.model is model for prepared in self):
+            self.append(Prepared(model, tiling, checkpointing, ranks_per_node))
+
+    def release(self) -> None:
+        """Leave every model as it was."""
+        while self:
+            self.pop().release()
+
+    def free_buffers(self) -> None:
+        """Give back the RAM that waits for the next step's boundaries, so that what comes now can use it."""
+        for prepared in self:
+            if prepared.offloader is not None:
+                prepared.offloader.free_buffers()
+
+
 def prepare(model: nn.Module, *, tiling: Tiling | None = None, checkpointing: Checkpointing | None = None) -> Prepared:
     """Tile and checkpoint a whole model in place, without any trainer.
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lt_tiled.policies import Checkpointing, Tiling
-from lt_tiled.prepare import Prepared
+from lt_tiled.prepare import Prepared, PreparedModels
 
 
 class PreparingCallback(Callback):
@@ -21,7 +21,7 @@ class PreparingCallback(Callback):
     def __init__(self, tiling: Tiling | None = None, checkpointing: Checkpointing | None = None) -> None:
         self.tiling = tiling
         self.checkpointing = checkpointing
-        self._prepared: list[Prepared] = []
+        self._prepared = PreparedModels()
 
     @property
     def prepared(self) -> Prepared | None:
@@ -51,10 +51,8 @@ class PreparingCallback(Callback):
         self._prepare(module, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]))
 
     def release(self) -> None:
-        """Leave every model as it was (Fabric may set up several)."""
-        while self._prepared:
-            self._prepared.pop().release()
+        """Leave every model as it was."""
+        self._prepared.release()
 
     def _prepare(self, model: nn.Module, ranks_per_node: int) -> None:
-        if not any(prepared.model is model for prepared in self._prepared):
-            self._prepared.append(Prepared(model, self.tiling, self.checkpointing, ranks_per_node))
+        self._prepared.add(model, self.tiling, self.checkpointing, ranks_per_node)

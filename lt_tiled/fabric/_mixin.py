@@ -17,7 +17,19 @@ class TiledStrategy(TiledOptions):
 
     def setup_module(self, module: nn.Module) -> Any:
         self.prepare_once(module)
-        return super().setup_module(module)  # type: ignore[misc]
+        return super().setup_module(self.wrap(module))  # type: ignore[misc]
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Hook for engines that Lightning does not let wrap a model in the way that it has to be."""
+        return module
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *args: Any) -> Any:
+        self.prepare_once(module)  # DeepSpeed sets up both at once, without setup_module
+        return super().setup_module_and_optimizers(module, optimizers, *args)  # type: ignore[misc]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.prepared.free_buffers()  # a whole state dict may need the RAM
+        super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def teardown(self) -> None:
         try:

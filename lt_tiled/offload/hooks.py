@@ -315,6 +315,13 @@ class Offloader:
             self.total.add(stats)
             return stats
 
+    def free_buffers(self) -> None:
+        """Give back RAM that nothing is in; the next boundary asks for it anew."""
+        with self._lock:
+            for tier in (self.disk, self.ram):
+                if tier is not None:
+                    tier.free_buffers()
+
     def close(self) -> None:
         """Stop all copies and give RAM and disk back. Graphs that are still alive cannot be run backward any more."""
         with self._lock:

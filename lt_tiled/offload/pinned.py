@@ -94,13 +94,27 @@ class Slabs:
         self.size += size
         return True
 
-    def close(self) -> None:
-        """Unlock the pages; they are freed with the last tensor on them."""
+    def free_unused(self) -> None:
+        """Give all slabs back to the system, unless one is in use; the next tensor gets new ones."""
+        with self._lock:
+            for _, event in list(self._freed):
+                if event is not None:
+                    event.synchronize()
+            self._collect()
+            if not any(extents.used for _, extents in self._slabs):
+                self._unlock_all()
+
+    def _unlock_all(self) -> None:
         while self._unlock:
             self._unlock.pop()()
         self._slabs.clear()
+        self.size = 0
+
+    def close(self) -> None:
+        """Unlock the pages; they are freed with the last tensor on them."""
+        self._unlock_all()
         self._freed.clear()
-        self.budget = self.size = 0
+        self.budget = 0
 
 
 class Slot:

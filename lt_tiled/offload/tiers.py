@@ -72,6 +72,9 @@ class RamTier:
         copier = self.copiers[raw.device]
         return _InRam(copier, slot, copier.copy(slot.memory, raw))
 
+    def free_buffers(self) -> None:
+        self.slabs.free_unused()
+
     def close(self) -> None:
         self.copiers.synchronize()
         self.slabs.close()
@@ -157,6 +160,9 @@ class DiskTier:
         if slot is None:
             raise OffloadError(f"the system has no {nbytes} bytes of RAM to stage a boundary in", directory=self.spill.directory)
         return slot
+
+    def free_buffers(self) -> None:
+        self.staging.free_unused()
 
     def close(self) -> None:
         self.spill.close()

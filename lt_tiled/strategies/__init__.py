@@ -2,11 +2,26 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lt_tiled.strategies._names import register
 from lt_tiled.strategies.ddp import TiledDDPStrategy
+from lt_tiled.strategies.deepspeed import TiledDeepSpeedStrategy
+from lt_tiled.strategies.fsdp import TiledFSDPStrategy
+from lt_tiled.strategies.model_parallel import TiledModelParallelStrategy
 from lt_tiled.strategies.single_device import TiledSingleDeviceStrategy
 
-__all__ = ["TiledDDPStrategy", "TiledSingleDeviceStrategy"]
+__all__ = [
+    "TiledDDPStrategy",
+    "TiledDeepSpeedStrategy",
+    "TiledFSDPStrategy",
+    "TiledModelParallelStrategy",
+    "TiledSingleDeviceStrategy",
+]
 
-# `override` because a second import (a reloaded notebook) must not fail.
-StrategyRegistry.register("tiled", TiledSingleDeviceStrategy, "Tiled modules on a single device", override=True)
-StrategyRegistry.register("tiled_ddp", TiledDDPStrategy, "Tiled modules under DDP", override=True)
+register(
+    StrategyRegistry,
+    single_device=TiledSingleDeviceStrategy,
+    ddp=TiledDDPStrategy,
+    fsdp=TiledFSDPStrategy,
+    model_parallel=TiledModelParallelStrategy,
+    deepspeed=TiledDeepSpeedStrategy,
+)

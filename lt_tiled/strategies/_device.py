@@ -1,8 +1,15 @@
-"""A single-device strategy that runs on the accelerator that was chosen."""
+"""The devices that strategies run on."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+
+def on_cpu(strategy: Any) -> bool:
+    """Whether the strategy trains on the CPU."""
+    return bool(strategy.root_device.type == "cpu")
 
 
 class FollowsAccelerator:

@@ -38,6 +38,11 @@ class TiledStrategy(TiledOptions):
             if prepared.offloader is not None and prepared.offloader.step:
                 self._log.step(self.lightning_module.trainer, prepared.offloader)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.prepared.free_buffers()  # a whole state dict may need the RAM
+        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        return state
+
     def teardown(self) -> None:
         try:
             super().teardown()  # type: ignore[misc]

@@ -8,7 +8,7 @@ from torch import nn
 
 from lt_tiled._types import PositiveInt
 from lt_tiled.policies import Checkpointing, Tiers, Tiling, as_checkpointing, as_tiling
-from lt_tiled.prepare import Prepared
+from lt_tiled.prepare import PreparedModels
 
 _DEFAULT = Tiling()
 
@@ -32,15 +32,13 @@ class TiledOptions:
         super().__init__(*args, **kwargs)
         self.tiling = as_tiling(tiling)
         self.checkpointing = as_checkpointing(checkpointing)
-        self.prepared: list[Prepared] = []
+        self.prepared = PreparedModels()
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model; a model that they were applied to keeps them."""
-        if not any(prepared.model is model for prepared in self.prepared):
-            devices = getattr(self, "parallel_devices", None) or [None]  # this node's, one for each of its ranks
-            self.prepared.append(Prepared(model, self.tiling, self.checkpointing, ranks_per_node=len(devices)))
+        devices = getattr(self, "parallel_devices", None) or [None]  # this node's, one for each of its ranks
+        self.prepared.add(model, self.tiling, self.checkpointing, len(devices))
 
     def release(self) -> None:
-        """Leave every model as it was (Fabric may set up several)."""
-        while self.prepared:
-            self.prepared.pop().release()
+        """Leave every model as it was."""
+        self.prepared.release()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lt_tiled._find import find_blocks, find_named, outermost, uncompiled, walk
+from lt_tiled._find import find_blocks, find_named, outermost, unwrapped, walk
 from lt_tiled._marks import get_mark, remove_mark, set_mark
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.call import TileMark
@@ -90,9 +90,14 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[tuple[str, nn.Module
     return found
 
 
+def tiled_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that are tiled now, with their paths."""
+    return [(path, m) for path, m in [("", model), *walk(model)] if get_mark(m, TileMark) is not None]
+
+
 def _feed_forwards(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in root.named_children():
-        child = uncompiled(child)
+        child = unwrapped(child)
         below = f"{path}.{name}" if path else name
         if _mixes_tokens(name, child):
             continue

@@ -50,26 +50,30 @@ def trainable_weights(module: nn.Module) -> list[Weight]:
         attributes = ((n, v) for n, v in owner.__dict__.items() if isinstance(v, Tensor) and isinstance(v._base, nn.Parameter))
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items(), *attributes]:
             if tensor is not None and tensor.requires_grad:
-                found.setdefault(id(tensor), Weight(tensor)).places.append((owner, name))
+                places = found.setdefault(id(tensor), Weight(tensor)).places
+                if (owner, name) not in places:
+                    places.append((owner, name))
     return list(found.values())
 
 
 @contextmanager
 def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let the module see ``tensors`` in place of its weights."""
-    slots = [(_holder(*place), place[1], tensor) for w, tensor in zip(weights, tensors, strict=True) for place in w.places]
+    slots = [
+        (holder, name, tensor)
+        for w, tensor in zip(weights, tensors, strict=True)
+        for owner, name in w.places
+        for holder in (owner._parameters, owner._buffers, owner.__dict__)
+        if name in holder  # in two of them under FSDP with use_orig_params=True
+    ]
     before = [holder[name] for holder, name, _ in slots]
     try:
         for holder, name, tensor in slots:
             holder[name] = tensor
         yield
     finally:
-        for (holder, name, _), tensor in zip(slots, before, strict=True):
+        for (holder, name, _), tensor in reversed(list(zip(slots, before, strict=True))):
             holder[name] = tensor
-
-
-def _holder(owner: nn.Module, name: str) -> dict[str, Any]:
-    return next((slots for slots in (owner._parameters, owner._buffers) if name in slots), owner.__dict__)
 
 
 class GradientSum:

@@ -1,0 +1,32 @@
+"""DeepSpeed ZeRO-1, 2 and 3, for Fabric."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
+from typing_extensions import override
+
+from lt_tiled.fabric._mixin import TiledStrategy
+from lt_tiled.strategies._deepspeed import DeepSpeedNeeds
+from lt_tiled.strategies._device import on_cpu
+
+
+class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
+    """Tiling and checkpointing under DeepSpeed, with all of :class:`DeepSpeedStrategy`'s arguments.
+
+    Raises:
+        ModuleNotFoundError: If deepspeed is not installed.
+        ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
+    """
+
+    @override
+    def setup_environment(self) -> None:
+        if not on_cpu(self):
+            return super().setup_environment()
+        self.prepare_for_cpu()
+        return super(DeepSpeedStrategy, self).setup_environment()  # without the parent's guard against all but CUDA
+
+    @override
+    def module_sharded_context(self) -> AbstractContextManager[None]:
+        return self.sharded_context(super().module_sharded_context)

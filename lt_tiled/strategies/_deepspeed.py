@@ -1,0 +1,119 @@
+"""What DeepSpeed needs beside the shared mixins, for Trainer and for Fabric."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lt_tiled._log import warn
+from lt_tiled.policies import Checkpointing
+from lt_tiled.tiling.modules import tiled_modules
+
+
+class DeepSpeedNeeds:
+    """Mixed into both DeepSpeed strategies.
+
+    Args:
+        zero3_leaf_modules: Mark the tiled modules as leaves for ZeRO-3, which then gathers the weights of each once per pass, whatever the
+            number of tiles. Turn it off only where a module around them is a leaf already.
+    """
+
+    config: Any
+    checkpointing: Checkpointing | None
+    parallel_devices: list[torch.device] | None
+    zero_stage_3: bool
+
+    def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
+        if find_spec("deepspeed") is None:
+            raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'.")
+        super().__init__(*args, **kwargs)
+        self.zero3_leaf_modules = zero3_leaf_modules
+        self._hooks: list[Any] = []
+        self._known_to_transformers: Any = None
+        if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
+            raise ValueError(
+                f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, two ways to offload the same"
+                " activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass checkpointing=False."
+            )
+        if kwargs.get("config") is None and "offload_optimizer" in self.config.get("zero_optimization", {}):
+            # DeepSpeed refuses other optimizers than its own, which it compiles, because they are slower.
+            self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+
+    def prepare_for_cpu(self) -> None:
+        """Let DeepSpeed run on the CPU, which it can and Lightning's guard does not know of."""
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        if get_accelerator().device_name() != "cpu":
+            set_accelerator(CPU_Accelerator())
+        # It would be compiled in init_distributed, for minutes: gloo serves. https://github.com/deepspeedai/DeepSpeed/pull/5391
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
+        assert self.parallel_devices is not None
+        self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
+
+    def prepare_once(self, model: nn.Module) -> None:
+        """Apply the policies, and let ZeRO-3 gather each tiled module as a whole, before ``deepspeed.initialize`` looks."""
+        super().prepare_once(model)  # type: ignore[misc]
+        if not self.zero_stage_3 or not self.zero3_leaf_modules:
+            return
+        from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
+
+        for _, module in tiled_modules(model):
+            if not z3_leaf_module(module):
+                set_z3_leaf_module(module, True)  # stays: the engine's hooks depend on it
+                self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
+
+    def release(self) -> None:
+        """Leave every model as it was."""
+        super().release()  # type: ignore[misc]
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._known_to_transformers = None
+
+    @contextmanager
+    def sharded_context(self, inherited: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Build models sharded, and let transformers know, which otherwise initialises weights that are not there.
+
+        Without that Hugging Face models begin at torch's default weights, and ``from_pretrained`` loads none:
+        https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
+        """
+        if self.zero_stage_3 and "transformers" in sys.modules:
+            self._tell_transformers()
+        with inherited():
+            yield
+
+    def _tell_transformers(self) -> None:
+        if find_spec("accelerate") is None:
+            warn("transformers needs accelerate to initialise a model that ZeRO-3 shards: pip install 'lt-tiled[deepspeed]'.")
+            return
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+        self._known_to_transformers = HfDeepSpeedConfig(self.config)  # transformers holds it weakly
+
+
+def _arguments_for_a_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand a leaf its tensors by position, and hidden states that require a gradient.
+
+    ZeRO-3 reduces a leaf's gradients and frees its weights in hooks on the gradients of its positional inputs. Without one, as behind
+    frozen embeddings, DeepSpeed fails, tiled or not: https://github.com/deepspeedai/DeepSpeed/pull/5074.
+    """
+    if kwargs:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        args, kwargs = bound.args[1:], bound.kwargs
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    hidden = next((t for t in tensors if t.is_floating_point()), None)
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    if not learns or hidden is None or any(t.requires_grad for t in tensors):
+        return args, kwargs
+    wanting = hidden.detach().requires_grad_()
+    return pytree.tree_map(lambda leaf: wanting if leaf is hidden else leaf, args), kwargs

@@ -1,0 +1,124 @@
+"""One cell of the matrix: a training loop, an engine, and what is tiled, checkpointed and offloaded, on the ranks of a world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+import lt_tiled
+from lt_tiled import Checkpointing, Tiling
+from tests.lit import LitTiny, replaced, trainer
+from tests.models import TinyLM, lm_loss
+
+SHARDED = ("fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
+ENGINES = ("ddp", *SHARDED)
+MODES = ("untiled", "tiled", "checkpointed", "disk")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a rank saw."""
+
+    losses: list[float]
+    val_losses: list[float]
+    tiles: list[int]
+    """Of each tiled module, at its largest call."""
+    blocks: int
+    """How many were checkpointed."""
+    disk_bytes: int
+    left: int
+    """Modules with a replaced forward after the run."""
+
+
+def policies(mode: str, directory: str, shards: int = 4) -> dict[str, Any]:
+    """The two arguments of a strategy."""
+    checkpointing: Any = {"untiled": None, "tiled": None, "checkpointed": True}.get(mode)
+    if mode == "disk":
+        checkpointing = Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
+    return {"tiling": None if mode == "untiled" else Tiling(shards), "checkpointing": checkpointing}
+
+
+def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
+    """A strategy of ``lt_tiled`` (for Trainer) or ``lt_tiled.fabric``."""
+    if engine == "ddp":
+        return home.TiledDDPStrategy(**kwargs)
+    if engine == "fsdp":
+        return home.TiledFSDPStrategy(**kwargs)
+    if engine == "fsdp_flat":
+        return home.TiledFSDPStrategy(use_orig_params=False, **kwargs)
+    if engine == "fsdp2":
+        return home.TiledModelParallelStrategy(tensor_parallel_size=1, **kwargs)
+    zero = home.TiledDeepSpeedStrategy(stage=int(engine[-1]), **kwargs)
+    if home is lt_tiled.fabric:
+        zero.config["gradient_clipping"] = 0.0  # DeepSpeed's own default is 1.0; Trainer sets it from gradient_clip_val
+    return zero
+
+
+class Look(pl.Callback):
+    """Reads the report while the strategy holds the model."""
+
+    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+        self.seen = seen(run.strategy)
+
+
+def seen(strategy: Any) -> tuple[list[int], int, int]:
+    report = strategy.prepared[0].report()
+    return [row.tiles for row in report.tiled], len(report.blocks), report.offloaded.disk_bytes if report.offloaded else 0
+
+
+def in_trainer(engine: str, mode: str, directory: str, kwargs: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> Ran:
+    """Three optimizer steps and two validations."""
+    model, look = LitTiny(), Look()
+    chosen = strategy(lt_tiled, engine, **policies(mode, directory), **(options or {}))
+    run = trainer(chosen, devices=dist.get_world_size(), callbacks=[look], **{"val_check_interval": 1, "limit_val_batches": 1} | (kwargs or {}))
+    run.fit(model)
+    return Ran(model.losses, model.val_losses, *look.seen, replaced(model))
+
+
+def in_fabric(engine: str, mode: str, directory: str, shards: tuple[int, int] = (5, 2), steps: int = 4, **kwargs: Any) -> Ran:
+    """Steps on sequences whose length, and shard count, differ between the ranks, every second one under ``no_backward_sync``."""
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy(lt_tiled.fabric, engine, **policies(mode, directory, shards[dist.get_rank()])),
+        **kwargs,
+    )
+    fabric.launch()
+    torch.manual_seed(0)
+    net = TinyLM()
+    model, optimizer = set_up(fabric, net, engine)
+    losses = []
+    for step in range(steps):
+        ids = draw((2, 20 + step + 7 * dist.get_rank()), dist.get_rank())
+        sync = engine.startswith("zero") or step % 2 == 1
+        with fabric.no_backward_sync(model, enabled=not sync):
+            loss = lm_loss(model(ids), ids)
+            fabric.backward(loss)
+        losses.append(float(loss.detach()))
+        if sync:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        ids = draw((1, 30), dist.get_rank())
+        val_losses = [float(lm_loss(model(ids), ids))]
+    result = seen(fabric.strategy)
+    fabric.strategy.release()
+    return Ran(losses, val_losses, *result, replaced(net))
+
+
+def set_up(fabric: Fabric, net: nn.Module, engine: str) -> tuple[Any, Any]:
+    if engine != "fsdp_flat":
+        return fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    model = fabric.setup_module(net)
+    return model, fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+
+def draw(shape: tuple[int, int], rank: int) -> Tensor:
+    return torch.randint(32, shape, generator=torch.Generator().manual_seed(100 * rank + shape[1]))
