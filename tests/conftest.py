@@ -36,6 +36,19 @@ def _two_ranks() -> Iterator[World]:
     world.close()
 
 
+@pytest.fixture(scope="session")
+def _two_deepspeed_ranks() -> Iterator[World]:
+    world = World(2)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def deepspeed_world(_two_deepspeed_ranks: World) -> World:
+    """Two more: ZeRO-3 leaves ``torch.nn.functional.linear`` replaced in its process."""
+    return _two_deepspeed_ranks
+
+
 @pytest.fixture
 def world(_two_ranks: World) -> World:
     """Two gloo ranks that live for the session."""

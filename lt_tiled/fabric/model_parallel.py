@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_tiled.fabric._mixin import TiledStrategy
@@ -32,6 +33,16 @@ class TiledModelParallelStrategy(ModelParallelNeeds, TiledStrategy, ModelParalle
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return module if is_parallelized(module) else shard_blocks(module, self.mesh_to_shard_over(type(module).__name__))
+
+    @override
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
+        # fully_shard makes new parameters, and with the old ones an optimizer would step without any effect.
+        names = {id(weight): name.replace("_orig_mod.", "") for name, weight in module.named_parameters()}
+        result = super().setup_module_and_optimizers(module, optimizers, *args)
+        sharded = {name.replace("_orig_mod.", ""): weight for name, weight in result[0].named_parameters()}
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["params"] = [sharded[names[id(weight)]] if id(weight) in names else weight for weight in group["params"]]
+        return result
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -72,21 +72,23 @@ def seen(strategy: Any) -> tuple[list[int], int, int]:
     return [row.tiles for row in report.tiled], len(report.blocks), report.offloaded.disk_bytes if report.offloaded else 0
 
 
-def in_trainer(engine: str, mode: str, directory: str, kwargs: dict[str, Any] | None = None, options: dict[str, Any] | None = None) -> Ran:
-    """Three optimizer steps and two validations."""
+def in_trainer(engine: str, mode: str, directory: str, built: bool = False, **kwargs: Any) -> Ran:
+    """Three optimizer steps, each followed by a validation; ``built`` builds the model before the strategy's contexts."""
     model, look = LitTiny(), Look()
-    chosen = strategy(lt_tiled, engine, **policies(mode, directory), **(options or {}))
-    run = trainer(chosen, devices=dist.get_world_size(), callbacks=[look], **{"val_check_interval": 1, "limit_val_batches": 1} | (kwargs or {}))
+    if built:
+        model.configure_model()
+    chosen = strategy(lt_tiled, engine, **policies(mode, directory))
+    run = trainer(chosen, devices=dist.get_world_size(), callbacks=[look], **{"val_check_interval": 1, "limit_val_batches": 1} | kwargs)
     run.fit(model)
     return Ran(model.losses, model.val_losses, *look.seen, replaced(model))
 
 
-def in_fabric(engine: str, mode: str, directory: str, shards: tuple[int, int] = (5, 2), steps: int = 4, **kwargs: Any) -> Ran:
-    """Steps on sequences whose length, and shard count, differ between the ranks, every second one under ``no_backward_sync``."""
+def in_fabric(engine: str, mode: str, directory: str, accumulate: bool = True, **kwargs: Any) -> Ran:
+    """Four steps on sequences whose length, and shard count, differ between the ranks, every second one under ``no_backward_sync``."""
     fabric = Fabric(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategy(lt_tiled.fabric, engine, **policies(mode, directory, shards[dist.get_rank()])),
+        strategy=strategy(lt_tiled.fabric, engine, **policies(mode, directory, (5, 2)[dist.get_rank()])),
         **kwargs,
     )
     fabric.launch()
@@ -94,9 +96,9 @@ def in_fabric(engine: str, mode: str, directory: str, shards: tuple[int, int] = 
     net = TinyLM()
     model, optimizer = set_up(fabric, net, engine)
     losses = []
-    for step in range(steps):
+    for step in range(4):
         ids = draw((2, 20 + step + 7 * dist.get_rank()), dist.get_rank())
-        sync = engine.startswith("zero") or step % 2 == 1
+        sync = not accumulate or engine.startswith("zero") or step % 2 == 1
         with fabric.no_backward_sync(model, enabled=not sync):
             loss = lm_loss(model(ids), ids)
             fabric.backward(loss)
