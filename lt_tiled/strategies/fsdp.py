@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import enable_wrap
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lt_tiled.strategies._device import on_cpu
 from lt_tiled.strategies._fsdp import FSDPNeeds, full_state_dict
 from lt_tiled.strategies._mixin import TiledStrategy
 from lt_tiled.strategies._units import refuse_units_in_tiled_modules
@@ -62,6 +65,17 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.wrapper_arguments()):
             yield
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._state_dict_type != "full" or self.kwargs["use_orig_params"]:
+            return super().optimizer_state(optimizer)
+        # The parent numbers the weights, which have no numbers in a flat parameter; it loads the names as well.
+        assert self.model is not None
+        config = FullOptimStateDictConfig(offload_to_cpu=not on_cpu(self), rank0_only=True)
+        with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
+            inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            return FullyShardedDataParallel.optim_state_dict(self.model, inner)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

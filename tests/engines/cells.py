@@ -55,6 +55,9 @@ def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
     if engine == "fsdp2":
         return home.TiledModelParallelStrategy(tensor_parallel_size=1, **kwargs)
     zero = home.TiledDeepSpeedStrategy(stage=int(engine[-1]), **kwargs)
+    # Else weights as small as these are gathered together, once, and kept.
+    limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
+    zero.config["zero_optimization"].update({f"stage3_{limit}": 0 for limit in limits})
     if home is lt_tiled.fabric:
         zero.config["gradient_clipping"] = 0.0  # DeepSpeed's own default is 1.0; Trainer sets it from gradient_clip_val
     return zero

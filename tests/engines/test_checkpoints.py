@@ -1,0 +1,173 @@
+"""Checkpoints of every engine: resumed in the middle of an epoch, loaded by another engine, and loaded into the plain model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lt_tiled
+from lt_tiled import Checkpointing
+from tests.engines.cells import draw, policies, set_up, strategy
+from tests.engines.conftest import OnRanks
+from tests.lit import Ids, LitTiny, trainer
+from tests.models import TinyLM, lm_loss
+
+FORMATS = {
+    "ddp": {},
+    "fsdp full": {"state_dict_type": "full"},
+    "fsdp sharded": {"state_dict_type": "sharded"},
+    "fsdp_flat full": {"state_dict_type": "full"},
+    "fsdp_flat sharded": {"state_dict_type": "sharded"},
+    "fsdp2 full": {"save_distributed_checkpoint": False},
+    "fsdp2 sharded": {"save_distributed_checkpoint": True},
+    "zero1": {},
+    "zero2": {},
+    "zero3": {},
+}
+"""An engine and the form in which it saves, with the arguments that ask for it."""
+
+
+class ByIndex(LitTiny):
+    """Its batches depend on their index and the rank alone, so that a resumed run sees those of an uninterrupted one."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Ids(16), batch_size=2)
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        return super().training_step(draw((2, 20 + index), self.global_rank), index)
+
+
+def run(case: str, directory: str, mode: str = "disk", **kwargs: Any) -> pl.Trainer:
+    chosen = strategy(lt_tiled, case.split()[0], **policies(mode, directory), **FORMATS[case])
+    return trainer(chosen, devices=dist.get_world_size(), limit_val_batches=0, **kwargs)
+
+
+def interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[float]]:
+    """Losses of four steps at once, untiled, and of two and two with a checkpoint between, each by a new trainer."""
+    whole, first, second = ByIndex(), ByIndex(), ByIndex()
+    run(case, directory, "untiled", max_steps=4).fit(whole)
+    before = run(case, directory, max_steps=2)
+    before.fit(first)
+    before.save_checkpoint(path)
+    run(case, directory, max_steps=4).fit(second, ckpt_path=path, weights_only=False)
+    return whole.losses, first.losses + second.losses
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_resume_in_the_middle_of_an_epoch(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A run that is interrupted after two of four batches has the losses of one that is not, optimizer state included."""
+    (spill := tmp_path / "spill").mkdir()
+    for whole, parts in on_ranks(interrupt, case, str(tmp_path / "run.ckpt"), str(spill)):
+        assert len(whole) == 4
+        assert parts == pytest.approx(whole, rel=2e-6)
+
+
+def plain_state(case: str, path: Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint, by Lightning's own tools."""
+    if case.startswith("zero"):
+        return convert_zero_checkpoint_to_fp32_state_dict(path, path.with_suffix(".pt"))["state_dict"]
+    if path.is_dir():
+        checkpoint = _load_distributed_checkpoint(path)
+        return checkpoint["state_dict" if case.startswith("fsdp2") else "model"]
+    return torch.load(path, weights_only=False)["state_dict"]
+
+
+def train_and_save(case: str, path: str, directory: str) -> list[float]:
+    """Train, save, and validate what was trained, with the same trainer."""
+    model = LitTiny()
+    trained = run(case, directory, "disk" if directory else "untiled", max_steps=3, val_check_interval=3)
+    trained.fit(model)
+    trained.save_checkpoint(path)
+    model.val_losses.clear()
+    trained.limit_val_batches = 1
+    trained.validate(model, verbose=False)
+    return model.val_losses
+
+
+def validate_plain(state: dict[str, Tensor]) -> list[list[float]]:
+    """What the plain model on one device makes of the batches that each of two ranks validated."""
+    model = LitTiny()
+    model.configure_model()
+    model.load_state_dict(state, strict=True)
+    with torch.no_grad():
+        return [[float(lm_loss(model.net(ids), ids))] for ids in (torch.stack([Ids(4)[rank], Ids(4)[rank + 2]]) for rank in range(2))]
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_load_into_the_plain_model(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A checkpoint has the plain model's keys and loads into it strictly, with the losses that the engine validated."""
+    (spill := tmp_path / "spill").mkdir()
+    path = tmp_path / "trained.ckpt"
+    validated = on_ranks(train_and_save, case, str(path), str(spill))
+    state = plain_state(case, path)
+    plain = LitTiny()
+    plain.configure_model()
+    assert set(state) == set(plain.state_dict())
+    assert validate_plain(state) == [pytest.approx(losses, rel=1e-6) for losses in validated]
+
+
+def validate_from(case: str, path: str, directory: str) -> list[float]:
+    model = LitTiny()
+    extra = {"load_full_weights": True} if case == "zero3" else {}
+    chosen = strategy(lt_tiled, case.split()[0], **policies("disk", directory), **FORMATS[case], **extra)
+    trainer(chosen, devices=dist.get_world_size(), limit_val_batches=1).validate(model, ckpt_path=path, verbose=False, weights_only=False)
+    return model.val_losses
+
+
+@pytest.mark.parametrize("saved_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full"])
+@pytest.mark.parametrize("loaded_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full", "zero3"])
+def test_load_with_another_engine(saved_by: str, loaded_by: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A full checkpoint of one engine validates on another as on its own."""
+    path = str(tmp_path / "trained.ckpt")
+    validated = on_ranks(train_and_save, saved_by, path, str(tmp_path))
+    assert on_ranks(validate_from, loaded_by, path, str(tmp_path)) == [pytest.approx(losses, rel=1e-6) for losses in validated]
+
+
+def fabric_steps(case: str, mode: str, directory: str, steps: range, load: str | None = None, save: str | None = None) -> list[float]:
+    """Steps on batches that depend on their number, from a checkpoint and to one."""
+    engine = case.split()[0]
+    chosen = strategy(lt_tiled.fabric, engine, **policies(mode, directory), **FORMATS[case])
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, TinyLM(), engine)
+    state = {"model": model, "optimizer": optimizer, "done": 0}
+    if load is not None:
+        fabric.load(load, state, weights_only=False)
+        assert state["done"] == steps.start
+    losses = []
+    for step in steps:
+        ids = draw((2, 20 + step), fabric.global_rank)
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if save is not None:
+        fabric.save(save, state | {"done": steps.stop})
+    fabric.strategy.release()
+    return losses
+
+
+def fabric_interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[float]]:
+    first = fabric_steps(case, "disk", directory, range(2), save=path)
+    return fabric_steps(case, "untiled", directory, range(4)), first + fabric_steps(case, "disk", directory, range(2, 4), load=path)
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_fabric_resumes(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """``fabric.save`` and ``fabric.load`` in each format carry weights, optimizer state and the user's own values."""
+    (spill := tmp_path / "spill").mkdir()
+    for whole, parts in on_ranks(fabric_interrupt, case, str(tmp_path / "run.ckpt"), str(spill)):
+        assert parts == pytest.approx(whole, rel=2e-6)

@@ -1,0 +1,57 @@
+"""What tiling costs an engine: no collective and no wait for the device beyond the untiled step's, however many tiles there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch.profiler import ProfilerActivity, profile
+
+import lt_tiled
+from lt_tiled import Checkpointing, Tiling
+from tests.engines.cells import ENGINES, draw, set_up, strategy
+from tests.engines.conftest import OnRanks
+from tests.models import TinyLM, lm_loss
+
+
+def operations(engine: str, shards: int | None, checkpointed: bool) -> dict[str, int]:
+    """Collectives, and reads of a value by the host, in the forward and backward of a settled step."""
+    tiling = None if shards is None else Tiling(shards)
+    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing() if checkpointed else None)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, TinyLM(), engine)
+    ids = draw((2, 32), dist.get_rank())
+    for _ in range(3):  # the self-check is through, and ZeRO-3 has recorded in which order it gathers
+        fabric.backward(lm_loss(model(ids), ids))
+        optimizer.step()
+        optimizer.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        fabric.backward(lm_loss(model(ids), ids))
+    fabric.strategy.release()
+    names = [event.name for event in profiled.events()]
+    return dict(Counter(name for name in names if name.startswith("c10d::") or name == "aten::_local_scalar_dense"))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_collectives(engine: str, checkpointed: bool, on_ranks: OnRanks) -> None:
+    """A step has no gather, reduction or read by the host that the untiled step has not, and as many at 1 as at 4 and at 16 tiles.
+
+    Under ZeRO-3 it has fewer gathers, because the weights of a tiled module come together.
+    """
+    untiled, *tiled = (on_ranks(operations, engine, shards, checkpointed) for shards in (None, 1, 4, 16))
+    for rank, plain in enumerate(untiled):
+        assert any(name.startswith("c10d::") for name in plain)
+        assert tiled[0][rank] == tiled[1][rank] == tiled[2][rank]
+        if engine != "zero3":
+            assert tiled[0][rank] == plain
+        else:
+            gathers = {name for name in plain if "allgather" in name}
+            assert {name: n for name, n in plain.items() if name not in gathers} == {n: c for n, c in tiled[0][rank].items() if n not in gathers}
+            assert 0 < sum(tiled[0][rank][name] for name in gathers) < sum(plain[name] for name in gathers)
