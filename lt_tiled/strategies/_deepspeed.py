@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
+from lt_tiled._marks import get_mark
 from lt_tiled.policies import Checkpointing
+from lt_tiled.tiling.call import TileMark
 from lt_tiled.tiling.modules import tiled_modules
 
 
@@ -64,6 +66,11 @@ class DeepSpeedNeeds:
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies, and let ZeRO-3 gather each tiled module as a whole, before ``deepspeed.initialize`` looks."""
         super().prepare_once(model)  # type: ignore[misc]
+        for _, module in tiled_modules(model):
+            mark = get_mark(module, TileMark)
+            assert mark is not None
+            # ZeRO-1 and 2 read the gradient of each weight that autograd reaches, and count those that it does not reach as zeros.
+            mark.zeros_for_unused = True
         if not self.zero_stage_3 or not self.zero3_leaf_modules:
             return
         from deepspeed.utils import set_z3_leaf_module, z3_leaf_module

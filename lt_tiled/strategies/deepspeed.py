@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
+from lt_tiled._log import warn
 from lt_tiled.strategies._deepspeed import DeepSpeedNeeds
 from lt_tiled.strategies._device import on_cpu
 from lt_tiled.strategies._mixin import TiledStrategy
@@ -27,6 +29,15 @@ class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
             return super().setup_environment()
         self.prepare_for_cpu()
         return super(DeepSpeedStrategy, self).setup_environment()  # without the parent's guard against all but CUDA
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if (batches := trainer.accumulate_grad_batches) > 1:
+            warn(
+                f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are {batches} times smaller"
+                " than with other strategies, tiled or not (https://github.com/Lightning-AI/pytorch-lightning/issues/6170)."
+            )
+        super().setup(trainer)
 
     @contextmanager
     @override

@@ -52,6 +52,8 @@ class TileMark(Mark):
         """By the output's tree and the rank of the hidden states."""
         self.packs: dict[tuple[Any, ...], int | None] = {}
         """How many tensors a tile's graph saves; ``None`` where that differs from tile to tile."""
+        self.zeros_for_unused = False
+        """Whether weights that no tile used get a gradient of zeros instead of none, for engines whose hooks want one."""
         self.largest = (0, 0)
         """Tokens and tiles of the largest call so far."""
 
@@ -205,7 +207,7 @@ class TiledCall:
                 for result, wants in zip(results, self.wants_grad, strict=True)
                 if wants
             ]
-            return [*arguments, *(s.take() for s in sums)]
+            return [*arguments, *(s.take(self.mark.zeros_for_unused) for s in sums)]
 
     def _recompute(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], bounds: Bounds) -> tuple[list[Tensor], list[Tensor]]:
         """Run a tile with a graph; return the outputs that carry a gradient, and the gradients."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,11 @@ def trainable_weights(module: nn.Module) -> list[Weight]:
 @contextmanager
 def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let the module see ``tensors`` in place of its weights."""
-    slots = [
+    slots: list[tuple[dict[str, Any], str, Tensor]] = [
         (holder, name, tensor)
         for w, tensor in zip(weights, tensors, strict=True)
         for owner, name in w.places
-        for holder in (owner._parameters, owner._buffers, owner.__dict__)
+        for holder in (cast("dict[str, Any]", owner._parameters), cast("dict[str, Any]", owner._buffers), owner.__dict__)
         if name in holder  # in two of them under FSDP with use_orig_params=True
     ]
     before = [holder[name] for holder, name, _ in slots]
@@ -98,10 +99,12 @@ class GradientSum:
             self.sum.add_(gradient)
         return self._nothing
 
-    def take(self) -> Tensor | None:
-        """The sum in the tensor's own dtype; ``None`` if no tile used the tensor."""
+    def take(self, zeros: bool = False) -> Tensor | None:
+        """The sum in the tensor's own dtype; if no tile used the tensor, ``None``, or zeros where they are asked for."""
         total, self.sum = self.sum, None
-        return None if total is None else total.to(self.dtype)
+        if total is None:
+            return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
+        return total.to(self.dtype)
 
     def close(self) -> None:
         """Part the leaf from this object: together they keep each other alive."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lt_tiled
-from lt_tiled import Checkpointing
 from tests.engines.cells import draw, policies, set_up, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer

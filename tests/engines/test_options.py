@@ -1,0 +1,110 @@
+"""What a run may ask for besides its engine: precision, accumulation, clipping, frozen parts, LoRA, unused weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+import lt_tiled
+from tests.engines.cells import ENGINES, draw, in_trainer, policies, strategy
+from tests.engines.conftest import OnRanks
+from tests.models import TinyLM, lm_loss, tiny_llama
+
+WHOLE_WEIGHTS = [engine for engine in ENGINES if engine != "fsdp_flat"]
+"""Engines that may freeze a part of a unit's weights."""
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """In 16 bits a run has the untiled run's losses, but for rounding."""
+    plain = on_ranks(partial(in_trainer, precision=precision), engine, "untiled", str(tmp_path))
+    tiled = on_ranks(partial(in_trainer, precision=precision), engine, "disk", str(tmp_path))
+    for before, after in zip(plain, tiled, strict=True):
+        assert after.losses == pytest.approx(before.losses, rel=1e-2)
+        assert after.val_losses == pytest.approx(before.val_losses, rel=1e-2)
+        assert after.disk_bytes > 0
+
+
+@pytest.mark.parametrize("kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=["accumulation", "clipping"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps(engine: str, kwargs: dict[str, Any], on_ranks: OnRanks, tmp_path: Path) -> None:
+    """Gradient accumulation, and clipping by the norm over all ranks, train as plain DDP does, or as DeepSpeed accumulates untiled."""
+    like = engine if engine.startswith("zero") and "accumulate_grad_batches" in kwargs else "ddp"
+    plain = on_ranks(partial(in_trainer, built=True, max_steps=2, **kwargs), like, "untiled", str(tmp_path))
+    tiled = on_ranks(partial(in_trainer, built=True, max_steps=2, **kwargs), engine, "disk", str(tmp_path))
+    assert [r.losses for r in tiled] == [pytest.approx(r.losses, rel=1e-5) for r in plain]
+    free = on_ranks(partial(in_trainer, built=True, max_steps=2), engine, "untiled", str(tmp_path))
+    assert [r.losses for r in tiled] != [r.losses for r in free]  # the option did something
+
+
+def frozen() -> nn.Module:
+    """Embeddings, attention and the first MLP's down projection are frozen: no gradient reaches the first block."""
+    model = TinyLM()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not any(part in name for part in ("embed", "attention", "norm", "blocks.0.mlp.down")))
+    return model
+
+
+def unused() -> nn.Module:
+    """A weight beside the blocks, and one inside of a tiled module, that no rank uses."""
+    model = TinyLM()
+    model.spare = nn.Linear(16, 16)
+    model.blocks[0].mlp.spare = nn.Linear(16, 4)
+    return model
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def lora() -> nn.Module:
+    """A Llama with adapters on its attention and MLPs, all else frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False))
+    return _Logits(model)
+
+
+def train(engine: str, mode: str, directory: str, build: Callable[[], nn.Module]) -> tuple[list[float], list[int]]:
+    chosen = strategy(lt_tiled.fabric, engine, **policies(mode, directory), **({"find_unused_parameters": True} if engine == "ddp" else {}))
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = build()
+    model, optimizer = fabric.setup(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1))
+    losses = []
+    for step in range(3):
+        ids = draw((2, 24 + step), fabric.global_rank)
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    tiles = [row.tiles for row in fabric.strategy.prepared[0].report().tiled]
+    fabric.strategy.release()
+    return losses, tiles
+
+
+@pytest.mark.parametrize("build", [frozen, unused, lora])
+@pytest.mark.parametrize("engine", WHOLE_WEIGHTS)
+def test_models(engine: str, build: Callable[[], nn.Module], on_ranks: OnRanks, tmp_path: Path) -> None:
+    """Frozen parts, unused weights and LoRA train as untiled, also where a ZeRO-3 leaf's input needs no gradient."""
+    plain = on_ranks(train, "ddp", "untiled", str(tmp_path), build)
+    tiled = on_ranks(train, engine, "disk", str(tmp_path), build)
+    for (losses, _), (tiled_losses, tiles) in zip(plain, tiled, strict=True):
+        assert tiled_losses == pytest.approx(losses, rel=1e-5)
+        assert tiles == [4, 4]
