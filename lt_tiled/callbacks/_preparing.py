@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.prepare import Prepared, PreparedModels
+from lt_tiled.strategies._deepspeed import adapt_tiles
+from lt_tiled.strategies._units import refuse_units_in_tiled_modules
 
 
 class PreparingCallback(Callback):
@@ -29,16 +35,16 @@ class PreparingCallback(Callback):
         return self._prepared[-1] if self._prepared else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.num_devices)
+        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.num_devices)
+        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.num_devices)
+        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.num_devices)
+        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
 
     def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         self.release()
@@ -48,11 +54,18 @@ class PreparingCallback(Callback):
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
-        self._prepare(module, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]))
+        self._prepare(module, fabric.strategy, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]))
 
     def release(self) -> None:
         """Leave every model as it was."""
         self._prepared.release()
 
-    def _prepare(self, model: nn.Module, ranks_per_node: int) -> None:
+    def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
         self._prepared.add(model, self.tiling, self.checkpointing, ranks_per_node)
+        try:
+            if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
+                adapt_tiles(strategy, model)
+            refuse_units_in_tiled_modules(model)
+        except ValueError:
+            self.release()
+            raise

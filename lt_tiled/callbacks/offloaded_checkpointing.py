@@ -30,6 +30,9 @@ class OffloadedCheckpointing(PreparingCallback):
         if self.prepared is not None and self.prepared.offloader is not None:
             self._log.step(trainer, self.prepared.offloader)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        self._prepared.free_buffers()  # a last checkpoint may need the RAM
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._log = OffloadLog()
         super().on_fit_start(trainer, pl_module)

@@ -66,11 +66,7 @@ class DeepSpeedNeeds:
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies, and let ZeRO-3 gather each tiled module as a whole, before ``deepspeed.initialize`` looks."""
         super().prepare_once(model)  # type: ignore[misc]
-        for _, module in tiled_modules(model):
-            mark = get_mark(module, TileMark)
-            assert mark is not None
-            # ZeRO-1 and 2 read the gradient of each weight that autograd reaches, and count those that it does not reach as zeros.
-            mark.zeros_for_unused = True
+        _give_zeros_for_unused(model)
         if not self.zero_stage_3 or not self.zero3_leaf_modules:
             return
         from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
@@ -106,6 +102,34 @@ class DeepSpeedNeeds:
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         self._known_to_transformers = HfDeepSpeedConfig(self.config)  # transformers holds it weakly
+
+
+def adapt_tiles(strategy: Any, model: nn.Module) -> None:
+    """Make a model that was tiled behind ``deepspeed.initialize`` right for the engine.
+
+    Raises:
+        ValueError: Under ZeRO-3, if a tiled module is no leaf: its weights would be sharded while it runs.
+    """
+    _give_zeros_for_unused(model)
+    if not strategy.zero_stage_3:
+        return
+    from deepspeed.utils import get_z3_leaf_modules
+
+    whole = {id(part) for leaf in get_z3_leaf_modules(model) for part in leaf.modules()}
+    for path, module in tiled_modules(model):
+        if id(module) not in whole:
+            raise ValueError(
+                f"{path} ({type(module).__name__}) is tiled by a callback, too late for ZeRO-3 to gather it as a whole: use"
+                " TiledDeepSpeedStrategy(stage=3), or call deepspeed.utils.set_z3_leaf_modules at the end of configure_model."
+            )
+
+
+def _give_zeros_for_unused(model: nn.Module) -> None:
+    # ZeRO-1 and 2 read the gradient of each weight that autograd reaches, and count those that it does not reach as zeros.
+    for _, module in tiled_modules(model):
+        mark = get_mark(module, TileMark)
+        assert mark is not None
+        mark.zeros_for_unused = True
 
 
 def _arguments_for_a_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -63,7 +63,7 @@ class FSDPNeeds:
     def wrapper_arguments(self) -> dict[str, Any]:
         """What each unit is made with."""
         return {
-            "cpu_offload": self.cpu_offload,
+            "cpu_offload": None if on_cpu(self) else self.cpu_offload,  # torch looks for a device to offload from
             "mixed_precision": self.mixed_precision_config,
             "sharding_strategy": self.sharding_strategy,
             "device_id": CPU if on_cpu(self) else self.root_device.index,
@@ -72,10 +72,15 @@ class FSDPNeeds:
         }
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Make each block a unit, or what ``auto_wrap_policy`` says, unless there are units already."""
-        if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
+        """Make each block a unit, or what ``auto_wrap_policy`` says, unless there are units already; and one of the rest."""
+        units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+        sharded = {id(weight) for unit in units for weight in unit.parameters()}
+        if units and all(id(weight) in sharded for weight in model.parameters()):
             return model
-        return FullyShardedDataParallel(model, **{"auto_wrap_policy": policy_of_blocks(model), **self.wrapper_arguments()})
+        arguments = {"auto_wrap_policy": policy_of_blocks(model), **self.wrapper_arguments()}
+        if units:  # The parent leaves what is around units made by hand alone, and nobody would reduce its gradients.
+            del arguments["auto_wrap_policy"]
+        return FullyShardedDataParallel(model, **arguments)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -79,5 +79,8 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self.saves_full_on_cpu:
+            return super().lightning_module_state_dict()
+        self.prepared.free_buffers()
         assert self.model is not None
-        return full_state_dict(self.model) if self.saves_full_on_cpu else super().lightning_module_state_dict()
+        return full_state_dict(self.model)

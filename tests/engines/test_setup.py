@@ -1,0 +1,387 @@
+"""What is refused at setup, what is worked around, and one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import lt_tiled
+from lt_tiled import Checkpointing
+from lt_tiled.callbacks import TiledMLP
+from tests.engines.cells import ENGINES, draw, in_fabric, in_trainer, policies, set_up, strategy
+from tests.engines.conftest import OnRanks
+from tests.lit import LitTiny, replaced, trainer
+from tests.models import Block, GatedMLP, TinyLM, lm_loss
+from tests.world import World
+
+
+def error_of(fn: Callable[[], Any]) -> tuple[str, str]:
+    """The error that a call ends with: its type and its text."""
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+class ShardsInside(LitTiny):
+    """Its ``configure_model`` makes the gate projection a unit of its own."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.net.blocks:
+            fully_shard(block.mlp.gate, mesh=self.device_mesh["data_parallel"])
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class HoldsWeights(LitTiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> tuple[str, str, int]:
+    module = model()
+    kind, text = error_of(lambda: trainer(strategy(lt_tiled, engine, tiling=4, **options), devices=dist.get_world_size()).fit(module))
+    assert module.losses == []
+    return kind, text, replaced(module)
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "options", "message"),
+    [
+        ("fsdp", LitTiny, {"auto_wrap_policy": {nn.Linear}}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
+        ("fsdp2", ShardsInside, {}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
+        ("fsdp2", HoldsWeights, {}, "HoldsWeights holds scale itself: move what has weights into a module of its own"),
+    ],
+)
+def test_trainer_refuses(engine: str, model: type[LitTiny], options: dict[str, Any], message: str, on_ranks: OnRanks) -> None:
+    """A unit inside a tiled module, by policy or by hand, and weights that no unit can hold, are errors before the first step.
+
+    The model is left unmarked.
+    """
+    import re
+
+    for kind, text, left in on_ranks(fit_refused, engine, model, options):
+        assert kind == "ValueError"
+        assert re.search(message, text)
+        assert left == 0
+
+
+def fabric_refused(engine: str, options: dict[str, Any]) -> tuple[str, str]:
+    def set_up_one() -> None:
+        chosen = strategy(lt_tiled.fabric, engine, tiling=4, **options)
+        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+        fabric.launch()
+        fabric.setup_module(TinyLM())
+
+    return error_of(set_up_one)
+
+
+def test_fabric_refuses_units_inside(world: World) -> None:
+    """The same policy that splits a tiled module is refused by Fabric's strategy."""
+    for kind, text in world(fabric_refused, "fsdp", {"auto_wrap_policy": {nn.Linear}}):
+        assert kind == "ValueError"
+        assert "inside it is an FSDP unit" in text
+        assert "auto_wrap_policy={MyBlock}" in text
+
+
+def callback_refused(engine: str) -> tuple[str, str, int]:
+    module = LitTiny()
+    chosen = strategy(lt_tiled, engine, tiling=None, checkpointing=None)
+    run = trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(num_shards=4)])
+    return *error_of(lambda: run.fit(module)), replaced(module)
+
+
+def test_callback_under_zero3(deepspeed_world: World) -> None:
+    """The callback comes too late for ZeRO-3 to gather a tiled module as a whole, and says so before the first step."""
+    for kind, text, left in deepspeed_world(callback_refused, "zero3"):
+        assert kind == "ValueError"
+        assert "use TiledDeepSpeedStrategy(stage=3)" in text
+        assert left == 0
+
+
+def with_callback(engine: str, tiled: bool) -> list[float]:
+    module = LitTiny()
+    chosen = strategy(lt_tiled, engine, tiling=None, checkpointing=None)
+    trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(num_shards=4)] if tiled else []).fit(module)
+    assert module.forwards_replaced == ({2} if tiled else {0})
+    return module.losses
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "zero3"])
+def test_callback(engine: str, on_ranks: OnRanks) -> None:
+    """``TiledMLP`` tiles behind any other engine, after that has wrapped the model."""
+    plain = on_ranks(with_callback, engine, False)
+    assert on_ranks(with_callback, engine, True) == [pytest.approx(losses, rel=2e-6) for losses in plain]
+
+
+# Worked around
+
+
+def fit_validate_fit(engine: str) -> tuple[list[float], list[float], int]:
+    """Fit, validate and fit again, one wrapped model and one trainer."""
+    module = LitTiny()
+    run = trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size(), max_epochs=1, max_steps=-1, num_sanity_val_steps=0)
+    run.fit(module)
+    run.validate(module, verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(module)
+    return module.losses, module.val_losses, replaced(module)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])
+def test_fit_then_validate_then_fit(engine: str, on_ranks: OnRanks) -> None:
+    """One model goes through ``fit``, ``validate`` and ``fit`` as under DDP, though FSDP has wrapped it by then."""
+    plain = on_ranks(fit_validate_fit, "ddp")
+    for (losses, val_losses, _), (sharded, sharded_val, left) in zip(plain, on_ranks(fit_validate_fit, engine), strict=True):
+        assert sharded == pytest.approx(losses, rel=1e-5)
+        assert sharded_val == pytest.approx(val_losses, rel=1e-5)
+        assert left == 0
+
+
+class WrapsByHand(LitTiny):
+    """Wraps its blocks in ``configure_model``, in the context that the strategy gives."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            self.net.blocks = nn.ModuleList(wrap(block) for block in self.net.blocks)
+
+
+def fit_losses(engine: str, model: type[LitTiny], options: dict[str, Any]) -> list[float]:
+    module = model()
+    trainer(strategy(lt_tiled, engine, tiling=4, **options), devices=dist.get_world_size()).fit(module)
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (LitTiny, {"auto_wrap_policy": {Block}}),
+        (LitTiny, {"auto_wrap_policy": ModuleWrapPolicy({GatedMLP})}),
+        (LitTiny, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}),
+        (LitTiny, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        (LitTiny, {"sharding_strategy": "NO_SHARD"}),
+        (LitTiny, {"cpu_offload": True}),
+        (WrapsByHand, {}),
+    ],
+    ids=["policy of blocks", "policy of tiled modules", "hybrid", "gradients only", "no sharding", "cpu offload", "by hand"],
+)
+def test_fsdp_arguments(model: type[LitTiny], options: dict[str, Any], world: World) -> None:
+    """FSDP's own arguments, and wrapping by hand, work on the CPU and give DDP's losses."""
+    plain = world(fit_losses, "ddp", LitTiny, {})
+    assert world(fit_losses, "fsdp", model, options) == [pytest.approx(losses, rel=1e-5) for losses in plain]
+
+
+class ByKeyword(nn.Module):
+    """Calls its MLP with a keyword, and with a tensor that wants no gradient beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(_KeywordBlock() for _ in range(2))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, mask=(ids % 3 > 0).float()[..., None])
+        return self.head(x)
+
+
+class _KeywordBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.mlp = _MaskedMLP()
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return x + self.mlp(mask=mask, hidden=self.norm(x))
+
+
+class _MaskedMLP(GatedMLP):
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(hidden) * mask
+
+
+def keyword_losses(engine: str, mode: str) -> list[float]:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy(lt_tiled.fabric, engine, **policies(mode, "")))
+    fabric.launch()
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, ByKeyword(), engine)
+    losses = []
+    for step in range(3):
+        ids = draw((2, 24 + step), fabric.global_rank)
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    fabric.strategy.release()
+    return losses
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_arguments_by_keyword(engine: str, on_ranks: OnRanks) -> None:
+    """Hidden states passed by keyword train as untiled DDP does, also where ZeRO-3 looks at positional arguments alone."""
+    plain = on_ranks(keyword_losses, "ddp", "untiled")
+    assert on_ranks(keyword_losses, engine, "checkpointed") == [pytest.approx(losses, rel=1e-5) for losses in plain]
+
+
+# Tensor parallelism
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor_parallel"], plan)
+    return model
+
+
+def tensor_parallel_losses(mode: str, directory: str) -> tuple[list[float], list[int]]:
+    """Both ranks have the same batches, as a tensor-parallel group has."""
+    chosen = lt_tiled.fabric.TiledModelParallelStrategy(
+        tensor_parallel, data_parallel_size=1, tensor_parallel_size=2, **policies(mode, directory)
+    )
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(net := TinyLM(), torch.optim.SGD(net.parameters(), 0.1, foreach=False))
+    losses = []
+    for step in range(3):
+        ids = draw((2, 24 + step), 0)
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    tiles = [row.tiles for row in chosen.prepared[0].report().tiled]
+    chosen.release()
+    return losses, tiles
+
+
+@pytest.mark.parametrize("mode", ["tiled", "checkpointed", "disk"])
+def test_tensor_parallel_plan(mode: str, world: World, tmp_path: Path) -> None:
+    """A tiled MLP whose projections are split over the ranks has the losses of one that is not tiled."""
+    plain = world(tensor_parallel_losses, "untiled", str(tmp_path))
+    for (losses, _), (tiled, tiles) in zip(plain, world(tensor_parallel_losses, mode, str(tmp_path)), strict=True):
+        assert tiled == pytest.approx(losses, rel=1e-5)
+        assert tiles == [4, 4]
+
+
+def sizes_refused(options: dict[str, Any]) -> tuple[str, str]:
+    def set_up_one() -> None:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=lt_tiled.fabric.TiledModelParallelStrategy(**options))
+        fabric.launch()
+        fabric.setup_module(TinyLM())
+
+    return error_of(set_up_one)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs a plan"),
+        ({}, "tensor_parallel_size=2 needs a plan"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 2 ranks"),
+    ],
+)
+def test_sizes_are_refused(options: dict[str, Any], message: str, world: World) -> None:
+    """Tensor-parallel ranks without a plan, and a number of them that does not fit, are refused with the remedy."""
+    for kind, text in world(sizes_refused, options):
+        assert kind == "ValueError"
+        assert message in text
+
+
+# Saving
+
+
+class SlowToWrite(TorchCheckpointIO):
+    """Takes a while to write."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        time.sleep(0.5)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class Watches(LitTiny):
+    """Notes, whenever a checkpoint's state is complete, how much RAM the offloader holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+
+    def ram(self) -> int:
+        return sum(prepared.offloader.ram.slabs.size for prepared in self.trainer.strategy.prepared)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.held.append(self.ram())
+        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{self.trainer.global_step}.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.held.append(self.ram())
+
+
+def save_while_training(engine: str, directory: str) -> tuple[list[int], list[bool]]:
+    offload = Checkpointing(offload="cpu", cpu_budget="4MiB", min_bytes=0, keep_last=0)
+    plugins = [] if engine.startswith(("zero", "fsdp2")) else [SlowToWrite()]
+    run = trainer(
+        strategy(lt_tiled, engine, tiling=4, checkpointing=offload),
+        devices=dist.get_world_size(),
+        plugins=plugins,
+        default_root_dir=directory,
+        limit_val_batches=0,
+    )
+    module = Watches()
+    run.fit(module)
+    run.save_checkpoint(last := f"{directory}/last.ckpt")
+    return module.held, [Path(path).exists() for path in (f"{directory}/1.ckpt", last)]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2", "zero2"])
+def test_saving_frees_the_buffers_first(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """Before the state is gathered for a checkpoint the offloader's RAM is given back, and taken anew by the next step.
+
+    When ``save_checkpoint`` returns, on any rank, the checkpoint is there.
+    """
+    for held, exist in on_ranks(save_while_training, engine, str(tmp_path)):
+        assert [size > 0 for size in held] == [True, False] * 3 + [False]  # the last after the strategy's tear-down
+        assert exist == [True, True]
+
+
+# One device
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[World]:
+    world = World(1)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_device(engine: str, one_rank: World, tmp_path: Path) -> None:
+    """Every engine runs on one device, ZeRO-3 too, with the losses of plain training."""
+    (plain,) = one_rank(partial(in_trainer, built=True), "ddp", "untiled", str(tmp_path))
+    (tiled,) = one_rank(partial(in_trainer, built=True), engine, "disk", str(tmp_path))
+    assert tiled.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert tiled.disk_bytes > 0
+    (plain,) = one_rank(partial(in_fabric, accumulate=False), "ddp", "untiled", str(tmp_path))
+    (tiled,) = one_rank(partial(in_fabric, accumulate=False), engine, "disk", str(tmp_path))
+    assert tiled.losses == pytest.approx(plain.losses, rel=1e-5)
