@@ -56,6 +56,7 @@ class CausalLM(LightningModule):
         self.weight_decay = float(weight_decay)
         self.warmup_steps = int(warmup_steps)
         self.model: Any = None
+        self._vectors: set[str] = set()
         self.val_perplexity = Perplexity()
         self.test_perplexity = Perplexity()
 
@@ -63,7 +64,7 @@ class CausalLM(LightningModule):
         """Build the model once; here, so that strategies can build it sharded."""
         if self.model is not None:
             return
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         attention = self.hparams["attn_implementation"]
         if self.hparams["path"] is not None:
@@ -71,14 +72,22 @@ class CausalLM(LightningModule):
                 self.hparams["path"], attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()
             )
         else:
-            config = AutoConfig.for_model(**self.hparams["config"])
-            self.model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention)
         self.model.train()
+        # By name and now: sharded weights have one dimension, whatever they had.
+        shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in self.named_parameters()}
+        self._vectors = {name for name, shape in shapes.items() if len(shape) <= 1}
+
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        if self.hparams["path"] is not None:
+            return AutoConfig.from_pretrained(self.hparams["path"], local_files_only=True)
+        return AutoConfig.for_model(**self.hparams["config"])
 
     def setup(self, stage: str) -> None:
-        """Compare the vocabulary with the data's before anything is trained."""
-        self.configure_model()
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        """Compare the vocabulary with the data's before anything is built."""
+        vocabulary = self._config().get_text_config().vocab_size
         needed = getattr(self.trainer.datamodule, "vocab_size", None)  # type: ignore[attr-defined]
         if needed is not None and needed > vocabulary:
             raise ValueError(f"The data has token ids up to {needed - 1} and the model {vocabulary} tokens: set vocab_size: {needed}.")
@@ -112,10 +121,10 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        weights = [p for p in self.parameters() if p.requires_grad]
+        weights = [(_plain(name), p) for name, p in self.named_parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in weights if p.dim() > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},
+            {"params": [p for name, p in weights if name in self._vectors], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps)
@@ -123,6 +132,11 @@ class CausalLM(LightningModule):
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _plain(name: str) -> str:
+    """The name that a weight has without the wrappers of FSDP and ``torch.compile``."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def _require_transformers() -> None:

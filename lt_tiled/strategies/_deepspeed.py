@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
@@ -37,6 +37,8 @@ class DeepSpeedNeeds:
         if find_spec("deepspeed") is None:
             raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'.")
         super().__init__(*args, **kwargs)
+        # DeepSpeed 0.19 calls these by the names that torch 2.13 deprecates, and each call warns.
+        warnings.filterwarnings("ignore", r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
         self.zero3_leaf_modules = zero3_leaf_modules
         self._hooks: list[Any] = []
         self._known_to_transformers: Any = None
@@ -90,9 +92,9 @@ class DeepSpeedNeeds:
         Without that Hugging Face models begin at torch's default weights, and ``from_pretrained`` loads none:
         https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
         """
-        if self.zero_stage_3 and "transformers" in sys.modules:
-            self._tell_transformers()
-        with inherited():
+        with inherited():  # which completes the config
+            if self.zero_stage_3 and find_spec("transformers") is not None:
+                self._tell_transformers()
             yield
 
     def _tell_transformers(self) -> None:
