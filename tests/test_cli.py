@@ -67,7 +67,16 @@ def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
         assert init["tiling"]["targets"] == expected
 
 
-@pytest.mark.parametrize("name", ["TiledDDPStrategy", "TiledSingleDeviceStrategy"])
+PARENTS = {
+    "TiledSingleDeviceStrategy": ["device"],
+    "TiledDDPStrategy": ["find_unused_parameters", "static_graph", "ddp_comm_hook", "start_method"],
+    "TiledFSDPStrategy": ["sharding_strategy", "state_dict_type", "auto_wrap_policy", "cpu_offload"],
+    "TiledModelParallelStrategy": ["data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"],
+    "TiledDeepSpeedStrategy": ["stage", "offload_optimizer", "config", "load_full_weights", "zero3_leaf_modules"],
+}
+
+
+@pytest.mark.parametrize("name", PARENTS)
 def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The help of a strategy shows its own and its parent's arguments, and leads on to the fields of the policies with their text."""
 
@@ -77,8 +86,7 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
         return " ".join(capsys.readouterr().out.split())
 
     text = help_of(f"--trainer.strategy.help=lt_tiled.{name}")
-    parents = {"TiledDDPStrategy": ["find_unused_parameters", "static_graph", "ddp_comm_hook", "start_method"]}
-    for option in ["tiling", "checkpointing", "precision_plugin", *parents.get(name, ["device"])]:
+    for option in ["tiling", "checkpointing", *PARENTS[name]]:
         assert f"--trainer.strategy.{option} " in text
     fields = help_of(f"--trainer.strategy.help=lt_tiled.{name}", "--trainer.strategy.tiling.help")
     assert "tiling.num_shards" in fields
@@ -152,6 +160,36 @@ def test_quickstart_tiered() -> None:
     printed = run(sys.executable, "-m", "lt_tiled", "fit", "--config", path, "--trainer.max_steps=3", "--trainer.limit_val_batches=1")
     assert re.search(r"offloaded per step: \d\.\d MiB to RAM, \d\.\d MiB to disk", printed)
     assert re.search(r"written to disk in all: \d+\.\d MiB", printed)
+
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_differ_in_the_strategy_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every config names the quickstart's model and data, copies neither, and shows all of its strategy's arguments when printed."""
+    written = yaml.safe_load(path.read_text())
+    assert (written["model"], written["data"]) == ("shared/llama.yaml", "shared/text.yaml")
+    quick, other = (config(capsys, "--config", str(p)) for p in (QUICKSTART, path))
+    assert (other["model"], other["data"]) == (quick["model"], quick["data"])
+    strategy = other["trainer"]["strategy"]
+    assert set(PARENTS[strategy["class_path"].rpartition(".")[2]]) <= set(strategy["init_args"])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_on_two_cpu_ranks(path: Path) -> None:
+    """``--trainer.accelerator=cpu --trainer.devices=2`` runs every config: it trains in tiles, validates, saves, and reports once."""
+    printed = run(
+        *(sys.executable, "-m", "lt_tiled", "fit", "--config", str(path), "--trainer.accelerator=cpu", "--trainer.devices=2"),
+        *("--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"),
+        *("--data.seq_len=2048", "--trainer.strategy.tiling.num_shards=2"),
+    )
+    assert len(re.findall(r"4 x LlamaMLP\s+│", printed)) == 1
+    assert re.search(r"│\s+2048 │\s+2 ", printed)
+    assert re.search(r"val_perplexity: *\d", printed)
+    assert list(Path("runs").rglob("*.ckpt"))
+    offload = yaml.safe_load(path.read_text())["trainer"]["strategy"].get("init_args", {}).get("checkpointing", True)
+    assert ("offloaded per step" in printed) == (offload is not True)
 
 
 def test_two_ranks() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,18 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.model_summary import summarize
+from torch import nn
 
 import lt_tiled
-from lt_tiled import Checkpointing, TiledDDPStrategy, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import (
+    Checkpointing,
+    TiledDDPStrategy,
+    TiledDeepSpeedStrategy,
+    TiledFSDPStrategy,
+    TiledModelParallelStrategy,
+    TiledSingleDeviceStrategy,
+    Tiling,
+)
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import TinyLM
 
@@ -35,11 +46,28 @@ def test_losses_are_the_stock_strategys() -> None:
     assert replaced(model) == 0
 
 
+NAMES = {
+    "tiled": TiledSingleDeviceStrategy,
+    "tiled_ddp": TiledDDPStrategy,
+    "tiled_fsdp": TiledFSDPStrategy,
+    "tiled_fsdp2": TiledModelParallelStrategy,
+    "tiled_deepspeed": TiledDeepSpeedStrategy,
+    **{f"tiled_deepspeed_stage_{stage}": TiledDeepSpeedStrategy for stage in (1, 2, 3, "3_offload")},
+}
+
+
 def test_registered_names() -> None:
-    """``strategy="tiled"`` and ``"tiled_ddp"`` are known after ``import lt_tiled``, in any case of letters."""
+    """``strategy="tiled"`` and the other names are known after ``import lt_tiled``, in any case of letters."""
     assert isinstance(trainer("tiled").strategy, TiledSingleDeviceStrategy)
     assert isinstance(trainer("Tiled_DDP").strategy, TiledDDPStrategy)
-    assert {"tiled", "tiled_ddp"} <= set(StrategyRegistry.available_strategies())
+    for name, kind in NAMES.items():
+        assert isinstance(trainer(name).strategy, kind)
+        assert name in StrategyRegistry.available_strategies()
+    assert trainer("tiled_deepspeed_stage_3").strategy.zero_stage_3
+    assert trainer("tiled_deepspeed").strategy.config["zero_optimization"]["stage"] == 2
+    offload = trainer("tiled_deepspeed_stage_3_offload").strategy.config
+    assert {"offload_optimizer", "offload_param"} <= set(offload["zero_optimization"])
+    assert offload["zero_force_ds_cpu_optimizer"] is False
 
 
 def test_short_forms() -> None:
@@ -49,6 +77,29 @@ def test_short_forms() -> None:
     assert TiledDDPStrategy(checkpointing=True).checkpointing == Checkpointing()
     assert TiledDDPStrategy(checkpointing=False).checkpointing is None
     assert (TiledDDPStrategy().tiling, TiledDDPStrategy().checkpointing) == (Tiling(), Checkpointing())
+
+
+def test_two_ways_to_checkpoint_are_refused() -> None:
+    """A parent's own activation checkpointing beside ours is refused with the remedy, and allowed with ``checkpointing=False``."""
+    for home in (lt_tiled, lt_tiled.fabric):
+        with pytest.raises(ValueError, match=r"given activation_checkpointing_policy .* pass checkpointing=False"):
+            home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear})
+        assert home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, checkpointing=False).checkpointing is None
+        with pytest.raises(ValueError, match=r"given cpu_checkpointing .* pass checkpointing='cpu', or pass checkpointing=False"):
+            home.TiledDeepSpeedStrategy(cpu_checkpointing=True)
+        assert home.TiledDeepSpeedStrategy(cpu_checkpointing=True, checkpointing=False).checkpointing is None
+        with pytest.raises(ValueError, match="cpu_checkpointing"):
+            home.TiledDeepSpeedStrategy(config={"activation_checkpointing": {"cpu_checkpointing": True}})
+
+
+def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without deepspeed its strategy says how to install it; the others, and the package, do not need it."""
+    monkeypatch.setattr("lt_tiled.strategies._deepspeed.find_spec", lambda name: None)
+    for home in (lt_tiled, lt_tiled.fabric):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'lt-tiled\[deepspeed\]'"):
+            home.TiledDeepSpeedStrategy()
+    code = "import sys; sys.modules['deepspeed'] = None; import lt_tiled; lt_tiled.TiledFSDPStrategy(); print('fine')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "fine\n"
 
 
 @pytest.mark.parametrize(

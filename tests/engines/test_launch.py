@@ -1,0 +1,107 @@
+"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails ends all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(Path(__file__).with_name("program.py"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LIMIT = 120
+"""Seconds for a whole run."""
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(runs: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:
+    """Exit codes and what was printed; whatever is left of the runs, their children too, is killed."""
+    printed = ""
+    try:
+        for run in runs:
+            printed += run.communicate(timeout=LIMIT)[0]
+    finally:
+        for run in runs:
+            try:
+                os.killpg(run.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    return [run.returncode for run in runs], printed
+
+
+def told(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "spill").mkdir()
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def by_engine() -> dict[str, list[list[float]]]:
+    """The losses of the first launcher that ran."""
+    return {}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def on_two_nodes(engine: str, directory: Path) -> list[subprocess.Popen[str]]:
+    meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    return [
+        start(*TORCHRUN, *meet, f"--node-rank={node}", PROGRAM, engine, str(directory), "--nodes=2", "--devices=1") for node in range(2)
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "two nodes"])
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_launchers(engine: str, launcher: str, directory: Path, by_engine: dict[str, list[list[float]]]) -> None:
+    """Each launcher gives the same losses; a node's budget is divided by the ranks of that node; nothing is left on the disk."""
+    if launcher == "two nodes":
+        runs = on_two_nodes(engine, directory)
+    elif launcher == "torchrun":
+        runs = [start(*TORCHRUN, "--standalone", "--nproc-per-node=2", PROGRAM, engine, str(directory))]
+    else:
+        runs = [start(sys.executable, PROGRAM, engine, str(directory))]
+    codes, printed = finish(runs)
+    assert set(codes) == {0}, printed
+    ranks = told(directory)
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert {rank["world"] for rank in ranks} == {2}
+    assert [rank["node"] for rank in ranks] == ([0, 1] if launcher == "two nodes" else [0, 0])
+    assert {rank["budget"] for rank in ranks} == {(8 if launcher == "two nodes" else 4) * 2**20}
+    assert all(rank["disk_bytes"] > 0 for rank in ranks)
+    losses = [rank["losses"] for rank in ranks]
+    assert len(losses[0]) == 3
+    assert losses == by_engine.setdefault(engine, losses)
+    assert list((directory / "spill").iterdir()) == []
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+@pytest.mark.parametrize("engine", ["fsdp", "zero2"])
+def test_one_rank_fails(engine: str, launcher: str, directory: Path) -> None:
+    """An exception on rank 1 in its second step ends every rank, within the limit, with the exception in what is printed."""
+    program = (PROGRAM, engine, str(directory), "--fail-on=1")
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node=2", *program) if launcher == "torchrun" else (sys.executable, *program)
+    (code,), printed = finish([start(*command)])
+    assert code != 0
+    assert "this rank fails" in printed
+    assert told(directory) == []
+    assert list((directory / "spill").iterdir()) == []
