@@ -169,3 +169,13 @@ def test_fabric_resumes(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     (spill := tmp_path / "spill").mkdir()
     for whole, parts in on_ranks(fabric_interrupt, case, str(tmp_path / "run.ckpt"), str(spill)):
         assert parts == pytest.approx(whole, rel=2e-6)
+
+
+@pytest.mark.parametrize(("case", "tool"), [("fsdp sharded", "pytorch"), ("fsdp2 sharded", "fabric")])
+def test_consolidated_checkpoint(case: str, tool: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A sharded checkpoint that Lightning's tool made whole validates on another engine as on its own."""
+    path, whole = tmp_path / "trained.ckpt", tmp_path / "whole.ckpt"
+    validated = on_ranks(train_and_save, case, str(path), str(tmp_path))
+    command = (sys.executable, "-m", f"lightning.{tool}.utilities.consolidate_checkpoint", str(path), "--output_file", str(whole))
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    assert on_ranks(validate_from, "ddp", str(whole), str(tmp_path)) == [pytest.approx(losses, rel=1e-6) for losses in validated]
