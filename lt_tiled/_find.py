@@ -11,6 +11,10 @@ BLOCK_CLASSES = ("GradientCheckpointingLayer", "TransformerEncoderLayer", "Trans
 """The base class of Hugging Face's layers, and torch's own layers."""
 
 
+class NothingFound(ValueError):
+    """``targets="auto"`` finds nothing in a model."""
+
+
 def has_class(module: nn.Module, names: Iterable[str]) -> bool:
     """Whether one of the module's classes has one of the names (FSDP2 swaps in a subclass, so bases count)."""
     return any(cls.__name__ in names for cls in type(module).__mro__)
@@ -22,6 +26,21 @@ def unwrapped(module: nn.Module) -> nn.Module:
         if isinstance(inner := module._modules.get(name), nn.Module):
             return unwrapped(inner)
     return module
+
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight or module has without the wrappers of ``torch.compile``, FSDP and torch's checkpointing."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called; a ``ModuleList`` cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -46,7 +65,7 @@ def _repeated(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return
     children = [(f"{path}.{name}" if path else name, unwrapped(child)) for name, child in container.named_children()]
-    composed = [(p, m) for p, m in children if any(True for _ in m.children())]
+    composed = [(p, m) for p, m in children if has_forward(m) and any(True for _ in m.children())]
     classes = [type(m) for _, m in composed]
     yield from ((p, m) for p, m in composed if classes.count(type(m)) > 1)
 
@@ -55,7 +74,7 @@ def find_named(model: nn.Module, targets: str | Sequence[str], what: str) -> lis
     """The outermost modules that match a class name or a path glob.
 
     Raises:
-        ValueError: If a target matches nothing.
+        ValueError: If a target matches nothing, or a container.
     """
     everything = list(walk(model))
     found: list[tuple[str, nn.Module]] = []
@@ -67,6 +86,9 @@ def find_named(model: nn.Module, targets: str | Sequence[str], what: str) -> lis
                 f"{what} target {target!r} matches no module of {type(model).__name__}: give a class name or a path glob such as"
                 f" 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
             )
+        for path, m in matches:
+            if not has_forward(m):
+                raise ValueError(f"{what} target {target!r} matches {path}, a {type(m).__name__} that nobody calls: name what is in it.")
         found += matches
     return outermost(found)
 

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from torch import nn
 
-from lt_tiled._find import has_class, walk
+from lt_tiled._find import NothingFound, has_class, walk
 from lt_tiled._log import inform, warn
 from lt_tiled._marks import get_mark
 from lt_tiled.checkpointing.blocks import BlockMark, OwnCheckpointingOff, find_checkpointable, mark_block, unmark_block
@@ -91,13 +91,19 @@ class PreparedModels(list[Prepared]):
     """What one strategy or callback prepared: each model once, until all are released (Fabric may set up several)."""
 
     def add(self, model: nn.Module, tiling: Tiling | None, checkpointing: Checkpointing | None, ranks_per_node: int) -> None:
-        """Apply the policies to a model, unless they were already."""
-        if not any(prepared.model is model for prepared in self):
+        """Apply the policies to a model, unless they were already. Of several models, some may have nothing to apply them to."""
+        if any(prepared.model is model for prepared in self):
+            return
+        try:
             self.append(Prepared(model, tiling, checkpointing, ranks_per_node))
+        except NothingFound as error:
+            if not self:
+                raise
+            warn(f"{error} {type(model).__name__} is left as it is, because there are other models.")
 
-    def release(self) -> None:
-        """Leave every model as it was."""
-        while self:
+    def release(self, keep: int = 0) -> None:
+        """Leave every model as it was, but for the first ``keep`` of them."""
+        while len(self) > keep:
             self.pop().release()
 
     def free_buffers(self) -> None:

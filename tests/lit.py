@@ -56,7 +56,7 @@ class LitTiny(pl.LightningModule):
         return self.net(ids)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.trainer.model.parameters(), 0.1, momentum=0.9)
+        return torch.optim.SGD(self.trainer.model.parameters(), 1.0, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Ids(), batch_size=2)

@@ -105,3 +105,15 @@ def test_a_copied_model_trains_apart() -> None:
         assert all(torch.allclose(e, (b + p) / 2) for e, b, p in averages)
         assert torch.allclose(ema(IDS), ema.module(IDS))
         assert not torch.allclose(ema(IDS), model(IDS))
+
+
+def test_containers_are_no_blocks() -> None:
+    """Layers that are lists of parts cannot be checkpointed: ``"auto"`` says that it found none, and naming them says why."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    model.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), GatedMLP()]) for _ in range(2))
+    with pytest.raises(ValueError, match="Checkpointing found no blocks in Sequential"):
+        prepare(model, checkpointing=Checkpointing())
+    with pytest.raises(ValueError, match=r"'layers.\*' matches layers.0, a ModuleList that nobody calls: name what is in it"):
+        prepare(model, checkpointing=Checkpointing(targets="layers.*"))
+    with prepare(model, tiling=Tiling(2)) as prepared:
+        assert [row.path for row in prepared.report().tiled] == ["layers.0.1", "layers.1.1"]

@@ -61,11 +61,12 @@ class PreparingCallback(Callback):
         self._prepared.release()
 
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
+        before = len(self._prepared)
         self._prepared.add(model, self.tiling, self.checkpointing, ranks_per_node)
         try:
             if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
                 adapt_tiles(strategy, model)
             refuse_units_in_tiled_modules(model)
-        except ValueError:
-            self.release()
+        except BaseException:
+            self._prepared.release(keep=before)
             raise

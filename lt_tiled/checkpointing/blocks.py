@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lt_tiled._find import find_blocks, find_named, walk
+from lt_tiled._find import NothingFound, find_blocks, find_named, walk
 from lt_tiled._log import inform_once, warn
 from lt_tiled._marks import Mark, remove_mark, set_mark
 from lt_tiled.checkpointing.boundary import BlockOffload, run_checkpointed
@@ -51,7 +51,7 @@ def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[s
         return find_named(model, policy.targets, "Checkpointing")
     found = find_blocks(model)
     if not found:
-        raise ValueError(
+        raise NothingFound(
             f"Checkpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or Sequential): name them, as in"
             " Checkpointing(targets=['MyBlock']), or turn checkpointing off with checkpointing=False."
         )

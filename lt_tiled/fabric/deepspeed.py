@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from lt_tiled.fabric._mixin import TiledStrategy
 from lt_tiled.strategies._deepspeed import DeepSpeedNeeds
-from lt_tiled.strategies._device import on_cpu
 
 
 class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
@@ -20,12 +19,7 @@ class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
         ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
     """
 
-    @override
-    def setup_environment(self) -> None:
-        if not on_cpu(self):
-            return super().setup_environment()
-        self.prepare_for_cpu()
-        return super(DeepSpeedStrategy, self).setup_environment()  # without the parent's guard against all but CUDA
+    guarded = DeepSpeedStrategy
 
     @override
     def module_sharded_context(self) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.fsdp import FSDPStrategy
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_tiled.fabric._mixin import TiledStrategy
-from lt_tiled.strategies._fsdp import FSDPNeeds, full_state_dict
-from lt_tiled.strategies._units import refuse_units_in_tiled_modules
+from lt_tiled.strategies._fsdp import FSDPNeeds, full_state_dict, units_of
 
 
 class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
@@ -29,16 +30,7 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
         ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled module holds units.
     """
 
-    @property
-    @override
-    def fsdp_options(self) -> dict[str, Any]:
-        return self._fsdp_kwargs
-
-    @override
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        wrapped: nn.Module = super().setup_module(module)
-        refuse_units_in_tiled_modules(wrapped)
-        return wrapped
+    options_name = "_fsdp_kwargs"
 
     @override
     def module_sharded_context(self) -> AbstractContextManager[None]:
@@ -52,26 +44,26 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        roots = [value for value in state.values() if isinstance(value, FullyShardedDataParallel)]
-        if not self.saves_full_on_cpu or len(roots) != 1 or storage_options is not None or Path(path).is_dir():
+        path = Path(self.broadcast(path))
+        models = [value for value in state.values() if isinstance(value, nn.Module) and units_of(value)]
+        shards = path.is_dir() and (path / "meta.pt").is_file()  # as Lightning tells a sharded checkpoint
+        if not self.saves_full_on_cpu or len(models) != 1 or storage_options is not None or (path.is_dir() and not shards):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         # As the parent does it, but for where the weights come from.
         self.prepared.free_buffers()
         full: dict[str, Any] = {}
         for key, value in state.items():
-            if value is roots[0]:
+            if value is models[0]:
                 value = full_state_dict(value)
             elif isinstance(value, Optimizer):
-                value = FullyShardedDataParallel.optim_state_dict(roots[0], value)
-            elif hasattr(value, "state_dict"):
+                value = FullyShardedDataParallel.optim_state_dict(models[0], value)
+            elif isinstance(value, Stateful):
                 value = value.state_dict()
-            keep = (filter or {}).get(key, _everything)
-            full[key] = {k: v for k, v in value.items() if keep(k, v)} if isinstance(value, dict) else value
-        path = self.broadcast(path)
+            if filter and key in filter:
+                value = {k: v for k, v in value.items() if filter[key](k, v)}
+            full[key] = value
         if self.global_rank == 0:
+            if shards:
+                shutil.rmtree(path)
             torch.save(full, path)
-
-
-def _everything(key: str, value: Any) -> bool:
-    return True

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lt_tiled._find import plain_name
 from lt_tiled.fabric._mixin import TiledStrategy
 from lt_tiled.strategies._model_parallel import ModelParallelNeeds
-from lt_tiled.strategies._units import is_parallelized, refuse_units_in_tiled_modules, shard_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,31 +22,53 @@ if TYPE_CHECKING:
 class TiledModelParallelStrategy(ModelParallelNeeds, TiledStrategy, ModelParallelStrategy):
     """Tiling and checkpointing under FSDP2, with all of :class:`ModelParallelStrategy`'s arguments.
 
+    ``"auto"`` sizes are all ranks for data and one for tensors, or what the other leaves.
+
     Args:
-        parallelize_fn: As the parent's; without it the model is sharded by blocks, for which ``tensor_parallel_size`` has to be 1.
+        parallelize_fn: As the parent's; without it the model is sharded by blocks.
 
     Raises:
-        ValueError: At setup, if a tiled module holds units, or the model cannot be sharded by blocks.
+        ValueError: At setup, if a size does not divide the ranks, a tiled module holds units, or the model cannot be sharded by blocks.
     """
 
     def __init__(self, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **kwargs: Any) -> None:
-        super().__init__(parallelize_fn=parallelize_fn or self._shard, **kwargs)
+        super().__init__(parallelize_fn=parallelize_fn or (lambda module, mesh: module), **kwargs)
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        return module if is_parallelized(module) else shard_blocks(module, self.mesh_to_shard_over(type(module).__name__))
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        given: Any = self._parallelize_fn
+
+        def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            parallelized: nn.Module = given(module, mesh)
+            self.shard(parallelized, [parallelized])
+            self.agree(parallelized)
+            return parallelized
+
+        self._parallelize_fn = parallelize  # type: ignore[assignment]
+        try:
+            return super().setup_module(module)  # type: ignore[no-any-return]
+        finally:
+            self._parallelize_fn = given
 
     @override
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         # fully_shard makes new parameters, and with the old ones an optimizer would step without any effect.
-        names = {id(weight): name.replace("_orig_mod.", "") for name, weight in module.named_parameters()}
+        names = {id(weight): plain_name(name) for name, weight in module.named_parameters()}
         result = super().setup_module_and_optimizers(module, optimizers, *args)
-        sharded = {name.replace("_orig_mod.", ""): weight for name, weight in result[0].named_parameters()}
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["params"] = [sharded[names[id(weight)]] if id(weight) in names else weight for weight in group["params"]]
+        sharded = {plain_name(name): weight for name, weight in result[0].named_parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for index, weight in enumerate(group["params"]):
+                    if id(weight) in names:
+                        group["params"][index] = new = sharded[names[id(weight)]]
+                        if new is not weight and weight in optimizer.state:
+                            optimizer.state[new] = _sharded_state(optimizer.state.pop(weight), weight, new)
         return result
 
-    @override
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        module = super().setup_module(module)
-        refuse_units_in_tiled_modules(module)
-        return module
+
+def _sharded_state(state: dict[str, Any], weight: nn.Parameter, new: nn.Parameter) -> dict[str, Any]:
+    """An optimizer's state of one weight, sharded as the weight is."""
+    if not isinstance(new, DTensor):
+        return state
+    alike = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == weight.shape}
+    return state | {name: distribute_tensor(value.to(new.device), new.device_mesh, new.placements) for name, value in alike.items()}

@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics.text import Perplexity
 
+from lt_tiled._find import plain_name
+from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, make_plain
 
 
@@ -121,7 +123,9 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        weights = [(_plain(name), p) for name, p in self.named_parameters() if p.requires_grad]
+        weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
+        if any("_flat_param" in name for name, _ in weights):
+            warn("FSDP with use_orig_params=False: weight decay applies to biases and norms too, which are in one tensor with the rest.")
         groups = [
             {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},
             {"params": [p for name, p in weights if name in self._vectors], "weight_decay": 0.0},
@@ -132,11 +136,6 @@ class CausalLM(LightningModule):
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def _plain(name: str) -> str:
-    """The name that a weight has without the wrappers of FSDP and ``torch.compile``."""
-    return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def _require_transformers() -> None:

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import warn
 from lt_tiled._marks import get_mark
 from lt_tiled.policies import Checkpointing
+from lt_tiled.prepare import PreparedModels
+from lt_tiled.strategies._device import on_cpu
 from lt_tiled.tiling.call import TileMark
 from lt_tiled.tiling.modules import tiled_modules
 
@@ -28,9 +31,12 @@ class DeepSpeedNeeds:
             number of tiles. Turn it off only where a module around them is a leaf already.
     """
 
+    guarded: ClassVar[Any]
+    """The parent, whose ``setup_environment`` lets nothing but CUDA pass."""
     config: Any
     checkpointing: Checkpointing | None
     parallel_devices: list[torch.device] | None
+    prepared: PreparedModels
     zero_stage_3: bool
 
     def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
@@ -41,17 +47,19 @@ class DeepSpeedNeeds:
         warnings.filterwarnings("ignore", r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
         self.zero3_leaf_modules = zero3_leaf_modules
         self._hooks: list[Any] = []
-        self._known_to_transformers: Any = None
         if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
             raise ValueError(
                 f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, two ways to offload the same"
                 " activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass checkpointing=False."
             )
-        if kwargs.get("config") is None and "offload_optimizer" in self.config.get("zero_optimization", {}):
-            # DeepSpeed refuses other optimizers than its own, which it compiles, because they are slower.
-            self.config.setdefault("zero_force_ds_cpu_optimizer", False)
 
-    def prepare_for_cpu(self) -> None:
+    def setup_environment(self) -> None:
+        if not on_cpu(self):
+            return super().setup_environment()  # type: ignore[misc,no-any-return]
+        self._prepare_for_cpu()
+        return super(self.guarded, self).setup_environment()  # type: ignore[misc,no-any-return]
+
+    def _prepare_for_cpu(self) -> None:
         """Let DeepSpeed run on the CPU, which it can and Lightning's guard does not know of."""
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -59,31 +67,38 @@ class DeepSpeedNeeds:
 
         if get_accelerator().device_name() != "cpu":
             set_accelerator(CPU_Accelerator())
-        # It would be compiled in init_distributed, for minutes: gloo serves. https://github.com/deepspeedai/DeepSpeed/pull/5391
+        # Both would be compiled when first used, for minutes: gloo and torch's optimizers serve.
+        # https://github.com/deepspeedai/DeepSpeed/pull/5391
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "offload_optimizer" in self.config.get("zero_optimization", {}):
+            self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
         assert self.parallel_devices is not None
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
 
     def prepare_once(self, model: nn.Module) -> None:
-        """Apply the policies, and let ZeRO-3 gather each tiled module as a whole, before ``deepspeed.initialize`` looks."""
-        super().prepare_once(model)  # type: ignore[misc]
-        _give_zeros_for_unused(model)
-        if not self.zero_stage_3 or not self.zero3_leaf_modules:
-            return
-        from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
+        """Apply the policies, and let ZeRO-3 gather each tiled module as a whole, before ``deepspeed.initialize`` looks.
 
-        for _, module in tiled_modules(model):
-            if not z3_leaf_module(module):
-                set_z3_leaf_module(module, True)  # stays: the engine's hooks depend on it
+        Raises:
+            ValueError: Under ZeRO-3, if a tiled module is neither marked as a leaf nor inside of one.
+        """
+        before = len(self.prepared)
+        super().prepare_once(model)  # type: ignore[misc]
+        if len(self.prepared) == before:
+            return
+        if self.zero_stage_3 and self.zero3_leaf_modules:
+            from deepspeed.utils import set_z3_leaf_module
+
+            for _, module in tiled_modules(model):
+                set_z3_leaf_module(module, True)  # for as long as the model lives: the engine's hooks depend on it
                 self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
+        adapt_tiles(self, model)
 
     def release(self) -> None:
-        """Leave every model as it was."""
+        """Leave every model as it was, but for ZeRO-3's leaf modules, which its engine still needs."""
         super().release()  # type: ignore[misc]
         while self._hooks:
             self._hooks.pop().remove()
-        self._known_to_transformers = None
 
     @contextmanager
     def sharded_context(self, inherited: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -93,26 +108,31 @@ class DeepSpeedNeeds:
         https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
         """
         with inherited():  # which completes the config
-            if self.zero_stage_3 and find_spec("transformers") is not None:
-                self._tell_transformers()
+            known = self._tell_transformers() if self.zero_stage_3 and find_spec("transformers") is not None else None
             yield
+            del known
 
-    def _tell_transformers(self) -> None:
+    def _tell_transformers(self) -> Any:
+        """What transformers holds weakly, so that it knows for as long as this lives."""
         if find_spec("accelerate") is None:
             warn("transformers needs accelerate to initialise a model that ZeRO-3 shards: pip install 'lt-tiled[deepspeed]'.")
-            return
+            return None
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-        self._known_to_transformers = HfDeepSpeedConfig(self.config)  # transformers holds it weakly
+        return HfDeepSpeedConfig(self.config)
 
 
 def adapt_tiles(strategy: Any, model: nn.Module) -> None:
-    """Make a model that was tiled behind ``deepspeed.initialize`` right for the engine.
+    """Make a tiled model right for DeepSpeed.
 
     Raises:
-        ValueError: Under ZeRO-3, if a tiled module is no leaf: its weights would be sharded while it runs.
+        ValueError: Under ZeRO-3, if a tiled module is no leaf and in none: its weights would be sharded while it runs.
     """
-    _give_zeros_for_unused(model)
+    for _, module in tiled_modules(model):
+        mark = get_mark(module, TileMark)
+        assert mark is not None
+        # DeepSpeed reads the gradient of each weight that autograd reaches, and counts those that it does not reach as zeros.
+        mark.zeros_for_unused = True
     if not strategy.zero_stage_3:
         return
     from deepspeed.utils import get_z3_leaf_modules
@@ -121,28 +141,23 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     for path, module in tiled_modules(model):
         if id(module) not in whole:
             raise ValueError(
-                f"{path} ({type(module).__name__}) is tiled by a callback, too late for ZeRO-3 to gather it as a whole: use"
-                " TiledDeepSpeedStrategy(stage=3), or call deepspeed.utils.set_z3_leaf_modules at the end of configure_model."
+                f"{path} ({type(module).__name__}) is tiled and no leaf module of ZeRO-3, which would shard its weights while it runs: use"
+                " TiledDeepSpeedStrategy(stage=3), which marks it, and not a callback, which comes too late; or call"
+                " deepspeed.utils.set_z3_leaf_modules at the end of configure_model."
             )
 
 
-def _give_zeros_for_unused(model: nn.Module) -> None:
-    # ZeRO-1 and 2 read the gradient of each weight that autograd reaches, and count those that it does not reach as zeros.
-    for _, module in tiled_modules(model):
-        mark = get_mark(module, TileMark)
-        assert mark is not None
-        mark.zeros_for_unused = True
-
-
 def _arguments_for_a_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hand a leaf its tensors by position, and hidden states that require a gradient.
+    """Hand a leaf its tensors by position where its forward takes them so, and hidden states that require a gradient.
 
     ZeRO-3 reduces a leaf's gradients and frees its weights in hooks on the gradients of its positional inputs. Without one, as behind
     frozen embeddings, DeepSpeed fails, tiled or not: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
     if kwargs:
-        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        args, kwargs = bound.args[1:], bound.kwargs
+        mark = get_mark(module, TileMark)
+        forward = (mark and mark.replaced) or MethodType(type(module).forward, module)
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())

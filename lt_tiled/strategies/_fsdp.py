@@ -7,7 +7,7 @@ frees what it returns (https://github.com/Lightning-AI/pytorch-lightning/pull/21
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lt_tiled._log import warn
 from lt_tiled.policies import Checkpointing
 from lt_tiled.strategies._device import on_cpu
 from lt_tiled.strategies._units import policy_of_blocks
@@ -25,6 +26,8 @@ CPU = torch.device("cpu")
 class FSDPNeeds:
     """Mixed into both FSDP strategies."""
 
+    options_name: ClassVar[str]
+    """Where the parent keeps its keyword arguments for ``FullyShardedDataParallel``."""
     root_device: torch.device
     checkpointing: Checkpointing | None
     cpu_offload: Any
@@ -37,15 +40,16 @@ class FSDPNeeds:
         super().__init__(*args, **kwargs)
         self.auto_wrap_policy = self.fsdp_options.pop("auto_wrap_policy", None)  # else the parent warns where we have wrapped
         if self._activation_checkpointing_kwargs and self.checkpointing is not None:
+            name = "activation_checkpointing" if "check_fn" in self._activation_checkpointing_kwargs else "activation_checkpointing_policy"
             raise ValueError(
-                f"{type(self).__name__} was given activation_checkpointing_policy and checkpointing={self.checkpointing!r}: blocks would be"
-                " recomputed twice. Leave the policy out, or pass checkpointing=False."
+                f"{type(self).__name__} was given {name} and checkpointing={self.checkpointing!r}: blocks would be recomputed twice. Leave"
+                f" {name} out, or pass checkpointing=False."
             )
 
     @property
     def fsdp_options(self) -> dict[str, Any]:
-        """The parent's keyword arguments for ``FullyShardedDataParallel``; the parent changes them in place."""
-        raise TypeError(f"{type(self).__name__} does not say where its parent keeps FSDP's options")
+        options: dict[str, Any] = getattr(self, self.options_name)
+        return options
 
     @property
     def saves_full_on_cpu(self) -> bool:
@@ -56,8 +60,11 @@ class FSDPNeeds:
         if not on_cpu(self) or not isinstance(shape, tuple):
             return super().setup_environment()  # type: ignore[misc,no-any-return]
         del self.fsdp_options["device_mesh"]  # the parent would make it a mesh of CUDA devices
-        super().setup_environment()  # type: ignore[misc]
-        self.fsdp_options["device_mesh"] = init_device_mesh("cpu", shape)
+        try:
+            super().setup_environment()  # type: ignore[misc]
+            shape = init_device_mesh("cpu", shape)
+        finally:
+            self.fsdp_options["device_mesh"] = shape
         return None
 
     def wrapper_arguments(self) -> dict[str, Any]:
@@ -73,14 +80,22 @@ class FSDPNeeds:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Make each block a unit, or what ``auto_wrap_policy`` says, unless there are units already; and one of the rest."""
-        units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+        units = units_of(model)
+        if not units:
+            policy = self.auto_wrap_policy or policy_of_blocks(model, self.checkpointing)
+            return FullyShardedDataParallel(model, **(self.wrapper_arguments() | {"auto_wrap_policy": policy}))
+        if self.auto_wrap_policy is not None:
+            warn(f"auto_wrap_policy is ignored: {type(model).__name__} has units already.")
         sharded = {id(weight) for unit in units for weight in unit.parameters()}
-        if units and all(id(weight) in sharded for weight in model.parameters()):
+        if all(id(weight) in sharded for weight in model.parameters()):
             return model
-        arguments = {"auto_wrap_policy": policy_of_blocks(model), **self.wrapper_arguments()}
-        if units:  # The parent leaves what is around units made by hand alone, and nobody would reduce its gradients.
-            del arguments["auto_wrap_policy"]
-        return FullyShardedDataParallel(model, **arguments)
+        # The parent leaves what is around units made by hand alone, and nobody would reduce its gradients.
+        return FullyShardedDataParallel(model, **(self.wrapper_arguments() | {"auto_wrap_policy": None}))
+
+
+def units_of(model: nn.Module) -> list[FullyShardedDataParallel]:
+    """The model's units, itself among them if it is one."""
+    return [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 
 from lt_tiled._log_offload import OffloadLog
 from lt_tiled.strategies._options import TiledOptions
+from lt_tiled.strategies._units import refuse_units_in_tiled_modules
 
 
 class TiledStrategy(TiledOptions):
@@ -23,6 +24,7 @@ class TiledStrategy(TiledOptions):
         self._log = OffloadLog()
         self.prepare_once(self.lightning_module)
         super().setup(trainer)  # type: ignore[misc]
+        refuse_units_in_tiled_modules(self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lt_tiled._log import warn
 from lt_tiled.strategies._deepspeed import DeepSpeedNeeds
-from lt_tiled.strategies._device import on_cpu
 from lt_tiled.strategies._mixin import TiledStrategy
 
 
@@ -23,16 +23,11 @@ class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
         ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
     """
 
-    @override
-    def setup_environment(self) -> None:
-        if not on_cpu(self):
-            return super().setup_environment()
-        self.prepare_for_cpu()
-        return super(DeepSpeedStrategy, self).setup_environment()  # without the parent's guard against all but CUDA
+    guarded = DeepSpeedStrategy
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if (batches := trainer.accumulate_grad_batches) > 1:
+        if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == TrainerFn.FITTING:
             warn(
                 f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are {batches} times smaller"
                 " than with other strategies, tiled or not (https://github.com/Lightning-AI/pytorch-lightning/issues/6170)."

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lt_tiled._find import find_blocks, find_named, outermost, unwrapped, walk
+from lt_tiled._find import NothingFound, find_blocks, find_named, outermost, unwrapped, walk
 from lt_tiled._marks import get_mark, remove_mark, set_mark
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.call import TileMark
@@ -83,7 +83,7 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[tuple[str, nn.Module
     roots = find_blocks(model) or [("", model)]
     found = outermost(pair for path, root in roots for pair in _feed_forwards(root, path))
     if not found:
-        raise ValueError(
+        raise NothingFound(
             f"Tiling found no feed-forward module in {type(model).__name__} (a part of a block that widens and narrows again): name"
             " it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with tiling=None."
         )

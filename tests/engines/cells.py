@@ -53,7 +53,7 @@ def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
     if engine == "fsdp_flat":
         return home.TiledFSDPStrategy(use_orig_params=False, **kwargs)
     if engine == "fsdp2":
-        return home.TiledModelParallelStrategy(tensor_parallel_size=1, **kwargs)
+        return home.TiledModelParallelStrategy(**kwargs)
     zero = home.TiledDeepSpeedStrategy(stage=int(engine[-1]), **kwargs)
     # Else weights as small as these are gathered together, once, and kept.
     limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
@@ -120,9 +120,9 @@ def in_fabric(engine: str, mode: str, directory: str, accumulate: bool = True, *
 
 def set_up(fabric: Fabric, net: nn.Module, engine: str) -> tuple[Any, Any]:
     if engine != "fsdp_flat":
-        return fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+        return fabric.setup(net, torch.optim.SGD(net.parameters(), 1.0, momentum=0.9))
     model = fabric.setup_module(net)
-    return model, fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    return model, fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1.0, momentum=0.9))
 
 
 def draw(shape: tuple[int, int], rank: int) -> Tensor:

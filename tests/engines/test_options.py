@@ -25,12 +25,17 @@ WHOLE_WEIGHTS = [engine for engine in ENGINES if engine != "fsdp_flat"]
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """In 16 bits a run has the untiled run's losses, but for rounding."""
-    plain = on_ranks(partial(in_trainer, precision=precision), engine, "untiled", str(tmp_path))
-    tiled = on_ranks(partial(in_trainer, precision=precision), engine, "disk", str(tmp_path))
+    """In 16 bits a run has the untiled run's losses, but for rounding.
+
+    Six steps on one batch: without the gradients of the MLPs the last loss is 16 % off.
+    """
+    on_one_batch = partial(in_trainer, precision=precision, overfit_batches=1, max_steps=6)
+    plain = on_ranks(on_one_batch, engine, "untiled", str(tmp_path))
+    tiled = on_ranks(on_one_batch, engine, "disk", str(tmp_path))
     for before, after in zip(plain, tiled, strict=True):
-        assert after.losses == pytest.approx(before.losses, rel=1e-2)
-        assert after.val_losses == pytest.approx(before.val_losses, rel=1e-2)
+        assert len(after.losses) == 6
+        assert after.losses == pytest.approx(before.losses, rel=2e-2)
+        assert after.val_losses == pytest.approx(before.val_losses, rel=2e-2)
         assert after.disk_bytes > 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,6 +57,31 @@ class HoldsWeights(LitTiny):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Flat(LitTiny):
+    """Holds the parts of its network itself, the blocks in a list."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            net = TinyLM()
+            self.embed, self.blocks, self.head = net.embed, net.blocks, net.head
+            self.net = self.run
+
+    def run(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TiesChildren(Flat):
+    """Its head is its embedding."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.head.weight = self.embed.weight
+
+
 def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> tuple[str, str, int]:
     module = model()
     kind, text = error_of(lambda: trainer(strategy(lt_tiled, engine, tiling=4, **options), devices=dist.get_world_size()).fit(module))
@@ -67,7 +94,9 @@ def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> t
     [
         ("fsdp", LitTiny, {"auto_wrap_policy": {nn.Linear}}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
         ("fsdp2", ShardsInside, {}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
-        ("fsdp2", HoldsWeights, {}, "HoldsWeights holds scale itself: move what has weights into a module of its own"),
+        ("fsdp2", HoldsWeights, {}, "HoldsWeights holds scale itself, which no unit can: move what has weights into a module of its own"),
+        ("fsdp2", TiesChildren, {}, r"embed and head share a weight of shape \[32, 16\] and would be sharded apart"),
+        ("zero3", LitTiny, {"zero3_leaf_modules": False}, "is tiled and no leaf module of ZeRO-3"),
     ],
 )
 def test_trainer_refuses(engine: str, model: type[LitTiny], options: dict[str, Any], message: str, on_ranks: OnRanks) -> None:
@@ -75,30 +104,40 @@ def test_trainer_refuses(engine: str, model: type[LitTiny], options: dict[str, A
 
     The model is left unmarked.
     """
-    import re
-
     for kind, text, left in on_ranks(fit_refused, engine, model, options):
         assert kind == "ValueError"
         assert re.search(message, text)
         assert left == 0
 
 
-def fabric_refused(engine: str, options: dict[str, Any]) -> tuple[str, str]:
+def inside_by_hand(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block.mlp.gate, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def fabric_refused(engine: str, options: dict[str, Any]) -> tuple[str, str, int]:
+    net = TinyLM()
+
     def set_up_one() -> None:
         chosen = strategy(lt_tiled.fabric, engine, tiling=4, **options)
         fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
         fabric.launch()
-        fabric.setup_module(TinyLM())
+        fabric.setup_module(net)
 
-    return error_of(set_up_one)
+    return *error_of(set_up_one), replaced(net)
 
 
-def test_fabric_refuses_units_inside(world: World) -> None:
-    """The same policy that splits a tiled module is refused by Fabric's strategy."""
-    for kind, text in world(fabric_refused, "fsdp", {"auto_wrap_policy": {nn.Linear}}):
+@pytest.mark.parametrize(
+    ("engine", "options"), [("fsdp", {"auto_wrap_policy": {nn.Linear}}), ("fsdp2", {"parallelize_fn": inside_by_hand})]
+)
+def test_fabric_refuses_units_inside(engine: str, options: dict[str, Any], world: World) -> None:
+    """A unit inside a tiled module is refused by Fabric's strategies too, and the model is left unmarked."""
+    for kind, text, left in world(fabric_refused, engine, options):
         assert kind == "ValueError"
         assert "inside it is an FSDP unit" in text
         assert "auto_wrap_policy={MyBlock}" in text
+        assert left == 0
 
 
 def callback_refused(engine: str) -> tuple[str, str, int]:
@@ -112,7 +151,7 @@ def test_callback_under_zero3(deepspeed_world: World) -> None:
     """The callback comes too late for ZeRO-3 to gather a tiled module as a whole, and says so before the first step."""
     for kind, text, left in deepspeed_world(callback_refused, "zero3"):
         assert kind == "ValueError"
-        assert "use TiledDeepSpeedStrategy(stage=3)" in text
+        assert "use TiledDeepSpeedStrategy(stage=3), which marks it, and not a callback" in text
         assert left == 0
 
 
@@ -153,6 +192,33 @@ def test_fit_then_validate_then_fit(engine: str, on_ranks: OnRanks) -> None:
         assert sharded == pytest.approx(losses, rel=1e-5)
         assert sharded_val == pytest.approx(val_losses, rel=1e-5)
         assert left == 0
+
+
+def fit_then_another(engine: str, keep: bool) -> tuple[str, str]:
+    """A second strategy gets the model that the first one wrapped, while that lives or not."""
+    module = LitTiny()
+    first = trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size())
+    first.fit(module)
+    if not keep:
+        del first
+        module.trainer = None
+        gc.collect()
+    second = trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size())
+    return error_of(lambda: second.validate(module, verbose=False))
+
+
+def test_two_fsdp_strategies(world: World) -> None:
+    """A second strategy goes on with the first one's wrapped model; once that is gone, it says what to do."""
+    assert world(fit_then_another, "fsdp", True) == [("", "no error")] * 2
+    for kind, text in world(fit_then_another, "fsdp", False):
+        assert kind == "ValueError"
+        assert "was wrapped by FSDP for a trainer that is gone: keep that trainer" in text
+
+
+def test_parts_in_the_lightning_module(world: World) -> None:
+    """A LightningModule that holds embedding, list of blocks and head itself trains under FSDP2 as under DDP."""
+    plain = world(fit_losses, "ddp", Flat, {})
+    assert world(fit_losses, "fsdp2", Flat, {}) == [pytest.approx(losses, rel=1e-5) for losses in plain]
 
 
 class WrapsByHand(LitTiny):
@@ -244,6 +310,37 @@ def test_arguments_by_keyword(engine: str, on_ranks: OnRanks) -> None:
     assert on_ranks(keyword_losses, engine, "checkpointed") == [pytest.approx(losses, rel=1e-5) for losses in plain]
 
 
+def with_momentum(engine: str) -> list[float]:
+    """The optimizer has stepped, and has state, when Fabric gets it."""
+    chosen = strategy(lt_tiled.fabric, engine, tiling=4)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = TinyLM()
+    optimizer = torch.optim.SGD(net.parameters(), 1.0, momentum=0.9)
+    ids = draw((2, 24), 0)
+    lm_loss(net(ids), ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = fabric.setup(net, optimizer)
+    losses = []
+    for step in range(3):
+        ids = draw((2, 24 + step), fabric.global_rank)
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    chosen.release()
+    return losses
+
+
+def test_optimizers_keep_their_state_under_fsdp2(world: World) -> None:
+    """An optimizer that has stepped before ``fabric.setup`` goes on with its momentum, sharded."""
+    plain = world(with_momentum, "ddp")
+    assert world(with_momentum, "fsdp2") == [pytest.approx(losses, rel=1e-5) for losses in plain]
+
+
 # Tensor parallelism
 
 
@@ -298,7 +395,8 @@ def sizes_refused(options: dict[str, Any]) -> tuple[str, str]:
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs a plan"),
-        ({}, "tensor_parallel_size=2 needs a plan"),
+        ({"data_parallel_size": 1}, "tensor_parallel_size=2 needs a plan"),
+        ({"parallelize_fn": tensor_parallel}, "no unit, so that nobody reduces its gradients over the 2 data-parallel ranks"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 2 ranks"),
     ],
 )
