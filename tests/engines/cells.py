@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,18 @@ def set_up(fabric: Fabric, net: nn.Module, engine: str) -> tuple[Any, Any]:
         return fabric.setup(net, torch.optim.SGD(net.parameters(), 1.0, momentum=0.9))
     model = fabric.setup_module(net)
     return model, fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1.0, momentum=0.9))
+
+
+def train(fabric: Fabric, model: Any, optimizer: Any, batches: Iterable[Tensor]) -> list[float]:
+    """One optimizer step on each batch; the losses."""
+    losses = []
+    for ids in batches:
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def draw(shape: tuple[int, int], rank: int) -> Tensor:

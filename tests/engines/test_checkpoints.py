@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lt_tiled
-from tests.engines.cells import draw, policies, set_up, strategy
+from tests.engines.cells import draw, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss
@@ -146,14 +146,7 @@ def fabric_steps(case: str, mode: str, directory: str, steps: range, load: str |
     if load is not None:
         fabric.load(load, state, weights_only=False)
         assert state["done"] == steps.start
-    losses = []
-    for step in steps:
-        ids = draw((2, 20 + step), fabric.global_rank)
-        loss = lm_loss(model(ids), ids)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(fabric, model, optimizer, (draw((2, 20 + step), fabric.global_rank) for step in steps))
     if save is not None:
         fabric.save(save, state | {"done": steps.stop})
     fabric.strategy.release()

@@ -14,9 +14,9 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lt_tiled
-from tests.engines.cells import ENGINES, draw, in_trainer, policies, strategy
+from tests.engines.cells import ENGINES, draw, in_trainer, policies, strategy, train
 from tests.engines.conftest import OnRanks
-from tests.models import TinyLM, lm_loss, tiny_llama
+from tests.models import TinyLM, tiny_llama
 
 WHOLE_WEIGHTS = [engine for engine in ENGINES if engine != "fsdp_flat"]
 """Engines that may freeze a part of a unit's weights."""
@@ -84,21 +84,14 @@ def lora() -> nn.Module:
     return _Logits(model)
 
 
-def train(engine: str, mode: str, directory: str, build: Callable[[], nn.Module]) -> tuple[list[float], list[int]]:
+def train_model(engine: str, mode: str, directory: str, build: Callable[[], nn.Module]) -> tuple[list[float], list[int]]:
     chosen = strategy(lt_tiled.fabric, engine, **policies(mode, directory), **({"find_unused_parameters": True} if engine == "ddp" else {}))
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
     torch.manual_seed(0)
     net = build()
     model, optimizer = fabric.setup(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1))
-    losses = []
-    for step in range(3):
-        ids = draw((2, 24 + step), fabric.global_rank)
-        loss = lm_loss(model(ids), ids)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
     tiles = [row.tiles for row in fabric.strategy.prepared[0].report().tiled]
     fabric.strategy.release()
     return losses, tiles
@@ -108,8 +101,8 @@ def train(engine: str, mode: str, directory: str, build: Callable[[], nn.Module]
 @pytest.mark.parametrize("engine", WHOLE_WEIGHTS)
 def test_models(engine: str, build: Callable[[], nn.Module], on_ranks: OnRanks, tmp_path: Path) -> None:
     """Frozen parts, unused weights and LoRA train as untiled, also where a ZeRO-3 leaf's input needs no gradient."""
-    plain = on_ranks(train, "ddp", "untiled", str(tmp_path), build)
-    tiled = on_ranks(train, engine, "disk", str(tmp_path), build)
+    plain = on_ranks(train_model, "ddp", "untiled", str(tmp_path), build)
+    tiled = on_ranks(train_model, engine, "disk", str(tmp_path), build)
     for (losses, _), (tiled_losses, tiles) in zip(plain, tiled, strict=True):
         assert tiled_losses == pytest.approx(losses, rel=1e-5)
         assert tiles == [4, 4]

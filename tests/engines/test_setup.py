@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lt_tiled
 from lt_tiled import Checkpointing
 from lt_tiled.callbacks import TiledMLP
-from tests.engines.cells import ENGINES, draw, in_fabric, in_trainer, policies, set_up, strategy
+from tests.engines.cells import ENGINES, draw, in_fabric, in_trainer, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import Block, GatedMLP, TinyLM, lm_loss
@@ -291,14 +291,7 @@ def keyword_losses(engine: str, mode: str) -> list[float]:
     fabric.launch()
     torch.manual_seed(0)
     model, optimizer = set_up(fabric, ByKeyword(), engine)
-    losses = []
-    for step in range(3):
-        ids = draw((2, 24 + step), fabric.global_rank)
-        loss = lm_loss(model(ids), ids)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
     fabric.strategy.release()
     return losses
 
@@ -323,14 +316,7 @@ def with_momentum(engine: str) -> list[float]:
     optimizer.step()
     optimizer.zero_grad()
     model, optimizer = fabric.setup(net, optimizer)
-    losses = []
-    for step in range(3):
-        ids = draw((2, 24 + step), fabric.global_rank)
-        loss = lm_loss(model(ids), ids)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
     chosen.release()
     return losses
 
@@ -360,14 +346,7 @@ def tensor_parallel_losses(mode: str, directory: str) -> tuple[list[float], list
     fabric.launch()
     torch.manual_seed(0)
     model, optimizer = fabric.setup(net := TinyLM(), torch.optim.SGD(net.parameters(), 0.1, foreach=False))
-    losses = []
-    for step in range(3):
-        ids = draw((2, 24 + step), 0)
-        loss = lm_loss(model(ids), ids)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(fabric, model, optimizer, (draw((2, 24 + step), 0) for step in range(3)))
     tiles = [row.tiles for row in chosen.prepared[0].report().tiled]
     chosen.release()
     return losses, tiles
