@@ -70,7 +70,7 @@ def on_two_nodes(engine: str, directory: Path) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun", "two nodes"])
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRanks) -> None:
-    """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks, and leaves nothing on the disk."""
+    """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks, and leaves no file."""
     if launcher == "two nodes":
         runs = on_two_nodes(engine, directory)
     elif launcher == "torchrun":
