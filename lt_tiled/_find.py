@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -70,13 +70,24 @@ def _repeated(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]
     yield from ((p, m) for p, m in composed if classes.count(type(m)) > 1)
 
 
-def find_named(model: nn.Module, targets: str | Sequence[str], what: str) -> list[tuple[str, nn.Module]]:
-    """The outermost modules that match a class name or a path glob.
+Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""``"auto"``, class names and path globs, or a function of a module's path and the module that chooses."""
+
+
+def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str, nn.Module]]:
+    """The outermost modules that match a class name or a path glob, or that a function chooses.
 
     Raises:
         ValueError: If a target matches nothing, or a container.
     """
     everything = list(walk(model))
+    if callable(targets):
+        chosen = [(path, m) for path, m in everything if has_forward(m) and targets(path, m)]
+        if not chosen:
+            raise ValueError(
+                f"{what} targets={targets!r} chooses no module of {type(model).__name__}: it was asked about {len(everything)}."
+            )
+        return outermost(chosen)
     found: list[tuple[str, nn.Module]] = []
     for target in [targets] if isinstance(targets, str) else targets:
         matches = [(path, m) for path, m in everything if has_class(m, (target,)) or fnmatchcase(path, target)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lt_tiled._types import NonNegativeInt, PositiveInt
 
@@ -25,8 +25,10 @@ class Tiling:
     short inputs."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile: the other way to say it. Give this or ``num_shards``, not both."""
-    targets: str | Sequence[str] = "auto"
-    """``"auto"`` (the feed-forward part of every block), or class names and path globs (``model.layers.*.mlp``)."""
+    targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
+    """``"auto"`` (the feed-forward part of every block), or class names and path globs (``model.layers.*.mlp``) of modules and of their
+    methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function of a module's path and the module that says
+    whether to tile it."""
     accumulate: Literal["float32", "param"] = "float32"
     """The dtype in which the weight gradients of 16-bit weights are summed over the tiles: ``"param"`` saves the float32
     buffer and lets the rounding error grow with the number of tiles."""
@@ -35,6 +37,8 @@ class Tiling:
     reductions: Mapping[str, Literal["sum", "mean"]] | None = None
     """For outputs that are not per token, by their name in the output (``"[1]"``, ``"['aux']"``): how to put the tiles'
     values together. ``"mean"`` weighs each tile by its tokens. Without an entry such an output is refused."""
+    compile: bool | Mapping[str, Any] = False
+    """Compile what runs on a tile, forward and backward: ``True``, or arguments of ``torch.compile`` such as ``{mode: max-autotune}``."""
 
     def __post_init__(self) -> None:
         _check_count("num_shards", self.num_shards, also="auto")
@@ -46,6 +50,7 @@ class Tiling:
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
         for name, reduction in (self.reductions or {}).items():
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
+        _check_compile(self.compile)
         _check_targets(self.targets)
 
 
@@ -57,8 +62,9 @@ class Checkpointing:
         ValueError: If a value is out of bounds, or says where to offload to while nothing is offloaded there.
     """
 
-    targets: str | Sequence[str] = "auto"
-    """``"auto"`` (the repeated layers of the model), or class names and path globs (``model.layers.*``)."""
+    targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
+    """``"auto"`` (the repeated layers of the model), or class names and path globs (``model.layers.*``). In Python also a function of a
+    module's path and the module."""
     offload: Tiers | None = None
     """Where the blocks' inputs go: page-locked RAM, a file, RAM and what it has no room for to a file, or nowhere."""
     directory: str | None = None
@@ -151,7 +157,20 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> 
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _check_targets(targets: str | Sequence[str]) -> None:
-    names = [targets] if isinstance(targets, str) else targets
+_COMPILE_ARGUMENTS = ("fullgraph", "dynamic", "backend", "mode", "options")
+
+
+def _check_compile(value: object) -> None:
+    if not isinstance(value, bool | Mapping):
+        raise ValueError(f"compile={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}.")
+    unknown = [name for name in value if name not in _COMPILE_ARGUMENTS] if isinstance(value, Mapping) else []
+    if unknown:
+        raise ValueError(f"compile has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(_COMPILE_ARGUMENTS)}.")
+
+
+def _check_targets(targets: object) -> None:
+    if callable(targets):
+        return
+    names: Any = [targets] if isinstance(targets, str) else targets
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f'targets={targets!r} must be "auto", or at least one class name or path glob.')

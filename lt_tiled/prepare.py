@@ -17,7 +17,8 @@ from lt_tiled.offload.hooks import Offloader
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.call import TileMark
-from lt_tiled.tiling.modules import find_tileable, mark_tiled, untile
+from lt_tiled.tiling.find import find_tileable
+from lt_tiled.tiling.modules import mark_tiled, unmark
 
 
 class Prepared(AbstractContextManager["Prepared"]):
@@ -34,18 +35,17 @@ class Prepared(AbstractContextManager["Prepared"]):
         tiled = find_tileable(model, tiling) if tiling else []
         blocks = _not_wrapped(model, find_checkpointable(model, checkpointing)) if checkpointing else []
         self.model = model
-        self._tiled: list[nn.Module] = []
+        self._owner = object()
         self._blocks: list[nn.Module] = []
         self._own: OwnCheckpointingOff | None = None
         self.offloader: Offloader | None = None
         try:
             if checkpointing is not None and checkpointing.offload is not None:
                 self.offloader = build_offloader(checkpointing, ranks_per_node)
-            for path, module in tiled:
-                if get_mark(module, TileMark) is None:  # else somebody tiled it by hand, and it keeps what it has
+            for tileable in tiled:
+                if get_mark(tileable.module, TileMark, tileable.method) is None:  # else somebody tiled it, and it keeps what it has
                     assert tiling is not None
-                    mark_tiled(module, tiling, f"{path} ({type(module).__name__})")
-                    self._tiled.append(module)
+                    mark_tiled(tileable, tiling, self._owner)
             for path, block in blocks:
                 if get_mark(block, BlockMark) is None:
                     mark_block(block, self._offload_of(path, checkpointing))
@@ -77,9 +77,8 @@ class Prepared(AbstractContextManager["Prepared"]):
             self._own.undo()
         for block in self._blocks:
             unmark_block(block)
-        for module in self._tiled:
-            untile(module)
-        self._own, self._blocks, self._tiled = None, [], []
+        unmark(self.model, self._owner)
+        self._own, self._blocks = None, []
         if self.offloader is not None:
             self.offloader.close()
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from lt_tiled._find import walk
-from lt_tiled._marks import get_mark
+from lt_tiled._marks import get_mark, get_marks
 from lt_tiled.checkpointing.blocks import BlockMark
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.tiling.call import TileMark
@@ -24,6 +24,10 @@ class TiledModule:
     kind: str
     tokens: int
     tiles: int
+    widths: tuple[int, int] | None = None
+    """Of the hidden states and between the projections, where the module is a feed-forward part that shows them."""
+    weight_bytes: int = 0
+    """Of all ranks together where the weights are sharded."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class Report:
         """Read the marks of a model."""
         tiled, blocks, offloaded = [], [], None
         for path, module in [("", model), *walk(model)]:
-            if (mark := get_mark(module, TileMark)) is not None:
-                tiled.append(TiledModule(path, type(module).__name__, *mark.largest))
+            for mark in get_marks(module, TileMark):
+                if not mark.whole:
+                    tiled.append(TiledModule(path + mark.suffix, mark.kind, *mark.largest, mark.widths, mark.weight_bytes))
             if (block := get_mark(module, BlockMark)) is not None:
                 blocks.append(CheckpointedBlock(path, type(module).__name__))
                 if block.offload is not None:

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lt_tiled._find import walk
 from lt_tiled._log import warn
 from lt_tiled._marks import get_mark
 from lt_tiled.policies import Checkpointing
 from lt_tiled.prepare import PreparedModels
 from lt_tiled.strategies._device import on_cpu
 from lt_tiled.tiling.call import TileMark
-from lt_tiled.tiling.modules import tiled_modules
+from lt_tiled.tiling.chain import SettleMark
+from lt_tiled.tiling.modules import tile_marks
 
 
 class DeepSpeedNeeds:
@@ -89,7 +91,7 @@ class DeepSpeedNeeds:
         if self.zero_stage_3 and self.zero3_leaf_modules:
             from deepspeed.utils import set_z3_leaf_module
 
-            for _, module in tiled_modules(model):
+            for _, module in _gathered_together(model):
                 set_z3_leaf_module(module, True)  # for as long as the model lives: the engine's hooks depend on it
                 self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
         adapt_tiles(self, model)
@@ -128,9 +130,7 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     Raises:
         ValueError: Under ZeRO-3, if a tiled module is no leaf and in none: its weights would be sharded while it runs.
     """
-    for _, module in tiled_modules(model):
-        mark = get_mark(module, TileMark)
-        assert mark is not None
+    for _, _, mark in tile_marks(model):
         # DeepSpeed reads the gradient of each weight that autograd reaches, and counts those that it does not reach as zeros.
         mark.zeros_for_unused = True
     if not strategy.zero_stage_3:
@@ -138,13 +138,27 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     from deepspeed.utils import get_z3_leaf_modules
 
     whole = {id(part) for leaf in get_z3_leaf_modules(model) for part in leaf.modules()}
-    for path, module in tiled_modules(model):
+    for path, module in _gathered_together(model):
         if id(module) not in whole:
             raise ValueError(
                 f"{path} ({type(module).__name__}) is tiled and no leaf module of ZeRO-3, which would shard its weights while it runs: use"
                 " TiledDeepSpeedStrategy(stage=3), which marks it, and not a callback, which comes too late; or call"
                 " deepspeed.utils.set_z3_leaf_modules at the end of configure_model."
             )
+
+
+def _gathered_together(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules whose weights must be there while tiles run: the tiled ones, and blocks that run a chain themselves.
+
+    A norm is not tiled with the MLP before it, whose leaf it stands outside of.
+    """
+    marks = list(tile_marks(model))
+    for _, _, mark in marks:
+        mark.chained = not mark.alone
+    chained = {id(module) for _, module, mark in marks if mark.chained}
+    blocks = [(path, m) for path, m in walk(model) if get_mark(m, SettleMark) and not chained.isdisjoint(map(id, m.children()))]
+    inside = {id(part) for _, block in blocks for part in block.modules()}
+    return [*blocks, *((path, m) for path, m, _ in marks if id(m) not in inside)]
 
 
 def _arguments_for_a_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -154,7 +168,7 @@ def _arguments_for_a_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     frozen embeddings, DeepSpeed fails, tiled or not: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
     if kwargs:
-        mark = get_mark(module, TileMark)
+        mark = get_mark(module, TileMark) or get_mark(module, SettleMark)
         forward = (mark and mark.replaced) or MethodType(type(module).forward, module)
         bound = inspect.signature(forward).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs

@@ -9,11 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lt_tiled._marks import get_mark
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.strategies._units import shard_blocks
-from lt_tiled.tiling.call import TileMark
-from lt_tiled.tiling.modules import tiled_modules
+from lt_tiled.tiling.modules import tile_marks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,9 +79,7 @@ class ModelParallelNeeds:
             ValueError: If tensor-parallel ranks would cut a sequence differently, and wait for each other for ever.
         """
         if self.device_mesh.size() > 1:
-            for _, module in tiled_modules(model):
-                mark = get_mark(module, TileMark)
-                assert mark is not None
+            for _, _, mark in tile_marks(model):
                 # FSDP2 reduces the gradients that there are: ranks whose tokens chose different experts have different ones.
                 mark.zeros_for_unused = True
         mesh = self.device_mesh["tensor_parallel"]

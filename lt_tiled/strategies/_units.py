@@ -8,30 +8,43 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from lt_tiled._find import find_blocks, has_forward
+from lt_tiled._find import find_blocks, has_forward, walk
 from lt_tiled._log import inform, warn
+from lt_tiled._marks import get_mark
 from lt_tiled.checkpointing.blocks import find_checkpointable
 from lt_tiled.policies import Checkpointing
-from lt_tiled.tiling.modules import tiled_modules
+from lt_tiled.tiling.chain import JoinMark
+from lt_tiled.tiling.modules import tile_marks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_UNITS = FullyShardedDataParallel | FSDPModule
+
+
 def refuse_units_in_tiled_modules(model: nn.Module) -> None:
     """Raise if a tiled module holds units of its own: the engine would gather their weights once per tile.
+
+    A norm is not tiled with the MLP before it where either is a unit by itself.
 
     Raises:
         ValueError: With the unit's name and the remedy.
     """
-    for path, module in tiled_modules(model):
+    marks = list(tile_marks(model))
+    joined = [(path, m) for path, m in walk(model) if get_mark(m, JoinMark) is not None]
+    apart = {id(m) for m in [m for _, m, mark in marks if mark.chained] + [m for _, m in joined] if isinstance(m, _UNITS)}
+    for _, _, mark in marks:
+        mark.chained = mark.chained and not (apart and mark.alone)
+    chained = [(path, m) for path, m, mark in marks if mark.chained] + (joined if any(not mark.alone for _, _, mark in marks) else [])
+    for path, module in [*((path, m) for path, m, _ in marks), *chained]:
         for name, part in module.named_modules():
-            if part is not module and isinstance(part, FullyShardedDataParallel | FSDPModule):
+            if (part is not module or (path, part) in chained) and isinstance(part, _UNITS):
                 kind = type(module).__name__
                 raise ValueError(
-                    f"{path} ({kind}) is tiled, and {name} inside it is an FSDP unit, whose weights would be gathered anew for every tile."
-                    f" Make the block or the whole {kind} the unit (auto_wrap_policy={{MyBlock}}, fully_shard(block)), leave the policy out"
-                    " for one unit per block, or leave the module out of Tiling(targets=...)."
+                    f"{path} ({kind}) is tiled, and {name or 'it'} inside it is an FSDP unit, whose weights would be gathered anew"
+                    f" for every tile. Make the block or the whole {kind} the unit (auto_wrap_policy={{MyBlock}}, fully_shard(block)),"
+                    " leave the policy out for one unit per block, or leave the module out of Tiling(targets=...)."
                 )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform_once
@@ -35,6 +35,7 @@ from lt_tiled.tiling.recompute import (
     random_state_kept,
 )
 from lt_tiled.tiling.weights import GradientSum, Weight, substituted
+from lt_tiled.tiling.work import Work
 
 
 class TileMark(Mark):
@@ -42,14 +43,29 @@ class TileMark(Mark):
 
     attribute = "_lt_tiled_tiling"
 
-    def __init__(self, tiling: Tiling, name: str) -> None:
+    def __init__(self, tiling: Tiling, name: str, kind: str) -> None:
         self.tiling = tiling
         self.name = name
+        """What messages call it."""
+        self.kind = kind
+        """Its class, in words."""
         self.checked = not tiling.self_check
+        self.suffix = ""
+        """What the path of the module lacks to name what is tiled: a method, the other half of a chain."""
+        self.widths: tuple[int, int] | None = None
+        """Of the hidden states, and between the projections."""
+        self.weight_bytes = 0
         self.whole = False
         """Whether the module turned out to be one that must run untiled."""
-        self.layouts: dict[tuple[pytree.TreeSpec, int], OutputLayout] = {}
-        """By the output's tree and the rank of the hidden states."""
+        self.below: tuple[str, ...] = ()
+        """The parts of it that are tiled then, of a mixture of experts for one, by their paths."""
+        self.chained = False
+        """Whether what runs behind the module is tiled with it; see :mod:`lt_tiled.tiling.chain`."""
+        self.alone = True
+        """Whether the module is worth tiling without that."""
+        self.gives_a_tensor: bool | None = None
+        self.layouts: dict[tuple[Any, ...], OutputLayout] = {}
+        """By the work, the output's tree and the rank of the hidden states."""
         self.packs: dict[tuple[Any, ...], int | None] = {}
         """How many tensors a tile's graph saves; ``None`` where that differs from tile to tile."""
         self.zeros_for_unused = False
@@ -57,21 +73,22 @@ class TileMark(Mark):
         self.largest = (0, 0)
         """Tokens and tiles of the largest call so far."""
 
-    def note(self, module: nn.Module, tokens: int, bounds: Sequence[Bounds]) -> None:
+    def note(self, tokens: int, bounds: Sequence[Bounds]) -> None:
         """Remember the largest call for the report, and log the number of tiles the first time that a class of modules is cut."""
         if tokens > self.largest[0]:
             self.largest = (tokens, len(bounds))
         if len(bounds) > 1:
-            kind = type(module).__name__
             size = bounds[0][1] - bounds[0][0]
-            inform_once(f"{kind} {self.tiling}", f"{kind} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)")
+            inform_once(
+                f"{self.kind} {self.tiling}", f"{self.kind} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)"
+            )
 
 
 class TiledCall:
     """What the forward and the backward of one call share. It holds no activation: those are the anchor's."""
 
-    def __init__(self, module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module = module
+    def __init__(self, work: Work, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.work = work
         self.mark = mark
         self.inputs, self.arguments = split_arguments(args, kwargs)
         hidden = next((t for t in self.inputs if t.is_floating_point() and t.dim() > 1), None)
@@ -100,7 +117,7 @@ class TiledCall:
         # Views, because leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
         views = [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in zip(tensors, self.per_token, strict=True)]
         args, kwargs = self.arguments.call_with(views)
-        return self.mark.inner(self.module, *args, **kwargs)
+        return self.work.function(*args, **kwargs)
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The arguments without a graph, each per-token one as ``[tokens, ...]``."""
@@ -120,7 +137,7 @@ class TiledCall:
         layout = describe_output(output, self.shape, tokens)
         if layout is not None:
             return layout
-        key = (pytree.tree_structure(output), len(self.shape.lead))
+        key = (self.work.key, pytree.tree_structure(output), len(self.shape.lead))
         if key not in self.mark.layouts:
             with torch.no_grad(), random_state_kept(self.device):
                 small, large = (self.run_tile(self.cut(flat, slice(0, n))) for n in (2, 3))
@@ -156,7 +173,7 @@ class TiledCall:
 
     @property
     def _packs_key(self) -> tuple[Any, ...]:
-        return self.arguments.tree, self.module.training, tuple(self.wants_grad), len(self.weights), self.autocast
+        return self.work.key, self.arguments.tree, self.work.training, tuple(self.wants_grad), len(self.weights), self.autocast
 
     def _count_packs(self, tile: Sequence[Tensor]) -> Any:
         """Run a tile with a graph, to learn how many tensors its recompute will save."""
@@ -168,10 +185,10 @@ class TiledCall:
             torch.enable_grad(),
             counter,
         ):
-            leaves, kept = self._leaves(tile, wholes), kept_tensors(self.module)
+            leaves, kept = self._leaves(tile, wholes), kept_tensors(self.work)
             output = self.run_tile(leaves)
-            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.module, kept, self.mark.name)
-        hooked = any(part._forward_hooks for part in self.module.modules() if part is not self.module)  # they see what is skipped
+            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.mark.name)
+        hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)  # they see what is skipped
         self.mark.packs[self._packs_key] = None if hooked else counter.count
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 

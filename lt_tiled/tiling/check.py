@@ -8,17 +8,28 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.layout import OutputAssembly, TokenShape
 from lt_tiled.tiling.recompute import random_state_kept
+from lt_tiled.tiling.work import NotTokenWise, Work
 
 CHECK_TOKENS = 8
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
+
+
+def check_first(call: TiledCall) -> None:
+    """Check a call's work, unless an earlier call of the same mark was checked.
+
+    Raises:
+        NotTokenWise: See :func:`check_token_wise`.
+    """
+    if not call.mark.checked:
+        call.mark.checked = check_token_wise(call)
 
 
 def check_token_wise(call: TiledCall) -> bool:
@@ -28,15 +39,15 @@ def check_token_wise(call: TiledCall) -> bool:
         Whether that tells anything: outputs that are all zero, as before the first step of a zero-initialised projection, do not.
 
     Raises:
-        ValueError: If an output differs, or is not per token, or if the module changes its arguments in place.
+        NotTokenWise: If an output differs, or is not per token, or if the module changes its arguments in place.
     """
     few = min(CHECK_TOKENS, call.shape.tokens)
     picked = torch.linspace(0, call.shape.tokens - 1, few, device=call.device).long()
     sample = call.cut(call.flat(call.inputs), picked)
     shape = TokenShape(torch.Size(call.shape.tile_lead(few)))
-    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.module), _arguments_unchanged(call, sample):
+    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work), _arguments_unchanged(call, sample):
         whole = call.run_tile(sample)
-    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.module):
+    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work):
         layout = call.layout_of(whole, sample, few)
         assembly = OutputAssembly(layout, shape, call.mark.name)
         for bounds in ((0, few // 2 + 1), (few // 2 + 1, few)):
@@ -56,7 +67,7 @@ def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) 
     difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(1e-30))
     bound = _TOLERANCE.get(whole.dtype, 0.0)
     if not difference <= bound and bool(whole.isfinite().all()):
-        raise ValueError(
+        raise NotTokenWise(
             f"{module} is not token-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by {difference:.1e} between"
             f" one call and two tiles (relative; rounding explains {bound:.0e}). Leave it out of targets, or name the part of it that"
             " works token by token; self_check=False only if you know why it differs."
@@ -76,16 +87,16 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
         containers[i].clear()
         (containers[i].extend if isinstance(containers[i], list) else containers[i].update)(before[i])
     if changed or versions != [t._version for t in sample]:
-        raise ValueError(
+        raise NotTokenWise(
             f"{call.mark.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
             " change out of place, or leave the module out of targets."
         )
 
 
 @contextmanager
-def _dropout_off(module: nn.Module) -> Iterator[None]:
+def _dropout_off(work: Work) -> Iterator[None]:
     """Evaluation mode without calling ``eval()``, which modules override."""
-    modes = {m: m.training for m in module.modules()}
+    modes = {m: m.training for m in work.parts()}
     try:
         for m in modes:
             m.training = False

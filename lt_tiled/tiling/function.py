@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from lt_tiled.tiling.call import TiledCall, TileMark
-from lt_tiled.tiling.check import check_token_wise
-from lt_tiled.tiling.recorded import records_inside
+from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.check import check_first
 from lt_tiled.tiling.weights import trainable_weights
 
 
@@ -64,20 +63,13 @@ class TiledFunction(torch.autograd.Function):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def tiled_forward(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a marked module tile by tile; as it is where one tile holds the whole input."""
-    call = TiledCall(module, mark, args, kwargs)
-    if len(call.bounds) < 2:
-        return mark.inner(module, *args, **kwargs)
-    if mark.whole or records_inside(module, mark):
-        return mark.inner(module, *args, **kwargs)
-    mark.note(module, call.shape.tokens, call.bounds)
-    if not mark.checked:
-        mark.checked = check_token_wise(call)
-    if any(is_lazy(p) for p in module.parameters()):
+def run_tiled(call: TiledCall) -> Any:
+    """Run a call tile by tile."""
+    call.mark.note(call.shape.tokens, call.bounds)
+    if any(is_lazy(p) for module in call.work.modules for p in module.parameters()):
         call.fill_lazy_weights()
     if torch.is_grad_enabled():
-        call.weights = trainable_weights(module)
+        call.weights = trainable_weights(call.work)
     if call.differentiable:
         # Where no argument wants a gradient, an empty leaf ties the anchor into the graph.
         link = None if any(call.wants_grad) else torch.empty(0, device=call.device, requires_grad=True)
@@ -87,3 +79,10 @@ def tiled_forward(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwar
         leaves = call.forward(learn=False)
     assert call.layout is not None
     return pytree.tree_unflatten(leaves, call.layout.tree)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def check_and_run(call: TiledCall) -> Any:
+    """Run a call tile by tile, after the self-check if it is the first one."""
+    check_first(call)
+    return run_tiled(call)

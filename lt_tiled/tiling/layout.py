@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.policies import Tiling
+from lt_tiled.tiling.work import NotTokenWise
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
@@ -89,11 +90,11 @@ def compare_outputs(
     """Find each leaf's layout from the outputs for two numbers of tokens: what grows with the tokens is per token.
 
     Raises:
-        ValueError: If a leaf is not per token and ``reductions`` has no entry for it.
+        NotTokenWise: If a leaf is not per token and ``reductions`` has no entry for it.
     """
     (few, tree), (many, other_tree) = _flatten_named(small), _flatten_named(large)
     if tree != other_tree:
-        raise ValueError(f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled.")
+        raise NotTokenWise(f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled.")
     kinds = tuple(_leaf_kind(name, a, b, sizes, shape, reductions or {}, module) for (name, a), (_, b) in zip(few, many, strict=True))
     return OutputLayout(tree, kinds, tuple(name for name, _ in few))
 
@@ -119,16 +120,18 @@ def _leaf_kind(
             return "flat"
         reduction = reductions.get(name)
         if reduction is None:
-            raise ValueError(
+            raise NotTokenWise(
                 f"{where} of shape {list(few.shape)} is not per token, so it would change with the tiles. Leave this module"
                 f' untiled, or say how to put it together: reductions={{"{name}": "sum"}} or "mean".'
             )
         return "sum" if reduction == "sum" else "mean"
     if few is None or isinstance(few, bool | int | float | str):
         if few != many:
-            raise ValueError(f"{where} is {few!r} for {sizes[0]} tokens and {many!r} for {sizes[1]}: it cannot be put together from tiles.")
+            raise NotTokenWise(
+                f"{where} is {few!r} for {sizes[0]} tokens and {many!r} for {sizes[1]}: it cannot be put together from tiles."
+            )
         return "constant"
-    raise ValueError(f"{where} is a {type(few).__name__}: only tensors, and trees of them that torch can flatten, come from tiles.")
+    raise NotTokenWise(f"{where} is a {type(few).__name__}: only tensors, and trees of them that torch can flatten, come from tiles.")
 
 
 class OutputAssembly:
@@ -145,14 +148,14 @@ class OutputAssembly:
         low, high = bounds
         leaves, tree = pytree.tree_flatten(output)
         if tree != self.layout.tree:
-            raise ValueError(f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled.")
+            raise NotTokenWise(f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled.")
         if not self.leaves:
             self.leaves = [self._allocate(leaf, kind) for leaf, kind in zip(leaves, self.layout.kinds, strict=True)]
         for whole, leaf, kind, name in zip(self.leaves, leaves, self.layout.kinds, self.layout.names, strict=True):
             if kind in ("tokens", "flat"):
                 lead = self.shape.tile_lead(high - low) if kind == "tokens" else (high - low,)
                 if leaf.shape[: len(lead)] != lead:
-                    raise ValueError(
+                    raise NotTokenWise(
                         f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for {high - low} tokens."
                     )
                 rows = self.shape.flatten(whole) if kind == "tokens" else whole

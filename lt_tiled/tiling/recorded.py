@@ -9,26 +9,25 @@ from __future__ import annotations
 import inspect
 import sys
 
-from torch import nn
-
-from lt_tiled._log import warn
-from lt_tiled.tiling.call import TileMark
+from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.work import NotTokenWise
 
 
-def records_inside(module: nn.Module, mark: TileMark) -> bool:
-    """Whether an output inside the module is being recorded; if so the module runs whole from now on, and it is said.
+class Recorded(NotTokenWise):
+    """An output inside the module is being recorded."""
 
-    From now on, because a recompute in the backward, which records nothing, must take the forward's way.
+
+def refuse_recorded(call: TiledCall) -> None:
+    """Raise if an output inside the module is being recorded.
+
+    Raises:
+        Recorded: With its name.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = capturing._active_collector.get() if capturing is not None and hasattr(capturing, "_active_collector") else None
     if not collector:
-        return False
-    hooks = [hook for part in module.modules() if part is not module for hook in part._forward_hooks.values()]
+        return
+    hooks = [hook for part in call.work.parts() if part not in call.work.modules for hook in part._forward_hooks.values()]
     keys = {str(inspect.getclosurevars(h).nonlocals.get("key")) for h in hooks if getattr(h, "__name__", "") == "output_capturing_hook"}
-    mark.whole = not keys.isdisjoint(collector)
-    if mark.whole:
-        warn(
-            f"{mark.name} runs whole: transformers records {', '.join(sorted(keys & set(collector)))} inside it, which tiles would change."
-        )
-    return mark.whole
+    if recorded := keys & set(collector):
+        raise Recorded(f"{call.mark.name}: transformers records {', '.join(sorted(recorded))} inside it, which tiles would change.")

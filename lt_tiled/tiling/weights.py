@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lt_tiled.tiling.work import Work
+
 
 @dataclass
 class Weight:
@@ -39,14 +41,14 @@ class Weight:
         return self.tensor
 
 
-def trainable_weights(module: nn.Module) -> list[Weight]:
-    """The tensors of the module that want a gradient, each once.
+def trainable_weights(work: Work) -> list[Weight]:
+    """The tensors of the work's modules that want a gradient, each once.
 
     Views of a parameter in plain attributes count too: FSDP with ``use_orig_params=False`` keeps its views of the flat weights there. Other
     attributes are what the module computed itself.
     """
     found: dict[int, Weight] = {}
-    for owner in module.modules():
+    for owner in work.parts():
         attributes = ((n, v) for n, v in owner.__dict__.items() if isinstance(v, Tensor) and isinstance(v._base, nn.Parameter))
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items(), *attributes]:
             if tensor is not None and tensor.requires_grad:

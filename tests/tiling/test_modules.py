@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import lt_tiled
 from lt_tiled import Tiling, tile, untile
 from lt_tiled.tiling.call import TileMark
-from lt_tiled.tiling.modules import find_tileable
+from lt_tiled.tiling.find import find_tileable
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import FP32, gradients, randn, reference, worst
 
 
 def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
-    return [path for path, _ in find_tileable(model, Tiling(targets=targets))]
+    return [found.path for found in find_tileable(model, Tiling(targets=targets))]
 
 
 def test_auto_finds_the_feed_forward_part_of_every_block() -> None:

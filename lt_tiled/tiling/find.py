@@ -1,0 +1,215 @@
+"""What is tiled: the modules that a policy names, or with ``"auto"`` the feed-forward part of every block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.activation import MultiheadAttention
+from torch.nn.modules.batchnorm import _NormBase
+
+from lt_tiled._find import NothingFound, find_blocks, find_named, has_class, has_forward, outermost, unwrapped, walk
+from lt_tiled.policies import Tiling
+
+
+@dataclass(frozen=True)
+class Tileable:
+    """A module to tile."""
+
+    path: str
+    module: nn.Module
+    method: str = "forward"
+    parent: nn.Module | None = None
+    """The module that runs others behind this one."""
+    members: tuple[tuple[nn.Module, bool], ...] = ()
+    """Those others, and whether the chain ends with them."""
+    alone: bool = True
+    """Whether this one is worth tiling without them."""
+    kind: str = ""
+
+    suffix: str = ""
+    """What :attr:`path` has behind the module's own."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.kind if self.path == self.kind else f"{self.path} ({self.kind})"
+
+
+def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
+    """The modules that the policy names, or with ``"auto"`` the feed-forward part of every block.
+
+    Raises:
+        ValueError: If a target matches nothing, or ``"auto"`` finds nothing.
+    """
+    targets = tiling.targets
+    if callable(targets):
+        return [_whole(path, m) for path, m in find_named(model, targets, "Tiling")]
+    names = [targets] if isinstance(targets, str) else list(targets)
+    found: list[Tileable] = []
+    modules: list[str] = []
+    for name in names:
+        methods = [] if name == "auto" else _methods(model, name)
+        found += methods
+        modules += [] if methods or name == "auto" else [name]
+    named = find_named(model, modules, "Tiling") if modules else []
+    found += [_whole(path, m) for path, m in named]
+    return _feed_forwards_of(model, named, tiling) + found if "auto" in names else found
+
+
+def _whole(path: str, module: nn.Module) -> Tileable:
+    return Tileable(path, module, kind=type(module).__name__)
+
+
+def _methods(model: nn.Module, target: str) -> list[Tileable]:
+    """The methods that a target names, ``layers.*.feed_forward_chunk`` or ``BertLayer.feed_forward_chunk``, unless it names modules."""
+    everything = list(walk(model))
+    owner, _, method = target.rpartition(".")
+    if not owner or any(fnmatchcase(path, target) for path, _ in everything):
+        return []
+    owners = [(path, m) for path, m in everything if has_class(m, (owner,)) or fnmatchcase(path, owner)]
+    return [
+        Tileable(f"{path}.{method}", m, method, kind=f"{type(m).__name__}.{method}", suffix=f".{method}")
+        for path, m in owners
+        if callable(getattr(type(m), method, None))
+    ]
+
+
+def _feed_forwards_of(model: nn.Module, named: list[tuple[str, nn.Module]], tiling: Tiling) -> list[Tileable]:
+    roots = find_blocks(model) or [("", model)]
+    found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
+    if not found:
+        raise NothingFound(
+            f"Tiling found no feed-forward module in {type(model).__name__} (a part of a block that widens and narrows again): name"
+            " it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with tiling=None."
+        )
+    heads = {id(m): (path, m) for path, m in outermost([*((t.path, t.module) for t in found), *named])}
+    taken = {id(part) for _, m in named for part in m.modules()}
+    unique = {id(t.module): t for t in found if id(t.module) in heads and id(t.module) not in taken}
+    return [_without(t, taken) for t in unique.values()]
+
+
+def _without(tileable: Tileable, taken: set[int]) -> Tileable:
+    """The same without members that are tiled by themselves."""
+    members = tuple((m, last) for m, last in tileable.members if id(m) not in taken)
+    if len(members) == len(tileable.members):
+        return tileable
+    return replace(tileable, members=members)
+
+
+def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Tileable]:
+    chain = None if top else _chain(root, path)
+    if chain is not None:
+        yield chain
+    for name, child in _children(root):
+        below = f"{path}.{name}" if path else name
+        if _mixes_tokens(name, child):
+            continue
+        parts = list(walk(child))
+        container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if not container and _widens(child) and not any(_mixes_tokens(p.rpartition(".")[2], m) for p, m in parts):
+            norms = () if top else _norms_behind(root)
+            yield Tileable(below, child, parent=root if norms else None, members=norms, kind=type(child).__name__)
+        else:
+            yield from _feed_forwards(child, below)
+
+
+def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, unwrapped(child)) for name, child in root.named_children()]
+
+
+def _chain(root: nn.Module, path: str) -> Tileable | None:
+    """A block that holds the two halves of its feed-forward part itself: ``fc1`` and ``fc2``, ``intermediate`` and ``output``."""
+    if not has_forward(root) or isinstance(root, nn.Sequential):
+        return None
+    children = [(n, m) for n, m in root.named_children() if has_forward(m) and not _mixes_tokens(n, m)]  # none that is compiled
+    halves = [(name, m, {_widths(p) for p in m.modules()} - {None}) for name, m in children]
+    pairs = [
+        ((name, first), (other, second))
+        for index, (name, first, wider) in enumerate(halves)
+        for other, second, narrower in halves[index + 1 :]
+        for widths in wider
+        if len(wider) == len(narrower) == 1 and widths is not None and widths[1] > widths[0] and widths[::-1] in narrower
+    ]
+    if len(pairs) != 1:
+        return None
+    (name, first), (other, second) = pairs[0]
+    kind = f"{type(first).__name__} + {type(second).__name__}"
+    between = [(m, _is_norm(m)) for _, m in children if _is_norm(m) or _is_entrywise(m)]
+    prefix = f"{path}." if path else ""
+    return Tileable(
+        f"{prefix}{name}+{other}", first, parent=root, members=((second, False), *between), alone=False, kind=kind, suffix=f"+{other}"
+    )
+
+
+_BEHIND = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
+
+
+def _norms_behind(block: nn.Module) -> tuple[tuple[nn.Module, bool], ...]:
+    """The norms of a block whose names say that they stand behind its feed-forward part (``post_feedforward_layernorm``).
+
+    A guess that costs nothing where it is wrong: what the block does with the output decides.
+    """
+    return tuple((m, True) for name, m in block.named_children() if _is_norm(m) and _BEHIND.search(name))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Norms over the last dimension; not batch and instance norms."""
+    return "norm" in type(module).__name__.lower() and not isinstance(module, _NormBase | nn.GroupNorm)
+
+
+def _is_entrywise(module: nn.Module) -> bool:
+    kind = type(module)
+    known = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations") or isinstance(module, nn.Dropout)
+    return known and not issubclass(kind, MultiheadAttention | nn.Softmax | nn.LogSoftmax | nn.Softmin | nn.GLU)
+
+
+def parts_below(module: nn.Module) -> tuple[str, ...]:
+    """Of a mixture of experts, what can be tiled without the router: the experts, routed and shared, by their paths."""
+    children = _children(module)
+    if not any(name == "experts" for name, _ in children):
+        return ()
+    routed = [(name, m) for name, m in children if name == "experts" and has_forward(m)]
+    lists = [(f"{name}.{n}", m) for name, c in children if isinstance(c, nn.ModuleList) for n, m in _children(c)]
+    shared = [(name, m) for name, m in children if name != "experts" and not isinstance(m, nn.ModuleList) and _widens(m)]
+    return tuple(name for name, _ in [*routed, *lists, *shared])
+
+
+def _mixes_tokens(name: str, module: nn.Module) -> bool:
+    """Whether the module is known to look across tokens: attention, convolutions, recurrences."""
+    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
+        return True
+    label = f"{name} {type(module).__name__}".lower()
+    return "attn" in label or "attention" in label
+
+
+def _widens(module: nn.Module) -> bool:
+    """Whether projections lead from some width to a larger one and back, or to experts that do."""
+    return any(name == "experts" for name, _ in module.named_children()) or feed_forward_widths(module) is not None
+
+
+def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
+    """The width of the hidden states and the larger one between the projections of a feed-forward part."""
+    widths = [w for module in modules for m in module.modules() if (w := _widths(m)) is not None]
+    return next(
+        (
+            (hidden, inner)
+            for inner, hidden in widths
+            for gate in (1, 2)  # 2: gate and up in one
+            if inner > hidden and (hidden, gate * inner) in widths
+        ),
+        None,
+    )
+
+
+def _widths(module: nn.Module) -> tuple[int, int] | None:
+    """Input and output width of a projection (``nn.Linear`` and what looks like it, Hugging Face's ``Conv1D``)."""
+    for pair in (("in_features", "out_features"), ("nx", "nf")):
+        values: Any = tuple(getattr(module, name, None) for name in pair)
+        if all(isinstance(value, int) for value in values):
+            return values  # type: ignore[no-any-return]
+    return None
