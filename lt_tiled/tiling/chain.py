@@ -10,6 +10,7 @@ MLP (Gemma, OLMo 2, GLM-4, BERT) is tiled with it: nothing is saved behind the a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -126,12 +127,15 @@ class Pending(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_THE_GRAPH:
+        if func in _OF_THE_GRAPH or (func is Tensor.register_hook and _only_tracks(args[1])):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         pending = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Pending))
         if pending.open and _joins(pending, func, args, kwargs):
             return pending.joined(func, (), func.__name__, args, kwargs)
+        value = pending.value()
+        if not isinstance(value, Tensor):  # a tuple, which is about to be unpacked
+            return getattr(value, func.__name__)(*args[1:], **kwargs)
         args, kwargs = values((args, kwargs))
         return func(*args, **kwargs)
 
@@ -189,6 +193,12 @@ _ENTRYWISE |= {torch.relu, torch.tanh, torch.sigmoid, torch.dropout, Tensor.relu
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _OF_THE_GRAPH = {Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
 """What module trackers (FlopCounterMode) ask of every module's output."""
+
+
+def _only_tracks(hook: Any) -> bool:
+    """Whether a gradient hook is that of torch's module tracker (FlopCounterMode's), which keeps account of modules, not of values."""
+    function = getattr(hook, "__closure__", None) and inspect.getclosurevars(hook).nonlocals.get("fn")
+    return getattr(function, "__module__", None) == "torch.utils.module_tracker"
 
 
 def _joins(pending: Pending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -268,9 +278,9 @@ def begin_chain(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs
 
 
 def _gives_a_tensor(call: TiledCall) -> bool:
-    """Whether the module returns one tensor, as a pending value stands for: tried once, on two tokens."""
-    if call.mark.gives_a_tensor is None:
+    """Whether the module returns one tensor, as a pending value stands for: of a mixture of experts tried once, on two tokens."""
+    if call.mark.below and call.mark.gives_a_tensor is None:
         with torch.no_grad(), random_state_kept(call.device):
             output = call.run_tile(call.cut(call.flat(call.inputs), slice(0, 2)))
         call.mark.gives_a_tensor = isinstance(output, Tensor)
-    return call.mark.gives_a_tensor
+    return call.mark.gives_a_tensor is not False

@@ -1,0 +1,69 @@
+"""Architectures of transformers: what ``auto`` finds in each, parity with the untiled model, and memory."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled.report import Report
+from tests.architectures import ARCHITECTURES, Architecture
+from tests.meters import peak_bytes
+
+TILES = Tiling(tile_tokens=24)
+"""24 tokens do not divide any of the inputs: the last tile is short."""
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def run(model: nn.Module, architecture: Architecture) -> dict[str, torch.Tensor]:
+    """The loss, and every gradient by its weight's name."""
+    loss = model(**architecture.feed(model)).loss
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), **found}
+
+
+def found_in(model: nn.Module) -> dict[str, str]:
+    """Path pattern to classes of what is tiled."""
+    classes = defaultdict(set)
+    for row in Report.of(model).tiled:
+        classes[re.sub(r"\d+", "*", row.path)].add(row.kind)
+    return {path: ", ".join(sorted(kinds)) for path, kinds in classes.items()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parity(name: str) -> None:
+    """``auto`` finds the feed-forward parts, and the loss and all gradients of the tiled, checkpointed model are the untiled ones."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    true = run(model, architecture)
+    with prepare(model, tiling=TILES, checkpointing=Checkpointing()) as prepared:
+        assert found_in(model) == architecture.finds
+        tiled = run(model, architecture)
+        assert all(row.tiles > 1 for row in prepared.report().tiled)
+    assert tiled.keys() == true.keys()
+    scale = max(float(gradient.norm()) for gradient in true.values())
+    for key, gradient in true.items():
+        assert float((tiled[key] - gradient).norm()) <= architecture.error * max(float(gradient.norm()), 1e-3 * scale), key
+
+
+PEAK = Tiling(tile_tokens=16, self_check=False)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_peak_is_lower(name: str) -> None:
+    """Tiling a checkpointed model lowers the peak of live bytes of a step, in every architecture."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(torch.float32)
+    peaks = []
+    for tiling in (None, PEAK):
+        with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+            run(model, architecture)
+            peaks.append(peak_bytes(lambda: run(model, architecture)))
+    assert peaks[1] < peaks[0]
