@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform_once
+from lt_tiled._log import inform_once, warn
 from lt_tiled._marks import Mark
 from lt_tiled._trees import split_arguments
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.closed import check_closed, kept_tensors
+from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.layout import (
     Bounds,
     OutputAssembly,
@@ -68,6 +69,10 @@ class TileMark(Mark):
         """By the work, the output's tree and the rank of the hidden states."""
         self.packs: dict[tuple[Any, ...], int | None] = {}
         """How many tensors a tile's graph saves; ``None`` where that differs from tile to tile."""
+        self.used: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        """Which of the weights a tile's output depends on."""
+        self.plain = False
+        """Whether tiles run uncompiled, because they cannot be compiled."""
         self.zeros_for_unused = False
         """Whether weights that no tile used get a gradient of zeros instead of none, for engines whose hooks want one."""
         self.largest = (0, 0)
@@ -104,6 +109,7 @@ class TiledCall:
         self.autocast = AutocastState.now(self.device)
         self.random: RandomState | None = None
         self.layout: OutputLayout | None = None
+        self.compiled = CompiledTile.of(mark.kind, mark.tiling.compile) if not mark.plain and len(self.bounds) > 1 else None
         self.anchor: Any = None
 
     @property
@@ -114,10 +120,32 @@ class TiledCall:
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module's own forward on one tile: ``[t, ...]`` for per-token arguments, the others whole."""
-        # Views, because leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
-        views = [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in zip(tensors, self.per_token, strict=True)]
-        args, kwargs = self.arguments.call_with(views)
+        args, kwargs = self.arguments.call_with(self._views(tensors))
         return self.work.function(*args, **kwargs)
+
+    def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        # Views, because leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
+        return [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in zip(tensors, self.per_token, strict=True)]
+
+    def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
+        """Run a tile compiled, or not if it cannot be compiled, which only the first tile finds out."""
+        if self.compiled is not None:
+            try:
+                return self.compiled.forward(self.work, self.arguments, self._marked(self._views(tile)))
+            except CannotCompile as error:
+                self._compile_no_more(error)
+        return self.run_tile(tile)
+
+    def _marked(self, views: list[Tensor]) -> list[Tensor]:
+        """The views, with their tokens known to the compiler as a number that changes: the last tile is shorter."""
+        for view, per_token in zip(views, self.per_token, strict=True):
+            if per_token:
+                torch._dynamo.maybe_mark_dynamic(view, len(self.shape.lead) - 1)
+        return views
+
+    def _compile_no_more(self, error: CannotCompile) -> None:
+        self.compiled, self.mark.plain = None, True
+        warn(f"{self.mark.name} runs uncompiled, because its tiles are not one graph: {error}")
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The arguments without a graph, each per-token one as ``[tokens, ...]``."""
@@ -156,9 +184,12 @@ class TiledCall:
         start = RandomState.now(self.device) if learn else None
         assembly: OutputAssembly | None = None
         with torch.no_grad():
+            if learn and self.compiled is not None and self._packs_key not in self.mark.packs:
+                with random_state_kept(self.device):  # and uncompiled: its random numbers are not those of the recompute
+                    self._count_packs(self.cut(flat, slice(*self.bounds[0])))
             for low, high in self.bounds:
                 tile = self.cut(flat, slice(low, high))
-                output = self._count_packs(tile) if learn and self._packs_key not in self.mark.packs else self.run_tile(tile)
+                output = self._count_packs(tile) if learn and self._packs_key not in self.mark.packs else self._run_compiled(tile)
                 if assembly is None:
                     self.layout = self.layout_of(output, flat, high - low)
                     assembly = OutputAssembly(self.layout, self.shape, self.mark.name)
@@ -187,7 +218,8 @@ class TiledCall:
         ):
             leaves, kept = self._leaves(tile, wholes), kept_tensors(self.work)
             output = self.run_tile(leaves)
-            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.mark.name)
+            reached = check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.mark.name)
+        self.mark.used[self._packs_key] = tuple(index for index, s in enumerate(sums) if id(s.leaf) in reached)
         hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)  # they see what is skipped
         self.mark.packs[self._packs_key] = None if hooked else counter.count
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
@@ -214,6 +246,8 @@ class TiledCall:
         with self._sums([w.checked() for w in self.weights]) as sums, self._sums(self._wholes(inputs)) as wholes:
             with self._weights_from(sums), self._as_in_forward():
                 for low, high in self.bounds:
+                    if self.compiled is not None and self._compiled_backward(flat, gradients, results, (low, high), sums, wholes):
+                        continue
                     leaves = self._leaves(self.cut(flat, slice(low, high)), wholes)
                     outputs, tile_gradients = self._recompute(leaves, gradients, (low, high))
                     self._differentiate(outputs, tile_gradients, leaves, results, (low, high), [*sums, *wholes])
@@ -225,6 +259,51 @@ class TiledCall:
                 if wants
             ]
             return [*arguments, *(s.take(self.mark.zeros_for_unused) for s in sums)]
+
+    def _compiled_backward(
+        self,
+        flat: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        results: Sequence[Tensor | None],
+        bounds: Bounds,
+        sums: Sequence[GradientSum],
+        wholes: Sequence[GradientSum],
+    ) -> bool:
+        """Recompute and differentiate a tile, compiled; tell whether that could be done."""
+        assert self.layout is not None
+        assert self.compiled is not None
+        given = {
+            index: tile_gradient(gradient, kind, self.shape, bounds)
+            for index, (gradient, kind) in enumerate(zip(gradients, self.layout.kinds, strict=True))
+            if gradient is not None
+        }
+        wanted = tuple(index for index, wants in enumerate(self.wants_grad) if wants)
+        used = [(sums[index], self.weights[index].places) for index in self.mark.used[self._packs_key]]
+        weights = [(s.leaf.detach(), places) for s, places in used]
+        tile = self._marked(self._views(self.cut(flat, slice(*bounds))))
+        for index, gradient in given.items():
+            if self.layout.kinds[index] in ("tokens", "flat"):
+                torch._dynamo.maybe_mark_dynamic(gradient, len(self.shape.lead) - 1 if self.layout.kinds[index] == "tokens" else 0)
+        try:
+            found = self.compiled.backward(self.work, self.arguments, tile, wanted, weights, given)
+        except CannotCompile as error:
+            if self.random is not None:
+                raise RuntimeError(
+                    f"{self.mark.name}: its tiles' forward was compiled and their backward cannot be ({error}), and uncompiled it would"
+                    " draw other random numbers: set compile=False in its Tiling."
+                ) from error
+            self._compile_no_more(error)
+            return False
+        for (s, _), gradient in zip(used, found[0], strict=True):
+            s.add(gradient)
+        remaining = iter(wholes)
+        for index, gradient in zip(wanted, found[1], strict=True):
+            result = results[index]
+            if result is None:
+                next(remaining).add(gradient)
+            else:
+                result[slice(*bounds)].copy_(gradient.flatten(0, len(self.shape.lead) - 1))
+        return True
 
     def _recompute(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], bounds: Bounds) -> tuple[list[Tensor], list[Tensor]]:
         """Run a tile with a graph; return the outputs that carry a gradient, and the gradients."""

@@ -20,7 +20,7 @@ def kept_tensors(work: Work) -> Kept:
     return {place: v for place, v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept, name: str) -> None:
+def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept, name: str) -> set[int]:
     """Look at the graph of one tile for gradients that would be lost.
 
     Args:
@@ -30,19 +30,23 @@ def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept
         before: Its :func:`kept_tensors` before the run.
         name: What messages call it.
 
+    Returns:
+        The ``id`` of each leaf that the output depends on.
+
     Raises:
         NotTokenWise: If the output depends on a tensor that is neither an argument nor a registered weight, or if the module keeps a tensor
             with a graph in an attribute, as it does for an auxiliary loss.
     """
     known = {id(leaf) for leaf in leaves}
     nodes = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    seen = set()
+    seen, reached = set(), set()
     while nodes:
         node = nodes.pop()
         if node in seen:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)  # of a leaf
+        reached.add(id(variable))
         if isinstance(variable, Tensor) and id(variable) not in known:
             raise NotTokenWise(
                 f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its arguments nor one of"
@@ -58,3 +62,4 @@ def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept
                 f"{name}: it keeps a tensor with a graph in its attribute {where}, of one tile only when it is tiled. Return it as an"
                 " output instead, or leave the module out of targets."
             )
+    return reached

@@ -92,13 +92,17 @@ class GradientSum:
         self.sum: Tensor | None = None
         self.leaf = tensor.detach().requires_grad_()
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
-        self._handle = self.leaf.register_hook(self._add)
+        self._handle = self.leaf.register_hook(self._take_over)
 
-    def _add(self, gradient: Tensor) -> Tensor:
+    def add(self, gradient: Tensor) -> None:
+        """Add one tile's gradient."""
         if self.sum is None:
             self.sum = gradient.to(self.sum_dtype, memory_format=torch.contiguous_format, copy=True)
         else:
             self.sum.add_(gradient)
+
+    def _take_over(self, gradient: Tensor) -> Tensor:
+        self.add(gradient)
         return self._nothing
 
     def take(self, zeros: bool = False) -> Tensor | None:

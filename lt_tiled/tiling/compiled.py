@@ -1,0 +1,136 @@
+"""What runs on one tile, compiled: the forward, and the recompute with its gradients as one graph without the values that none reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lt_tiled._log import inform_once
+from lt_tiled._trees import Arguments
+from lt_tiled.tiling.work import Work
+
+
+class CannotCompile(Exception):
+    """A tile's code cannot be compiled as one graph, with the compiler's reason."""
+
+
+class CompiledTile:
+    """The two compiled functions of one kind of work; tiles of any number of tokens share them, and so do a model's layers.
+
+    Args:
+        kind: What log lines call it.
+        options: For ``torch.compile``.
+    """
+
+    _all: dict[tuple[str, str], CompiledTile] = {}
+
+    def __init__(self, kind: str, options: Mapping[str, Any]) -> None:
+        self.kind = kind
+        # Of one graph, because a broken one would run torch.func.vjp slowly and without a compiler.
+        options = {"fullgraph": True, **options}
+        self._forward = torch.compile(_own_code(_forward), **options)
+        self._backward = torch.compile(_own_code(_backward), **options)
+
+    @classmethod
+    def of(cls, kind: str, options: bool | Mapping[str, Any]) -> CompiledTile | None:
+        """The one for this kind and these options; none if nothing is to be compiled."""
+        if options is False:
+            return None
+        given = {} if options is True else dict(options)
+        return cls._all.setdefault((kind, repr(sorted(given.items()))), cls(kind, given))
+
+    def forward(self, work: Work, arguments: Arguments, tensors: Sequence[Tensor]) -> Any:
+        """Run the work."""
+        with self._compiling():
+            return self._forward(_Holder(work), arguments, list(tensors))
+
+    def backward(
+        self,
+        work: Work,
+        arguments: Arguments,
+        tensors: Sequence[Tensor],
+        wanted: tuple[int, ...],
+        weights: Sequence[tuple[Tensor, Sequence[tuple[nn.Module, str]]]],
+        gradients: Mapping[int, Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the work again and differentiate it.
+
+        Args:
+            work: What to run.
+            arguments: How it is called.
+            tensors: With what.
+            wanted: Of which tensors a gradient is asked for.
+            weights: Of which weights too, each with the places that hold it.
+            gradients: Of the output's leaves, by their number.
+
+        Returns:
+            The gradients of the weights and of the wanted tensors.
+        """
+        holder = _Holder(work)
+        paths = {id(part): path for path, part in holder.named_modules()}
+        names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in places) for _, places in weights)
+        with self._compiling():
+            return self._backward(  # type: ignore[no-any-return]
+                holder, arguments, list(tensors), wanted, names, [w for w, _ in weights], tuple(gradients), list(gradients.values())
+            )
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        inform_once(f"compile {self.kind}", f"compiles the tiles of {self.kind} at their first use, which can take minutes")
+        # Inductor's own random numbers would be others in the recompute than in the forward.
+        with torch._inductor.config.patch(fallback_random=True):
+            try:
+                yield
+            except Exception as error:  # of the compiler, or the work's own, which then comes again from the uncompiled run
+                raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+class _Holder(nn.Module):
+    """The work's modules under one root, so that ``functional_call`` can name their weights, also while ``forward`` is replaced."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(work.modules)
+        self.function = work.function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy that is compiled by itself: the compiler limits how often one piece of code is compiled."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _forward(holder: _Holder, arguments: Arguments, tensors: list[Tensor]) -> Any:
+    args, kwargs = arguments.call_with(tensors)
+    return holder(*args, **kwargs)
+
+
+def _backward(
+    holder: _Holder,
+    arguments: Arguments,
+    tensors: list[Tensor],
+    wanted: tuple[int, ...],
+    names: tuple[tuple[str, ...], ...],
+    weights: list[Tensor],
+    kept: tuple[int, ...],
+    gradients: list[Tensor],
+) -> Any:
+    def run(weights: list[Tensor], chosen: list[Tensor]) -> list[Tensor]:
+        given = list(tensors)
+        for index, tensor in zip(wanted, chosen, strict=True):
+            given[index] = tensor
+        args, kwargs = arguments.call_with(given)
+        replaced = {name: tensor for tensor, several in zip(weights, names, strict=True) for name in several}
+        leaves = pytree.tree_leaves(torch.func.functional_call(holder, replaced, args, kwargs))
+        return [leaves[index] for index in kept]
+
+    pull = torch.func.vjp(run, weights, [tensors[index] for index in wanted])[1]
+    return pull(gradients)
