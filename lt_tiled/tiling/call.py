@@ -15,7 +15,7 @@ from lt_tiled._marks import Mark
 from lt_tiled._trees import split_arguments
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.closed import check_closed, kept_tensors
-from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
+from lt_tiled.tiling.compiled import CannotCompile, CompiledTile, token_dimension
 from lt_tiled.tiling.layout import (
     Bounds,
     OutputAssembly,
@@ -140,7 +140,7 @@ class TiledCall:
         """The views, with their tokens known to the compiler as a number that changes: the last tile is shorter."""
         for view, per_token in zip(views, self.per_token, strict=True):
             if per_token:
-                torch._dynamo.maybe_mark_dynamic(view, len(self.shape.lead) - 1)
+                token_dimension(view, len(self.shape.lead) - 1)
         return views
 
     def _compile_no_more(self, error: CannotCompile) -> None:
@@ -279,11 +279,11 @@ class TiledCall:
         }
         wanted = tuple(index for index, wants in enumerate(self.wants_grad) if wants)
         used = [(sums[index], self.weights[index].places) for index in self.mark.used[self._packs_key]]
-        weights = [(s.leaf.detach(), places) for s, places in used]
+        weights = [(s.leaf, places) for s, places in used]
         tile = self._marked(self._views(self.cut(flat, slice(*bounds))))
         for index, gradient in given.items():
             if self.layout.kinds[index] in ("tokens", "flat"):
-                torch._dynamo.maybe_mark_dynamic(gradient, len(self.shape.lead) - 1 if self.layout.kinds[index] == "tokens" else 0)
+                token_dimension(gradient, len(self.shape.lead) - 1 if self.layout.kinds[index] == "tokens" else 0)
         try:
             found = self.compiled.backward(self.work, self.arguments, tile, wanted, weights, given)
         except CannotCompile as error:

@@ -32,7 +32,7 @@ class CompiledTile:
 
     def __init__(self, kind: str, options: Mapping[str, Any]) -> None:
         self.kind = kind
-        # Of one graph, because a broken one would run torch.func.vjp slowly and without a compiler.
+        # Of one graph, because the pieces of a broken one would compute and keep what the backward does not need.
         options = {"fullgraph": True, **options}
         self._forward = torch.compile(_own_code(_forward), **options)
         self._backward = torch.compile(_own_code(_backward), **options)
@@ -75,20 +75,34 @@ class CompiledTile:
         holder = _Holder(work)
         paths = {id(part): path for path, part in holder.named_modules()}
         names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in places) for _, places in weights)
-        with self._compiling():
-            return self._backward(  # type: ignore[no-any-return]
-                holder, arguments, list(tensors), wanted, names, [w for w, _ in weights], tuple(gradients), list(gradients.values())
-            )
+        leaves = [_like(t, t.detach().requires_grad_(index in wanted)) for index, t in enumerate(tensors)]
+        chosen = [w.detach().requires_grad_() for w, _ in weights]
+        with self._compiling(), torch.enable_grad():
+            found = self._backward(holder, arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values()))
+        return list(found[: len(chosen)]), list(found[len(chosen) :])
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         inform_once(f"compile {self.kind}", f"compiles the tiles of {self.kind} at their first use, which can take minutes")
-        # Inductor's own random numbers would be others in the recompute than in the forward.
-        with torch._inductor.config.patch(fallback_random=True):
-            try:
+        try:
+            # Inductor's own random numbers would be others in the recompute than in the forward.
+            with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(trace_autograd_ops=True):
                 yield
-            except Exception as error:  # of the compiler, or the work's own, which then comes again from the uncompiled run
-                raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        except Exception as error:  # of the compiler, or the work's own, which then comes again from the uncompiled run
+            raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+def token_dimension(tensor: Tensor, dimension: int) -> Tensor:
+    """Tell the compiler that a dimension changes from tile to tile: the last one is shorter."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    return tensor
+
+
+def _like(marked: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, with the dimensions that change in another one."""
+    for dimension in getattr(marked, "_dynamo_weak_dynamic_indices", ()):
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    return tensor
 
 
 class _Holder(nn.Module):
@@ -123,14 +137,7 @@ def _backward(
     kept: tuple[int, ...],
     gradients: list[Tensor],
 ) -> Any:
-    def run(weights: list[Tensor], chosen: list[Tensor]) -> list[Tensor]:
-        given = list(tensors)
-        for index, tensor in zip(wanted, chosen, strict=True):
-            given[index] = tensor
-        args, kwargs = arguments.call_with(given)
-        replaced = {name: tensor for tensor, several in zip(weights, names, strict=True) for name in several}
-        leaves = pytree.tree_leaves(torch.func.functional_call(holder, replaced, args, kwargs))
-        return [leaves[index] for index in kept]
-
-    pull = torch.func.vjp(run, weights, [tensors[index] for index in wanted])[1]
-    return pull(gradients)
+    args, kwargs = arguments.call_with(tensors)
+    replaced = {name: weight for weight, several in zip(weights, names, strict=True) for name in several}
+    leaves = pytree.tree_leaves(torch.func.functional_call(holder, replaced, args, kwargs))
+    return torch.autograd.grad([leaves[index] for index in kept], [*weights, *(tensors[index] for index in wanted)], gradients)

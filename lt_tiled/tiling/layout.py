@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, prod
 from typing import Any, Literal
 
@@ -21,10 +22,11 @@ Bounds = tuple[int, int]
 
 
 def tile_bounds(tiling: Tiling, tokens: int, hidden: int) -> list[Bounds]:
-    """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one.
+    """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one, to which a lone token does not fall.
 
     ``"auto"`` follows the rule of Arctic Long Sequence Training (arXiv:2506.13996), ``ceil(tokens / hidden)`` shards, with a floor
-    of :data:`MIN_TILE_TOKENS`. A tile holds two tokens or more, because one token does not tell the layout of an output.
+    of :data:`MIN_TILE_TOKENS`. A tile holds two tokens or more: one does not tell the layout of an output, and compiled code is
+    compiled anew for sizes of one.
     """
     if tiling.tile_tokens is not None:
         size = tiling.tile_tokens
@@ -32,7 +34,10 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden: int) -> list[Bounds]:
         shards = max(1, min(ceil(tokens / hidden), tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
         size = ceil(tokens / shards)
     size = max(size, 2)
-    return [(low, min(low + size, tokens)) for low in range(0, tokens, size)]
+    cuts = [*range(0, tokens, size), tokens] if tokens else [0]
+    if tokens > size and tokens % size == 1:
+        cuts[-2:-1] = [tokens - 2] if size > 2 else []
+    return list(pairwise(cuts))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""Tiles that are compiled."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled import Checkpointing, Tiling, prepare, tile
+from tests.models import GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
+from tests.parity import gradients, randn, reference, spread, worst
+
+
+class Graphs:
+    """A backend of ``torch.compile`` that keeps the graphs it is given, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.products: list[int] = []
+        """Matrix products in each."""
+
+    def __call__(self, graph: Any, example: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def count(graph: Any, example: Any) -> Any:
+            self.products.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=count)(graph, example)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(length: int) -> Tensor:
+    return randn(2, length, H, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mlp", [GatedMLP, PlainMLP])
+def test_two_graphs_for_all_layers_tiles_and_lengths(mlp: type[nn.Module]) -> None:
+    """A forward and a backward are compiled once: two layers, a short last tile, other lengths and batches use the same two graphs."""
+    graphs, net = Graphs(), nn.Sequential(mlp(), mlp()).double()
+    for module in net:
+        tile(module, tile_tokens=12, compile={"backend": graphs})
+    for length in (24, 25, 19, 40):
+        x = tokens(length)
+        assert worst(gradients(net, x), reference(nn.Sequential(*[plain(m) for m in net]), x)) <= 1e-10
+    assert len(graphs.products) == 2
+
+
+def plain(module: nn.Module) -> nn.Module:
+    from lt_tiled import untile
+
+    return untile(copy.deepcopy(module))
+
+
+def test_the_backward_computes_no_value_that_it_does_not_read() -> None:
+    """The compiled backward of a gated MLP has 8 products: gate and up again, and two for each of three weights; not ``down`` again."""
+    graphs, module = Graphs(), GatedMLP().double()
+    tile(module, tile_tokens=12, compile={"backend": graphs})
+    gradients(module, tokens(24))
+    assert graphs.products == [3, 8]
+
+
+def test_inductor_with_dropout() -> None:
+    """Under inductor, dropout draws the same masks in the compiled recompute: the gradient is the slope of the loss with one seed."""
+    module, x = PlainMLP(dropout=0.3).double(), tokens(25)
+    module.act = nn.Sequential(nn.GELU(), nn.Dropout(0.4))
+    tile(module, tile_tokens=12, compile=True)
+
+    def loss(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return spread(module(x))
+
+    torch.manual_seed(0)
+    gradient = gradients(module, x)["input 0"]
+    direction, eps = randn(*x.shape, seed=3, dtype=torch.float64).detach(), 1e-6
+    with torch.no_grad():
+        slope = (loss(x + eps * direction) - loss(x - eps * direction)) / (2 * eps)
+    assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-6)
+
+
+def test_a_whole_model() -> None:
+    """A checkpointed Hugging Face model with compiled tiles has the untiled loss and gradients, with autocast too."""
+    graphs, model = Graphs(), tiny_llama()
+    ids = torch.arange(100).view(2, 50) % 64
+
+    def run(autocast: bool) -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return {"loss": loss.detach(), **found}
+
+    for autocast, bound in ((False, 1e-5), (True, 3e-2)):
+        true = {name: value.double() for name, value in run(autocast).items()}
+        with prepare(model, tiling=Tiling(tile_tokens=16, compile={"backend": graphs}), checkpointing=Checkpointing()):
+            assert worst(run(autocast), true) <= bound
+    assert len(graphs.products) == 4
+
+
+def test_what_cannot_be_compiled_runs_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
+    """A module whose code is not one graph runs uncompiled, right, and one warning says why."""
+    module, x = RoutedMLP().double(), tokens(24)
+    true = reference(module, x)
+    tile(module, tile_tokens=12, compile={"backend": Graphs()})
+    with caplog.at_level(logging.WARNING, "lt_tiled"):
+        for _ in range(2):
+            assert worst(gradients(module, x), true) <= 1e-10
+    assert sum("RoutedMLP runs uncompiled" in line for line in caplog.messages) == 1
+
+
+def test_a_line_before_the_first_compilation(caplog: pytest.LogCaptureFixture) -> None:
+    """A log line comes before the compiler is called, so that nobody thinks the run is stuck."""
+    lines: list[list[str]] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        lines.append(list(caplog.messages))
+        return graph.forward
+
+    class Announced(GatedMLP):
+        pass
+
+    module = tile(Announced(), tile_tokens=12, compile={"backend": backend})
+    with caplog.at_level(logging.INFO, "lt_tiled"):
+        module(randn(1, 24, H))
+    assert "compiles the tiles of Announced" in lines[0][-1]
+
+
+@pytest.mark.parametrize("value", ["max-autotune", 1, {"modes": "default"}])
+def test_bad_options(value: Any) -> None:
+    """What ``torch.compile`` would not take is refused when the policy is made, with what it takes."""
+    with pytest.raises(ValueError, match=r"compile"):
+        Tiling(compile=value)
+
+
+def test_unused_weights_keep_no_gradient() -> None:
+    """A weight that the module does not use has no gradient when compiled either, as untiled."""
+    module = GatedMLP()
+    module.spare = nn.Linear(H, H)
+    tile(module, tile_tokens=12, compile={"backend": Graphs()})
+    assert not any("spare" in name for name in gradients(module, randn(1, 24, H)))
