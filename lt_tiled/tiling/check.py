@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.closed import check_kept, kept_tensors
 from lt_tiled.tiling.layout import OutputAssembly, TokenShape
-from lt_tiled.tiling.recompute import random_state_kept
+from lt_tiled.tiling.recompute import PackCounter, RandomState, random_state_kept
 from lt_tiled.tiling.work import NotTokenWise, Work
 
 CHECK_TOKENS = 8
@@ -45,9 +46,15 @@ def check_token_wise(call: TiledCall) -> bool:
     picked = torch.linspace(0, call.shape.tokens - 1, few, device=call.device).long()
     sample = call.cut(call.flat(call.inputs), picked)
     shape = TokenShape(torch.Size(call.shape.tile_lead(few)))
-    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work), _arguments_unchanged(call, sample):
+    kept = kept_tensors(call.work)
+    # In training mode, where statistics are taken; and with a graph, if one is asked for, where auxiliary losses are.
+    with random_state_kept(call.device), _arguments_unchanged(call, sample), _buffers_unchanged(call), PackCounter():
+        start = RandomState.now(call.device)
         whole = call.run_tile(sample)
-    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work):
+        dropout = not start.same_as(RandomState.now(call.device))
+    check_kept(whole, call.work, kept, call.mark.name)
+    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work) if dropout else nullcontext():
+        whole = call.run_tile(sample) if dropout else pytree.tree_map_only(Tensor, torch.Tensor.detach, whole)
         layout = call.layout_of(whole, sample, few)
         assembly = OutputAssembly(layout, shape, call.mark.name)
         for bounds in ((0, few // 2 + 1), (few // 2 + 1, few)):
@@ -91,6 +98,26 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
             f"{call.mark.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
             " change out of place, or leave the module out of targets."
         )
+
+
+@contextmanager
+def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
+    """Refuse a module that counts or averages in a buffer: it would do so once for each tile, and again in the recompute."""
+    buffers = [(part, n, b) for part in call.work.parts() for n, b in part._buffers.items() if b is not None and not b.is_inference()]
+    before = [(b._version, b.clone() if b.nbytes <= _SMALL else None) for _, _, b in buffers]
+    yield
+    for (part, name, buffer), (version, copied) in zip(buffers, before, strict=True):
+        now = part._buffers[name]
+        if now is not buffer or buffer._version != version:
+            part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
+            raise NotTokenWise(
+                f"{call.mark.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be changed once for each"
+                " tile, and again when the tiles are recomputed. Leave it out of targets, or name the part of it that works token by token."
+            )
+
+
+_SMALL = 2**20
+"""Larger buffers are weights."""
 
 
 @contextmanager

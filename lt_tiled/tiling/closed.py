@@ -34,32 +34,51 @@ def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept
         The ``id`` of each leaf that the output depends on.
 
     Raises:
-        NotTokenWise: If the output depends on a tensor that is neither an argument nor a registered weight, or if the module keeps a tensor
-            with a graph in an attribute, as it does for an auxiliary loss.
+        NotTokenWise: If the output depends on a tensor that is neither an argument nor a registered weight, or see :func:`check_kept`.
     """
-    known = {id(leaf) for leaf in leaves}
+    known, reached = {id(leaf) for leaf in leaves}, set()
+    nodes = _graph(output)
+    for node in nodes:
+        variable = getattr(node, "variable", None)  # of a leaf
+        if isinstance(variable, Tensor):
+            reached.add(id(variable))
+            if id(variable) not in known:
+                raise NotTokenWise(
+                    f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its arguments nor one"
+                    " of its registered parameters or buffers, and would get no gradient. Register it, pass it as an argument, or leave"
+                    " the module out of targets."
+                )
+    _check_kept(nodes, work, before, name)
+    return reached
+
+
+def check_kept(output: Any, work: Work, before: Kept, name: str) -> None:
+    """Look for tensors with a graph that a run of the work kept in attributes, as for an auxiliary loss.
+
+    Raises:
+        NotTokenWise: If there is one that the output does not depend on.
+    """
+    _check_kept(_graph(output), work, before, name)
+
+
+def _graph(output: Any) -> set[Any]:
+    """The nodes that the output's graph consists of."""
     nodes = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    seen, reached = set(), set()
+    seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of a leaf
-        reached.add(id(variable))
-        if isinstance(variable, Tensor) and id(variable) not in known:
-            raise NotTokenWise(
-                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its arguments nor one of"
-                " its registered parameters or buffers, and would get no gradient. Register it, pass it as an argument, or leave the module"
-                " out of targets."
-            )
-        nodes += [following for following, _ in node.next_functions if following is not None]
+        if node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions if following is not None]
+    return seen
+
+
+def _check_kept(nodes: set[Any], work: Work, before: Kept, name: str) -> None:
     for (index, path, attribute), value in kept_tensors(work).items():
         # What the output depends on (a normalised weight) is computed anew in each run; the rest is kept for somebody else.
-        if value is not before.get((index, path, attribute)) and value.grad_fn not in seen:
+        if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:
             where = f"{path}.{attribute}" if path else attribute
             raise NotTokenWise(
                 f"{name}: it keeps a tensor with a graph in its attribute {where}, of one tile only when it is tiled. Return it as an"
                 " output instead, or leave the module out of targets."
             )
-    return reached

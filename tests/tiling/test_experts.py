@@ -1,0 +1,151 @@
+"""Mixtures of experts: router logits, auxiliary losses, shared experts, statistics over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled.report import Report
+from tests.architectures import ARCHITECTURES
+from tests.models import GatedMLP, H, RoutedMLP
+from tests.parity import gradients, randn, reference, spread, worst
+
+MIXTURES = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "DeepSeek V3", "OLMoE", "Granite MoE"]
+RECORDED = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "OLMoE", "Granite MoE"]
+"""Those that can give back their routers' logits."""
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
+    output = model(**inputs, **kwargs)
+    output.loss.backward()
+    found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    logits = {f"router {i}": t.detach().double() for i, t in enumerate(getattr(output, "router_logits", None) or ())}
+    return {"loss": output.loss.detach().double(), **found, **logits}
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
+    """With each of the experts' implementations of transformers, loss and gradients are the untiled ones (float32)."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(torch.float32, experts)
+    true = run(model, architecture.feed(model))
+    with prepare(model, tiling=Tiling(tile_tokens=24), checkpointing=Checkpointing()):
+        found = run(model, architecture.feed(model))
+    assert found.keys() == true.keys()
+    scale = max(float(value.norm()) for value in true.values())
+    assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-5
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``output_router_logits=True`` the logits that the model gives back, its auxiliary loss and all gradients are the untiled ones, and the experts run in tiles."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    inputs = architecture.feed(model)
+    true = run(model, inputs, output_router_logits=True)
+    assert "router 0" in true
+    with prepare(model, tiling=Tiling(tile_tokens=24), checkpointing=Checkpointing()):
+        for _ in range(2):
+            found = run(model, inputs, output_router_logits=True)
+            assert found.keys() == true.keys()
+            assert worst(found, true) <= 1e-8
+        tiled = Report.of(model).tiled
+        assert any(row.path.endswith("experts") and row.tiles > 1 for row in tiled)
+    assert "Below its router experts" in caplog.text
+    assert not Report.of(model).tiled
+
+
+def balance(output: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss with the load-balancing loss of Switch Transformers (arXiv:2101.03961, equation 4) over all tokens' router logits."""
+    hidden, logits = output
+    shares = logits.flatten(0, -2).softmax(-1)
+    chosen = F.one_hot(shares.argmax(-1), shares.shape[-1]).to(shares.dtype)
+    return spread(hidden) + 10 * shares.shape[-1] * (chosen.mean(0) * shares.mean(0)).sum()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_auxiliary_loss_of_returned_logits(flat: bool) -> None:
+    """An auxiliary loss computed from router logits in either layout, ``[tokens, E]`` or ``[B, S, E]``, is unchanged, and its gradients."""
+    module, x = RoutedMLP(flat=flat).double(), randn(2, 24, H, dtype=torch.float64)
+    true = reference(module, x, loss=balance)
+    assert worst(gradients(tile(module, num_shards=4), x, loss=balance), true) <= 1e-10
+
+
+class Balanced(nn.Module):
+    """A mixture of experts with a shared one, whose router uses something of all its tokens."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.router = nn.Linear(H, 3, bias=False)
+        self.experts = nn.ModuleList(GatedMLP() for _ in range(3))
+        self.shared_expert = GatedMLP()
+        self.register_buffer("load", torch.zeros(3))
+        self.loss: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        tokens = x.reshape(-1, H)
+        scores = self.router(tokens).softmax(-1)
+        if self.kind == "balance over tokens":
+            scores = scores / scores.sum(0)
+        if self.kind == "kept loss":
+            self.loss = scores.mean(0).square().sum()
+        if self.kind == "counted load" and self.training:
+            self.load += scores.detach().sum(0).to(self.load.dtype)
+        if self.kind == "capacity":
+            first = scores.argsort(0, descending=True).argsort(0) < len(tokens) // 3
+            scores = scores * first
+        out = sum(expert(tokens) * scores[:, i, None] for i, expert in enumerate(self.experts))
+        return (out + self.shared_expert(tokens)).view_as(x)
+
+
+def total(model: nn.Module) -> Any:
+    return lambda output: spread(output) + sum(m.loss for m in model.modules() if isinstance(m, Balanced) and m.loss is not None)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["balance over tokens", "kept loss", "counted load", "capacity"])
+def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A mixture that computes something over all its tokens is tiled below its router, with a warning: nothing is changed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.ModuleDict({"mlp": Balanced(kind)}) for _ in range(2)))
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(H), Balanced(kind)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(self.norm(x))
+
+    model, x = nn.Sequential(Layer(), Layer()).double(), randn(2, 24, H, dtype=torch.float64)
+    true = gradients(model, x, loss=total(model))
+    counted = [layer.mlp.load.clone() for layer in model]
+    for layer in model:
+        layer.mlp.load.zero_()
+    with prepare(model, tiling=Tiling(num_shards=4), checkpointing=Checkpointing() if checkpointed and kind != "kept loss" else None):
+        assert worst(gradients(model, x, loss=total(model)), true) <= 1e-10
+        rows = {row.path.split(".", 2)[2]: row.tiles for row in Report.of(model).tiled}
+        assert rows == {"experts.0": 4, "experts.1": 4, "experts.2": 4, "shared_expert": 4}
+    if not checkpointed:  # a checkpointed block counts twice, tiled or not
+        assert all(torch.allclose(layer.mlp.load, load) for layer, load in zip(model, counted, strict=True))
+    assert "Below its router" in caplog.text
+
+
+def test_a_scalar_auxiliary_loss_is_refused() -> None:
+    """A module without experts that returns a scalar of its tokens is refused by name, with the remedy."""
+
+    class Scalar(GatedMLP):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.square().mean()
+
+    with pytest.raises(ValueError, match=r"Scalar: output \[1\].*not per token.*reductions"):
+        tile(Scalar(), num_shards=4)(randn(1, 24, H))
