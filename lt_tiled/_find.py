@@ -84,9 +84,7 @@ def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str,
     if callable(targets):
         chosen = [(path, m) for path, m in everything if has_forward(m) and targets(path, m)]
         if not chosen:
-            raise ValueError(
-                f"{what} targets={targets!r} chooses no module of {type(model).__name__}: it was asked about {len(everything)}."
-            )
+            raise ValueError(f"{what} targets={targets!r} chooses none of the {len(everything)} modules of {type(model).__name__}.")
         return outermost(chosen)
     found: list[tuple[str, nn.Module]] = []
     for target in [targets] if isinstance(targets, str) else targets:

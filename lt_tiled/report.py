@@ -54,7 +54,7 @@ class Report:
         for path, module in [("", model), *walk(model)]:
             for mark in get_marks(module, TileMark):
                 if not mark.whole:
-                    tiled.append(TiledModule(path + mark.suffix, mark.kind, *mark.largest, mark.widths, mark.weight_bytes))
+                    tiled.append(TiledModule((path + mark.suffix).lstrip("."), mark.kind, *mark.largest, mark.widths, mark.weight_bytes))
             if (block := get_mark(module, BlockMark)) is not None:
                 blocks.append(CheckpointedBlock(path, type(module).__name__))
                 if block.offload is not None:

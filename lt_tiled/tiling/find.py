@@ -127,13 +127,13 @@ def _chain(root: nn.Module, path: str) -> Tileable | None:
     if not has_forward(root) or isinstance(root, nn.Sequential):
         return None
     children = [(n, m) for n, m in root.named_children() if has_forward(m) and not _mixes_tokens(n, m)]  # none that is compiled
-    halves = [(name, m, {_widths(p) for p in m.modules()} - {None}) for name, m in children]
+    halves = [(name, m, set(_projections(m))) for name, m in children]
     pairs = [
         ((name, first), (other, second))
         for index, (name, first, wider) in enumerate(halves)
         for other, second, narrower in halves[index + 1 :]
         for widths in wider
-        if len(wider) == len(narrower) == 1 and widths is not None and widths[1] > widths[0] and widths[::-1] in narrower
+        if len(wider) == len(narrower) == 1 and widths[1] > widths[0] and widths[::-1] in narrower
     ]
     if len(pairs) != 1:
         return None
@@ -194,7 +194,7 @@ def _widens(module: nn.Module) -> bool:
 
 def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
     """The width of the hidden states and the larger one between the projections of a feed-forward part."""
-    widths = [w for module in modules for m in module.modules() if (w := _widths(m)) is not None]
+    widths = [w for module in modules for w in _projections(module)]
     return next(
         (
             (hidden, inner)
@@ -204,6 +204,16 @@ def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
         ),
         None,
     )
+
+
+def _projections(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """The widths of the projections in a module; an adapted one (LoRA) counts as the one that it adapts."""
+    widths = _widths(module)
+    if widths is not None:
+        yield widths
+    else:
+        for child in module.children():
+            yield from _projections(child)
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:

@@ -113,7 +113,7 @@ def tile(
     if owner is None:
         return TiledCallable(target, policy)  # type: ignore[return-value]
     kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
-    mark_tiled(Tileable(kind, owner, method, kind=kind), policy, None)
+    mark_tiled(Tileable(kind, owner, method, kind=kind, suffix="" if owner is target else f".{method}"), policy, None)
     return target if owner is target else getattr(owner, method)
 
 

@@ -1,0 +1,125 @@
+"""Adapters of PEFT on tiled models: LoRA, DoRA, ``modules_to_save``, quantised bases; added before and after preparation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import Tensor, nn
+
+from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled.report import Report
+from tests.architectures import ARCHITECTURES
+from tests.models import Block, H, tiny_llama
+from tests.parity import randn, spread, worst
+
+IDS = torch.arange(96).view(2, 48) % 64
+TILES = Tiling(tile_tokens=20)
+MLP = ["gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": MLP},
+    "LoRA on attention alone": {"target_modules": ["q_proj", "v_proj"]},
+    "LoRA with biases": {"target_modules": MLP, "lora_bias": True},
+    "rsLoRA on some layers": {"target_modules": MLP, "layers_to_transform": [1], "use_rslora": True},
+    "DoRA": {"target_modules": MLP, "use_dora": True},
+    "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]},
+    "a saved projection": {"target_modules": ["gate_proj"], "modules_to_save": ["up_proj", "lm_head"]},
+}
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    loss = model(**(inputs or {"input_ids": IDS, "labels": IDS})).loss
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), **found}
+
+
+def adapted(model: nn.Module, **fields: Any) -> Any:
+    """The model with adapters that do something: PEFT begins them at zero."""
+    torch.manual_seed(1)
+    found = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **fields))
+    with torch.no_grad():
+        for name, p in found.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return found
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_parity(name: str, after: bool) -> None:
+    """Adapters added before or after preparation give the untiled loss, the untiled gradients, and gradients for the same weights."""
+    torch.manual_seed(0)
+    base = tiny_llama().double()
+    true = run(adapted(copy.deepcopy(base), **ADAPTERS[name]))
+    model = base if after else adapted(base, **ADAPTERS[name])
+    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+        model = adapted(base, **ADAPTERS[name]) if after else model
+        assert worst(run(model), true) <= 1e-9
+        assert all(row.tiles > 1 for row in Report.of(model).tiled if "original_module" not in row.path)
+    assert not Report.of(model).tiled
+
+
+def test_inline_chain_with_adapters() -> None:
+    """LoRA on the two halves of OPT's feed-forward part gives the untiled gradients, and the chain stays one tile's size."""
+    architecture = ARCHITECTURES["OPT"]
+    base = architecture.build()
+    true = run(adapted(copy.deepcopy(base), target_modules=["fc1", "fc2"]), architecture.feed(base))
+    model = adapted(base, target_modules=["fc1", "fc2"])
+    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+        assert worst(run(model, architecture.feed(base)), true) <= 1e-9
+        assert {(row.kind, row.tiles > 1) for row in Report.of(model).tiled} == {("Linear + Linear", True)}
+
+
+def test_dropout_of_adapters_is_replayed() -> None:
+    """``lora_dropout`` draws the same masks in the recompute: the gradient is the slope of the loss with one seed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["gate", "up", "down"], lora_dropout=0.4, init_lora_weights=False), model)
+    model, x = model.double(), randn(2, 24, H, dtype=torch.float64)
+    weight = next(p for name, p in model.named_parameters() if "lora_A" in name)
+    direction, eps = randn(*weight.shape, seed=3, dtype=torch.float64).detach(), 1e-6
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        return spread(model(x))
+
+    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+        loss().backward()
+        assert weight.grad is not None
+        with torch.no_grad():
+            weight += eps * direction
+            high = loss()
+            weight -= 2 * eps * direction
+            low = loss()
+    assert float((weight.grad * direction).sum()) == pytest.approx(float((high - low) / (2 * eps)), rel=1e-5)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_quantised_base(after: bool) -> None:
+    """LoRA on a base whose weights are eight-bit integers (torchao) gives the untiled loss and gradients."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    base = tiny_llama(hidden_size=64, intermediate_size=192)
+    quantize_(base, Int8WeightOnlyConfig(), filter_fn=lambda module, path: path.endswith("proj"))
+    true = run(adapted(copy.deepcopy(base), target_modules=MLP))
+    model = base if after else adapted(base, target_modules=MLP)
+    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+        model = adapted(base, target_modules=MLP) if after else model
+        assert worst(run(model), {name: value.double() for name, value in true.items()}) <= 1e-5
+        assert all(row.tiles > 1 for row in Report.of(model).tiled)
+
+
+def test_frozen_model_of_which_one_part_trains() -> None:
+    """With everything frozen but one norm, that norm's gradient is the untiled one, and no other weight has any."""
+    model = tiny_llama().double().requires_grad_(False)
+    model.model.layers[0].post_attention_layernorm.weight.requires_grad_()
+    true = run(model)
+    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+        assert worst(run(model), true) <= 1e-10
+    assert len(true) == 2

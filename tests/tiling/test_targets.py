@@ -1,0 +1,298 @@
+"""What can be tiled beside modules that ``auto`` finds: methods, functions, norms and projections, and plain torch models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lt_tiled import Checkpointing, Tiling, prepare, tile, untile
+from lt_tiled.report import Report
+from tests.meters import flops, peak_bytes
+from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.parity import gradients, randn, reference, worst
+
+IDS = torch.arange(96).view(2, 48) % 32
+REST = ["*norm*", "*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"]
+
+
+class WithMethod(nn.Module):
+    """A layer whose feed-forward part is a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(H, 48), nn.Linear(48, H)
+        self.mix = nn.Linear(H, H)
+
+    def feed_forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x))) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x).mean(1, keepdim=True)
+        return x + self.feed_forward(x, scale=2.0)
+
+
+def x64(batch: int = 2, length: int = 24) -> Tensor:
+    return randn(batch, length, H, dtype=torch.float64)
+
+
+def paths(model: nn.Module) -> list[str]:
+    return [row.path for row in Report.of(model).tiled]
+
+
+def rows(model: nn.Module) -> bool:
+    return all(row.tiles > 1 for row in Report.of(model).tiled)
+
+
+def test_tile_a_method() -> None:
+    """``tile(layer.feed_forward)`` tiles that method in place; ``untile`` of it leaves nothing behind."""
+    layer, x = WithMethod().double(), x64()
+    before, true = set(vars(layer)), reference(layer, x)
+    method = tile(layer.feed_forward, num_shards=4)
+    assert method == layer.feed_forward
+    assert worst(gradients(layer, x), true) <= 1e-10
+    assert Report.of(layer).tiled[0].path == "feed_forward"
+    assert Report.of(layer).tiled[0].tiles == 4
+    untile(layer.feed_forward)
+    assert set(vars(layer)) == before
+
+
+def test_methods_as_targets() -> None:
+    """Targets name methods by class or by path; copies have their own weights and pickles come back plain."""
+    model, x = nn.Sequential(WithMethod(), WithMethod()).double(), x64()
+    true = reference(model, x)
+    for target, count in (("WithMethod.feed_forward", 2), ("1.feed_forward", 1)):
+        with prepare(model, tiling=Tiling(4, targets=target)):
+            assert worst(gradients(model, x), true) <= 1e-10
+            assert len(paths(model)) == count
+            assert rows(model)
+            clone, plain = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        assert rows(clone)
+        assert not paths(plain)
+        assert worst(gradients(plain, x), true) <= 1e-10
+
+
+class Holder:
+    """An object that holds a module and is no module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.module(x) * 2
+
+    run = __call__
+
+
+def closure(module: nn.Module) -> Any:
+    return lambda x: module(x) * 2
+
+
+CALLABLES: dict[str, Any] = {
+    "closure": closure,
+    "partial": lambda module: partial(lambda m, x: m(x) * 2, module),
+    "object": Holder,
+    "an object's method": lambda module: Holder(module).run,
+}
+
+
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_tile_a_callable(kind: str) -> None:
+    """Of a function ``tile`` returns a tiled one, with the gradients of the modules that it reaches; ``untile`` gives the function back."""
+    module, x = GatedMLP().double(), x64()
+    function = CALLABLES[kind](module)
+    true = gradients(module, x, call=function)
+    tiled = tile(function, num_shards=4)
+    assert worst(gradients(module, x, call=tiled), true) <= 1e-10
+    assert tiled.mark.largest == (48, 4)
+    assert untile(tiled) is function
+
+
+def test_a_callable_whose_weights_cannot_be_seen_is_refused() -> None:
+    """A function that uses a weight that is in no module it reaches is refused instead of losing the weight's gradient."""
+    weights = [nn.Parameter(torch.randn(H, H))]
+    with pytest.raises(ValueError, match=r"neither one of its arguments nor.*pass it as an argument"):
+        tile(lambda x: x @ weights[0], num_shards=4)(randn(1, 24, H))
+    with pytest.raises(TypeError, match="3 is a int: give a module"):
+        tile(3)  # type: ignore[type-var]
+
+
+def test_weights_passed_as_arguments() -> None:
+    """A weight that is passed to a tiled function gets its gradient, summed over the tiles."""
+    weight, x = randn(H, H, dtype=torch.float64, seed=1), x64()
+    found = []
+    for function in (lambda x, w: F.gelu(x @ w), tile(lambda x, w: F.gelu(x @ w), num_shards=4)):
+        function(x, weight).square().sum().backward()
+        found.append((x.grad, weight.grad))
+        x.grad = weight.grad = None
+    assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(*found, strict=True))
+
+
+def test_the_rest_of_the_block() -> None:
+    """Norms, q/k/v and output projections as targets beside ``auto``: the untiled loss and gradients, at no more FLOPs."""
+    model = tiny_llama().double()
+
+    def run() -> dict[str, Tensor]:
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return {"loss": loss.detach(), **found}
+
+    with prepare(model, checkpointing=Checkpointing()):
+        true, untiled = run(), flops(run)
+    with prepare(model, tiling=Tiling(4, targets=["auto", *REST], self_check=False), checkpointing=Checkpointing()):
+        assert worst(run(), true) <= 1e-6
+        assert len(paths(model)) == 2 * (1 + 2 + 4) + 1
+        assert rows(model)
+        assert flops(run) == untiled
+
+
+def test_memory_of_the_rest_of_the_block() -> None:
+    """Where the MLP is tiled, tiling norms and projections too lowers the peak further (bfloat16, whose norms compute in float32)."""
+    model = tiny_llama(hidden_size=64, intermediate_size=128, max_position_embeddings=1024).bfloat16()
+    hidden = randn(1, 1024, 64, dtype=torch.bfloat16)
+    positions = model.model.rotary_emb(hidden, torch.arange(1024)[None])
+    peaks = []
+    for targets in ("auto", ["auto", *REST]):
+        with prepare(model, tiling=Tiling(tile_tokens=64, targets=targets, self_check=False), checkpointing=Checkpointing()):
+            layer = model.model.layers[0]
+
+            def run() -> None:
+                layer(hidden, position_embeddings=positions).sum().backward()  # noqa: B023
+
+            run()
+            peaks.append(peak_bytes(run))
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_a_function_as_targets() -> None:
+    """``targets`` as a function of path and module chooses; one that chooses nothing is refused."""
+    model, x = nn.Sequential(Block(), Block()).double(), x64()
+    true = reference(model, x)
+    with prepare(model, tiling=Tiling(4, targets=lambda path, module: path.endswith("mlp") and path.startswith("1"))):
+        assert worst(gradients(model, x), true) <= 1e-10
+        assert paths(model) == ["1.mlp"]
+    with pytest.raises(ValueError, match="chooses none of the"):
+        prepare(model, tiling=Tiling(targets=lambda path, module: False))
+
+
+def test_the_report_tells_widths_and_weights() -> None:
+    """A row has the path, the class, the widths, and the bytes of the weights."""
+    model = TinyLM(hidden=H, wide=48)
+    with prepare(model, tiling=Tiling()) as prepared:
+        row = prepared.report().tiled[0]
+    assert (row.path, row.kind, row.widths, row.weight_bytes) == ("blocks.0.mlp", "GatedMLP", (H, 48), 3 * H * 48 * 4)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_plain_transformer_encoder(norm_first: bool) -> None:
+    """``nn.TransformerEncoder``, pre-norm and post-norm: found, the untiled gradients, FLOPs 1.00, and a lower peak."""
+    layer = nn.TransformerEncoderLayer(H, 2, 96, dropout=0.0, batch_first=True, norm_first=norm_first)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double(), x64(1, 64)
+    true = reference(model, x)
+
+    def run() -> None:
+        y = model(x)
+        torch.autograd.backward(y, torch.ones_like(y))
+
+    costs = []
+    for tiling in (None, Tiling(8, self_check=False)):
+        with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+            assert worst(gradients(model, x), true) <= 1e-10
+            costs.append((flops(run), peak_bytes(run)))
+            assert tiling is None or (rows(model) and len(paths(model)) == 2)
+    assert costs[1][0] == costs[0][0]
+    assert costs[1][1] < costs[0][1]
+
+
+def test_plain_transformer_with_a_decoder() -> None:
+    """``nn.Transformer``: the feed-forward parts of encoder and decoder layers are found, and the gradients are the untiled ones."""
+    model = nn.Transformer(H, 2, 2, 2, 48, dropout=0.0, batch_first=True).double()
+    x = x64()
+    true = gradients(model, x, call=lambda x: model(x, x.flip(1)))
+    with prepare(model, tiling=Tiling(4)):
+        assert worst(gradients(model, x, call=lambda x: model(x, x.flip(1))), true) <= 1e-10
+        assert len(paths(model)) == 4
+        assert rows(model)
+
+
+def test_hand_written_gpt() -> None:
+    """A hand-written GPT: ``auto`` finds its MLPs, and the gradients are the untiled ones."""
+    model = TinyLM().double()
+    true = gradients(model, loss=lambda y: lm_loss(y, IDS), call=lambda: model(IDS))
+    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+        assert worst(gradients(model, loss=lambda y: lm_loss(y, IDS), call=lambda: model(IDS)), true) <= 1e-10
+        assert paths(model) == ["blocks.0.mlp", "blocks.1.mlp"]
+        assert rows(model)
+
+
+class StateSpace(nn.Module):
+    """A selective state space: each token's state is the decayed one of the token before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.decay, self.out = nn.Linear(H, 48), nn.Linear(H, 48), nn.Linear(48, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep, new, states = self.decay(x).sigmoid(), self.into(x), [x.new_zeros(x.shape[0], 48)]
+        for t in range(x.shape[1]):
+            states.append(keep[:, t] * states[-1] + new[:, t])
+        return self.out(torch.stack(states[1:], 1))
+
+
+def test_state_space_block_is_refused() -> None:
+    """A state-space block, which widens and narrows as an MLP does, is refused by the self-check as not token-wise, by name."""
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), StateSpace()) for _ in range(2)))
+    with prepare(model, tiling=Tiling(4)), pytest.raises(ValueError, match=r"0\.1 \(StateSpace\) is not token-wise.*Leave it out"):
+        model(randn(1, 24, H))
+
+
+def test_state_space_models_of_transformers_are_refused() -> None:
+    """Mamba has no feed-forward part: ``auto`` says so, and its mixer, if it is named, is refused by the self-check; so is RWKV's."""
+    from transformers import MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=H, state_size=4, num_hidden_layers=2, vocab_size=32, time_step_rank=4))
+    with pytest.raises(ValueError, match="found no feed-forward module in MambaForCausalLM"):
+        prepare(mamba, tiling=Tiling())
+    with prepare(mamba, tiling=Tiling(4, targets="MambaMixer")), pytest.raises(ValueError, match=r"MambaMixer.* is not token-wise"):
+        mamba(IDS)
+    sizes = {"hidden_size": H, "attention_hidden_size": H, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+    rwkv = RwkvForCausalLM(RwkvConfig(**sizes))
+    with prepare(rwkv, tiling=Tiling(4)), pytest.raises(ValueError, match=r"RwkvFeedForward.* is not token-wise"):
+        rwkv(IDS, use_cache=False)
+
+
+@pytest.mark.parametrize("when", ["instance, before", "class, before", "instance, after"])
+def test_replaced_forwards_are_kept(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that Liger or Hugging Face kernels put on the instance or on the class runs in the tiles, and is there after release."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    calls = []
+
+    def kernel(self: Any, x: Tensor) -> Tensor:
+        calls.append(x.shape[-2])
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp
+    if when == "class, before":
+        monkeypatch.setattr(LlamaMLP, "forward", kernel)
+    if when == "instance, before":
+        mlp.forward = MethodType(kernel, mlp)
+    with prepare(model, tiling=Tiling(tile_tokens=24)):
+        if when == "instance, after":
+            mlp.forward = MethodType(kernel, mlp)
+        model(IDS)
+        assert calls
+        assert when == "instance, after" or set(calls) <= {2, 3, 5, 8, 24}
+    calls.clear()
+    model(IDS)
+    assert set(calls) == {48}
