@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from lt_tiled._find import find_blocks, has_forward, walk
+from lt_tiled._find import find_blocks, has_forward, unwrapped, walk
 from lt_tiled._log import inform, warn
 from lt_tiled._marks import get_mark
 from lt_tiled.checkpointing.blocks import find_checkpointable
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-_UNITS = FullyShardedDataParallel | FSDPModule
-
-
 def refuse_units_in_tiled_modules(model: nn.Module) -> None:
     """Raise if a tiled module holds units of its own: the engine would gather their weights once per tile.
 
@@ -31,15 +28,16 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
     Raises:
         ValueError: With the unit's name and the remedy.
     """
+    units = {id(unwrapped(m)) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
     marks = list(tile_marks(model))
     joined = [(path, m) for path, m in walk(model) if get_mark(m, JoinMark) is not None]
-    apart = {id(m) for m in [m for _, m, mark in marks if mark.chained] + [m for _, m in joined] if isinstance(m, _UNITS)}
+    apart = any(id(m) in units for m in [*(m for _, m, mark in marks if mark.chained), *(m for _, m in joined)])
     for _, _, mark in marks:
         mark.chained = mark.chained and not (apart and mark.alone)
-    chained = [(path, m) for path, m, mark in marks if mark.chained] + (joined if any(not mark.alone for _, _, mark in marks) else [])
-    for path, module in [*((path, m) for path, m, _ in marks), *chained]:
+    inside = {id(m) for _, m, mark in marks if mark.chained} | {id(m) for _, m in joined if not all(mark.alone for _, _, mark in marks)}
+    for path, module in [*((path, m) for path, m, _ in marks), *((path, m) for path, m in joined if id(m) in inside)]:
         for name, part in module.named_modules():
-            if (part is not module or (path, part) in chained) and isinstance(part, _UNITS):
+            if id(unwrapped(part)) in units and (part is not module or id(module) in inside):
                 kind = type(module).__name__
                 raise ValueError(
                     f"{path} ({kind}) is tiled, and {name or 'it'} inside it is an FSDP unit, whose weights would be gathered anew"

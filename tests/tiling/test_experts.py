@@ -45,7 +45,7 @@ def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With ``output_router_logits=True`` the recorded logits, the auxiliary loss and the gradients are the untiled ones; experts are tiled."""
+    """With ``output_router_logits=True`` the recorded logits, the auxiliary loss and the gradients are the untiled ones, in tiles."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     inputs = architecture.feed(model)

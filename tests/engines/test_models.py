@@ -1,0 +1,135 @@
+"""Models of several kinds under every engine: chains in blocks, norms behind the MLP, mixtures of experts, images and text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+import lt_tiled
+from lt_tiled import Checkpointing, Tiling
+from lt_tiled.report import Report
+from tests.architectures import ARCHITECTURES
+from tests.engines.cells import set_up, strategy
+from tests.engines.conftest import OnRanks
+from tests.world import World
+
+KINDS = ["OPT", "Gemma 2", "BERT", "Mixtral"]
+ENGINES = ["ddp", "fsdp", "fsdp_flat", "fsdp2", "zero2", "zero3"]
+
+
+def built(kind: str, tied: bool) -> Any:
+    """A model; units of FSDP cannot share a weight, and DDP wants none that is unused, as BERT's second bias is where they do not."""
+    architecture = ARCHITECTURES[kind]
+    return replace(architecture, fields={**architecture.fields, "tie_word_embeddings": tied}).build(torch.float32)
+
+
+def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]) -> tuple[list[float], bool]:
+    """The losses of three steps on other tokens on each rank, and whether all that is tiled ran in tiles."""
+    rank = dist.get_rank()
+    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    net = built(kind, tied=engine == "ddp")
+    model, optimizer = set_up(fabric, net, engine)
+    found = []
+    for step in range(3):
+        ids = torch.randint(3, 64, (2, 40 + 6 * rank), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(input_ids=ids, labels=ids, **inputs).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    rows = Report.of(net).tiled
+    fabric.strategy.release()
+    return found, bool(rows) and all(row.tiles > 1 for row in rows)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
+    """Tiled and checkpointed, with other lengths on each rank, three steps have the losses of the engine's own untiled run."""
+    untiled = on_ranks(losses, engine, kind, None, {})
+    tiled = on_ranks(losses, engine, kind, Tiling(3), {})
+    for (true, _), (found, all_tiled) in zip(untiled, tiled, strict=True):
+        assert found == pytest.approx(true, rel=1e-5)
+        assert all_tiled
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_recorded_router_logits(on_ranks: OnRanks, engine: str) -> None:
+    """With recorded router logits, and the auxiliary loss of them, the losses are the untiled ones too."""
+    untiled = on_ranks(losses, engine, "Mixtral", None, {"output_router_logits": True})
+    tiled = on_ranks(losses, engine, "Mixtral", Tiling(3), {"output_router_logits": True})
+    for (true, _), (found, all_tiled) in zip(untiled, tiled, strict=True):
+        assert found == pytest.approx(true, rel=1e-5)
+        assert all_tiled
+
+
+def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[dict[str, Tensor], bool]:
+    """The gradients of a step with images on rank 0 alone, averaged by DDP."""
+    architecture = ARCHITECTURES[kind]
+    net: Any = architecture.build(torch.float32)
+    inputs = architecture.feed(net)
+    if frozen:
+        for name, weight in net.named_parameters():
+            weight.requires_grad_("language_model" in name)
+        torch.manual_seed(0)
+        targets = r".*language_model.layers.1.*(gate_proj|down_proj|q_proj)|.*(visual|vision_tower).*(fc1|linear_fc1)"
+        net = get_peft_model(net, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    if dist.get_rank():
+        image = next(m for m in net.modules() if hasattr(m, "config")).config.image_token_id
+        inputs = {"input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == image, 7), "labels": inputs["labels"]}
+    chosen = lt_tiled.fabric.TiledDDPStrategy(tiling=tiling, checkpointing=Checkpointing(), find_unused_parameters=True)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    model = fabric.setup_module(net)
+    fabric.backward(model(**inputs).loss)
+    rows = Report.of(net).tiled
+    fabric.strategy.release()
+    tiled = [row.tiles > 1 for row in rows if dist.get_rank() == 0 or "language" in row.path]
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, bool(tiled) and all(tiled)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trains", "frozen tower, LoRA on some layers"])
+@pytest.mark.parametrize("kind", ["Qwen 3-VL", "Gemma 3 (image and text)"])
+def test_images_on_one_rank(world: World, kind: str, frozen: bool) -> None:
+    """Under DDP with images on one rank and none on the other, both towers are tiled, and both ranks' gradients are the untiled ones."""
+    untiled = world(images_on_one_rank, kind, frozen, None)
+    tiled = world(images_on_one_rank, kind, frozen, Tiling(3))
+    for (true, _), (found, all_tiled) in zip(untiled, tiled, strict=True):
+        assert all_tiled
+        assert found.keys() == true.keys()
+        assert any("vis" in name for name in found)
+        scale = max(float(value.norm()) for value in true.values())
+        assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-4
+
+
+def refused(kind: str, wrap: str) -> str:
+    """What setting up says where a module of a chain is a unit by itself."""
+    net = built(kind, tied=False)
+    classes = {type(m) for path, m in net.named_modules() if path.endswith(wrap)}
+    chosen = lt_tiled.fabric.TiledFSDPStrategy(tiling=3, auto_wrap_policy=classes)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    try:
+        model = fabric.setup_module(net)
+        ids = torch.arange(96).view(2, 48) % 64
+        fabric.backward(model(input_ids=ids, labels=ids).loss)
+    except ValueError as error:
+        return str(error)
+    finally:
+        fabric.strategy.release()
+    return ""
+
+
+def test_units_in_a_chain(world: World) -> None:
+    """A half of an inline chain that is an FSDP unit is refused; an MLP unit with a norm behind it is tiled without the norm."""
+    assert all("FSDP unit" in text for text in world(refused, "OPT", "fc2"))
+    assert world(refused, "Gemma 2", "mlp") == ["", ""]
