@@ -50,7 +50,7 @@ class Tiling:
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
         for name, reduction in (self.reductions or {}).items():
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
-        _check_compile(self.compile)
+        check_compile(self.compile, "compile")
         _check_targets(self.targets)
 
 
@@ -160,12 +160,17 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> 
 _COMPILE_ARGUMENTS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 
-def _check_compile(value: object) -> None:
+def check_compile(value: object, name: str) -> None:
+    """Refuse what ``torch.compile`` would not take.
+
+    Raises:
+        ValueError: If it is neither a truth value nor arguments of ``torch.compile``.
+    """
     if not isinstance(value, bool | Mapping):
-        raise ValueError(f"compile={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}.")
-    unknown = [name for name in value if name not in _COMPILE_ARGUMENTS] if isinstance(value, Mapping) else []
+        raise ValueError(f"{name}={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}.")
+    unknown = [key for key in value if key not in _COMPILE_ARGUMENTS] if isinstance(value, Mapping) else []
     if unknown:
-        raise ValueError(f"compile has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(_COMPILE_ARGUMENTS)}.")
+        raise ValueError(f"{name} has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(_COMPILE_ARGUMENTS)}.")
 
 
 def _check_targets(targets: object) -> None:

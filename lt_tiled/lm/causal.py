@@ -14,6 +14,8 @@ from torchmetrics.text import Perplexity
 from lt_tiled._find import plain_name
 from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, make_plain
+from lt_tiled.lm.flex import flex_attention
+from lt_tiled.policies import check_compile
 
 
 class CausalLM(LightningModule):
@@ -26,6 +28,7 @@ class CausalLM(LightningModule):
         config: The fields of a Hugging Face configuration, with ``model_type``: ``{model_type: llama, hidden_size: 256, ...}``.
         path: A local directory with a model, as ``save_pretrained`` writes it: the other way to name one.
         attn_implementation: Hugging Face's name of the attention to use (``sdpa``, ``eager``, ``flash_attention_2``, ...).
+        attn_compile: For ``flex_attention``, which is compiled: arguments of ``torch.compile``, such as ``{mode: max-autotune}``.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW, for weights with two dimensions or more.
         warmup_steps: Steps of linear warm-up; then the rate falls to a tenth along a cosine until the end of the run.
@@ -40,6 +43,7 @@ class CausalLM(LightningModule):
         config: dict[str, Any] | None = None,
         path: str | None = None,
         attn_implementation: str = "sdpa",
+        attn_compile: dict[str, Any] | None = None,
         learning_rate: PositiveFloat = 3e-4,
         weight_decay: NonNegativeFloat = 0.1,
         warmup_steps: NonNegativeInt = 10,
@@ -51,12 +55,19 @@ class CausalLM(LightningModule):
             raise ValueError(f"CausalLM's config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
         if path is not None and not (Path(path) / "config.json").is_file():
             raise ValueError(f"path={path!r} is not a directory with a config.json: give a local model; none is downloaded.")
+        if attn_compile is not None and attn_implementation != "flex_attention":
+            raise ValueError(
+                f"attn_compile={attn_compile!r} is for flex attention, and attn_implementation is {attn_implementation!r}: set it to"
+                " 'flex_attention', or leave attn_compile out."
+            )
+        check_compile(attn_compile or {}, "attn_compile")
         _require_transformers()
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.learning_rate = float(learning_rate)  # plain, because the optimizer's state goes into the checkpoint
         self.weight_decay = float(weight_decay)
         self.warmup_steps = int(warmup_steps)
+        self.attn_compile = attn_compile
         self.model: Any = None
         self._vectors: set[str] = set()
         self.val_perplexity = Perplexity()
@@ -69,6 +80,8 @@ class CausalLM(LightningModule):
         from transformers import AutoModelForCausalLM
 
         attention = self.hparams["attn_implementation"]
+        if attention == "flex_attention":
+            attention = flex_attention(self.attn_compile)
         if self.hparams["path"] is not None:
             self.model = AutoModelForCausalLM.from_pretrained(
                 self.hparams["path"], attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()

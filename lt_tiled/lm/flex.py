@@ -1,0 +1,31 @@
+"""Flex attention of Hugging Face, compiled with options of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lt_tiled._log import inform_once
+
+
+def flex_attention(options: Mapping[str, Any] | None) -> str:
+    """Say that flex attention is going to be compiled, and register it with these options for ``torch.compile``, if there are any.
+
+    Hugging Face's function compiles ``flex_attention`` itself, with no options, unless it is being compiled: so it is, as a whole.
+
+    Returns:
+        The name to give as ``attn_implementation``.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+    from transformers.masking_utils import flex_attention_mask
+
+    inform_once("compile flex attention", "compiles flex attention at its first use, which can take minutes")
+    if not options:
+        return "flex_attention"
+    name = f"lt_tiled_flex_{abs(hash(repr(sorted(options.items()))))}"
+    AttentionInterface.register(name, torch.compile(flex_attention_forward, **options))
+    AttentionMaskInterface.register(name, flex_attention_mask)
+    return name
