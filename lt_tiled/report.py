@@ -86,14 +86,14 @@ class Report:
         table.add_column("where", overflow="fold")
         table.add_column("tokens", justify="right", no_wrap=True)
         table.add_column("tiles", justify="right", no_wrap=True)
-        tiled = Counter((_pattern(row.path), row.kind, row.tokens, row.tiles) for row in self.tiled)
+        tiled = Counter((pattern(row.path), row.kind, row.tokens, row.tiles) for row in self.tiled)
         for (path, kind, tokens, tiles), count in tiled.items():
             table.add_row("tiled", f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut")))
-        for (path, kind), count in Counter((_pattern(row.path), row.kind) for row in self.blocks).items():
+        for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
             table.add_row("checkpointed", f"{count} x {kind}", path, "", "")
         return table
 
 
-def _pattern(path: str) -> str:
+def pattern(path: str) -> str:
     """``layers.3.mlp`` as ``layers.*.mlp``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

@@ -138,7 +138,7 @@ _QWEN3_VL |= {
     "vision_config": {"depth": 2, "hidden_size": H, "intermediate_size": WIDE, "num_heads": HEADS, "patch_size": 8, "out_hidden_size": H}
 }
 _QWEN3_VL["vision_config"] |= {"spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-_TWO_STACKS = {f"model.{part}.layers.*.fc*+fc*": "Linear + Linear" for part in ("encoder", "decoder")}
+_TWO_STACKS = {f"model.{part}.layers.*.fc1+fc2": "Linear + Linear" for part in ("encoder", "decoder")}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Llama": _causal("Llama", "LlamaMLP"),
@@ -153,9 +153,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", _GPT2, {"transformer.h.*.mlp": "GPT2MLP"}),
     "GPT-J": Architecture("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}, {"transformer.h.*.mlp": "GPTJMLP"}, error=1e-6),
     "GPT-NeoX": _causal("GPTNeoX", "GPTNeoXMLP", "gpt_neox.layers.*.mlp"),
-    "OPT": _causal("OPT", "Linear + Linear", "model.decoder.layers.*.fc*+fc*", ffn_dim=WIDE, word_embed_proj_dim=H),
+    "OPT": _causal("OPT", "Linear + Linear", "model.decoder.layers.*.fc1+fc2", ffn_dim=WIDE, word_embed_proj_dim=H),
     "OPT, post-norm": _causal(
-        "OPT", "Linear + Linear", "model.decoder.layers.*.fc*+fc*", ffn_dim=WIDE, word_embed_proj_dim=H, do_layer_norm_before=False
+        "OPT", "Linear + Linear", "model.decoder.layers.*.fc1+fc2", ffn_dim=WIDE, word_embed_proj_dim=H, do_layer_norm_before=False
     ),
     "Falcon": Architecture(
         "FalconForCausalLM",

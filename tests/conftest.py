@@ -12,6 +12,10 @@ import torch
 from tests.world import World
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-docs", action="store_true", help="write the tables of the docs anew instead of comparing them")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

@@ -68,6 +68,13 @@ def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
         assert init["tiling"]["targets"] == expected
 
 
+def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """``compile`` is a truth value or arguments of ``torch.compile``."""
+    for value, expected in (("true", True), ("{mode: max-autotune, dynamic: true}", {"mode": "max-autotune", "dynamic": True})):
+        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.compile={value}")["trainer"]["strategy"]["init_args"]
+        assert init["tiling"]["compile"] == expected
+
+
 PARENTS = {
     "TiledSingleDeviceStrategy": ["device"],
     "TiledDDPStrategy": ["find_unused_parameters", "static_graph", "ddp_comm_hook", "start_method"],
@@ -101,6 +108,7 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
         ("--trainer.strategy.tiling.num_shards=many", "num_shards"),
         ("--trainer.strategy.tiling.tile_tokens=-5", "tile_tokens"),
         ("--trainer.strategy.tiling.shards=4", "shards"),
+        ("--trainer.strategy.tiling.compile={modes: default}", "modes"),
         ("--trainer.strategy.tiling.accumulate=float16", "accumulate"),
         ("--data.seq_len=0", "seq_len"),
         ("--data.held_out=1.5", "held_out"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import torch
 from torch import nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
-from lt_tiled.report import Report
+from lt_tiled.report import Report, pattern
+from lt_tiled.tiling.find import find_tileable
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.meters import peak_bytes
 
@@ -33,7 +33,7 @@ def found_in(model: nn.Module) -> dict[str, str]:
     """Path pattern to classes of what is tiled."""
     classes = defaultdict(set)
     for row in Report.of(model).tiled:
-        classes[re.sub(r"\d+", "*", row.path)].add(row.kind)
+        classes[pattern(row.path)].add(row.kind)
     return {path: ", ".join(sorted(kinds)) for path, kinds in classes.items()}
 
 
@@ -67,3 +67,32 @@ def test_peak_is_lower(name: str) -> None:
             run(model, architecture)
             peaks.append(peak_bytes(lambda: run(model, architecture)))
     assert peaks[1] < peaks[0]
+
+
+def behind(model: nn.Module) -> str:
+    """The classes of norms that run in the tiles, behind the feed-forward part."""
+    norms = {type(m).__name__ for t in find_tileable(model, Tiling()) if t.alone for m, last in t.members if last}
+    return ", ".join(sorted(norms)) or "-"
+
+
+def row(name: str) -> str:
+    """A line of the table."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    with prepare(model, tiling=Tiling()):
+        found = found_in(model)
+    where = "<br>".join(f"`{path}`" for path in found)
+    what = "<br>".join(kinds for kinds in found.values())
+    return f"| {name} | `{architecture.model}` | {where} | {what} | {behind(model)} |"
+
+
+def test_table_of_the_docs(request: pytest.FixtureRequest) -> None:
+    """The table in ``docs/models.md`` says what is found in each architecture; ``pytest --write-docs`` writes it anew."""
+    text = TABLE.read_text()
+    head, begin, rest = text.partition("<!-- table: begin -->\n")
+    _, end, tail = rest.partition("<!-- table: end -->")
+    lines = ["| architecture | class | where | what is tiled | norm in the tiles |", "|---|---|---|---|---|", *map(row, ARCHITECTURES)]
+    written = head + begin + "\n".join(lines) + "\n" + end + tail
+    if request.config.getoption("--write-docs"):
+        TABLE.write_text(written)
+    assert text == written or request.config.getoption("--write-docs")
