@@ -5,11 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from lt_tiled._types import NonNegativeInt, PositiveInt
 
 Tiers = Literal["cpu", "disk", "cpu+disk"]
+
+
+class CompileOptions(TypedDict, total=False):
+    """Arguments of ``torch.compile``."""
+
+    fullgraph: bool
+    dynamic: bool | None
+    backend: Any
+    mode: str | None
+    options: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Tiling:
     reductions: Mapping[str, Literal["sum", "mean"]] | None = None
     """For outputs that are not per token, by their name in the output (``"[1]"``, ``"['aux']"``): how to put the tiles'
     values together. ``"mean"`` weighs each tile by its tokens. Without an entry such an output is refused."""
-    compile: bool | Mapping[str, Any] = False
+    compile: bool | CompileOptions = False
     """Compile what runs on a tile, forward and backward: ``True``, or arguments of ``torch.compile`` such as ``{mode: max-autotune}``."""
 
     def __post_init__(self) -> None:
@@ -157,9 +167,6 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> 
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-_COMPILE_ARGUMENTS = ("fullgraph", "dynamic", "backend", "mode", "options")
-
-
 def check_compile(value: object, name: str) -> None:
     """Refuse what ``torch.compile`` would not take.
 
@@ -168,9 +175,10 @@ def check_compile(value: object, name: str) -> None:
     """
     if not isinstance(value, bool | Mapping):
         raise ValueError(f"{name}={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}.")
-    unknown = [key for key in value if key not in _COMPILE_ARGUMENTS] if isinstance(value, Mapping) else []
+    known = CompileOptions.__annotations__
+    unknown = [key for key in value if key not in known] if isinstance(value, Mapping) else []
     if unknown:
-        raise ValueError(f"{name} has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(_COMPILE_ARGUMENTS)}.")
+        raise ValueError(f"{name} has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(known)}.")
 
 
 def _check_targets(targets: object) -> None:

@@ -15,7 +15,7 @@ from lt_tiled._find import plain_name
 from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, make_plain
 from lt_tiled.lm.flex import flex_attention
-from lt_tiled.policies import check_compile
+from lt_tiled.policies import CompileOptions, check_compile
 
 
 class CausalLM(LightningModule):
@@ -43,7 +43,7 @@ class CausalLM(LightningModule):
         config: dict[str, Any] | None = None,
         path: str | None = None,
         attn_implementation: str = "sdpa",
-        attn_compile: dict[str, Any] | None = None,
+        attn_compile: CompileOptions | None = None,
         learning_rate: PositiveFloat = 3e-4,
         weight_decay: NonNegativeFloat = 0.1,
         warmup_steps: NonNegativeInt = 10,

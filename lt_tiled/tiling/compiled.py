@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform_once
 from lt_tiled._trees import Arguments
+from lt_tiled.policies import CompileOptions
 from lt_tiled.tiling.work import Work
 
 
@@ -38,11 +39,11 @@ class CompiledTile:
         self._backward = torch.compile(_own_code(_backward), **options)
 
     @classmethod
-    def of(cls, kind: str, options: bool | Mapping[str, Any]) -> CompiledTile | None:
+    def of(cls, kind: str, options: bool | CompileOptions) -> CompiledTile | None:
         """The one for this kind and these options; none if nothing is to be compiled."""
         if options is False:
             return None
-        given = {} if options is True else dict(options)
+        given: dict[str, Any] = {} if options is True else {**options}
         return cls._all.setdefault((kind, repr(sorted(given.items()))), cls(kind, given))
 
     def forward(self, work: Work, arguments: Arguments, tensors: Sequence[Tensor]) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from lt_tiled._find import walk
 from lt_tiled._log import warn
 from lt_tiled._marks import get_mark, get_marks, place_of, remove_mark, set_mark
-from lt_tiled.policies import Tiling
+from lt_tiled.policies import CompileOptions, Tiling
 from lt_tiled.tiling.call import TiledCall, TileMark
 from lt_tiled.tiling.chain import begin_chain, mark_chain, unmark_chains
 from lt_tiled.tiling.check import check_first
@@ -84,7 +84,7 @@ def tile(
     accumulate: Literal["float32", "param"] = "float32",
     self_check: bool = True,
     reductions: Mapping[str, Literal["sum", "mean"]] | None = None,
-    compile: bool | Mapping[str, Any] = False,
+    compile: bool | CompileOptions = False,
 ) -> Target:
     """Let one token-wise module, method or function run tile by tile.
 
