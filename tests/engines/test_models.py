@@ -15,6 +15,7 @@ from torch import Tensor
 import lt_tiled
 from lt_tiled import Checkpointing, Tiling
 from lt_tiled.report import Report
+from lt_tiled.tiling.modules import tile_marks
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import set_up, strategy
 from tests.engines.conftest import OnRanks
@@ -30,8 +31,8 @@ def built(kind: str, tied: bool) -> Any:
     return replace(architecture, fields={**architecture.fields, "tie_word_embeddings": tied}).build(torch.float32)
 
 
-def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]) -> tuple[list[float], bool]:
-    """The losses of three steps on other tokens on each rank, and whether all that is tiled ran in tiles."""
+def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]) -> tuple[list[float], bool, bool]:
+    """The losses of three steps on other tokens on each rank, whether all that is tiled ran in tiles, and whether all were compiled."""
     rank = dist.get_rank()
     chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
@@ -47,8 +48,9 @@ def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]
         optimizer.zero_grad()
         found.append(float(loss.detach()))
     rows = Report.of(net).tiled
+    compiled = all(bool(tiling and tiling.compile) and not mark.plain for _, _, mark in tile_marks(net))
     fabric.strategy.release()
-    return found, bool(rows) and all(row.tiles > 1 for row in rows)
+    return found, bool(rows) and all(row.tiles > 1 for row in rows), compiled
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -57,7 +59,7 @@ def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
     """Tiled and checkpointed, with other lengths on each rank, three steps have the losses of the engine's own untiled run."""
     untiled = on_ranks(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, Tiling(3), {})
-    for (true, _), (found, all_tiled) in zip(untiled, tiled, strict=True):
+    for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)
         assert all_tiled
 
@@ -67,7 +69,7 @@ def test_recorded_router_logits(on_ranks: OnRanks, engine: str) -> None:
     """With recorded router logits, and the auxiliary loss of them, the losses are the untiled ones too."""
     untiled = on_ranks(losses, engine, "Mixtral", None, {"output_router_logits": True})
     tiled = on_ranks(losses, engine, "Mixtral", Tiling(3), {"output_router_logits": True})
-    for (true, _), (found, all_tiled) in zip(untiled, tiled, strict=True):
+    for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)
         assert all_tiled
 
@@ -133,3 +135,14 @@ def test_units_in_a_chain(world: World) -> None:
     """A half of an inline chain that is an FSDP unit is refused; an MLP unit with a norm behind it is tiled without the norm."""
     assert all("FSDP unit" in text for text in world(refused, "OPT", "fc2"))
     assert world(refused, "Gemma 2", "mlp") == ["", ""]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
+    """With compiled tiles the losses are the untiled ones under every engine, and none falls back to uncompiled ones."""
+    untiled = on_ranks(losses, engine, "Llama", None, {})
+    tiled = on_ranks(losses, engine, "Llama", Tiling(3, compile={"backend": "aot_eager"}), {})
+    for (true, *_), (found, all_tiled, compiled) in zip(untiled, tiled, strict=True):
+        assert found == pytest.approx(true, rel=1e-5)
+        assert all_tiled
+        assert compiled
