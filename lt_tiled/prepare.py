@@ -16,8 +16,8 @@ from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.hooks import Offloader
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.report import Report
-from lt_tiled.tiling.call import TileMark
 from lt_tiled.tiling.find import find_tileable
+from lt_tiled.tiling.mark import TileMark
 from lt_tiled.tiling.modules import mark_tiled, unmark
 
 

@@ -13,7 +13,7 @@ from lt_tiled._find import walk
 from lt_tiled._marks import get_mark, get_marks
 from lt_tiled.checkpointing.blocks import BlockMark
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.tiling.call import TileMark
+from lt_tiled.tiling.mark import TileMark
 
 
 @dataclass(frozen=True)

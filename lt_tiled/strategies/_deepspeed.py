@@ -20,8 +20,8 @@ from lt_tiled._marks import get_mark
 from lt_tiled.policies import Checkpointing
 from lt_tiled.prepare import PreparedModels
 from lt_tiled.strategies._device import on_cpu
-from lt_tiled.tiling.call import TileMark
 from lt_tiled.tiling.chain import SettleMark
+from lt_tiled.tiling.mark import TileMark
 from lt_tiled.tiling.modules import tile_marks
 
 

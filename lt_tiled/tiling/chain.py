@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform_once
 from lt_tiled._marks import Mark, get_mark, get_marks, remove_mark, set_mark
 from lt_tiled._trees import Arguments, split_arguments
-from lt_tiled.tiling.call import TiledCall, TileMark
+from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.function import check_and_run
+from lt_tiled.tiling.mark import TileMark
 from lt_tiled.tiling.recompute import AutocastState, random_state_kept
 from lt_tiled.tiling.work import Work
 
@@ -53,7 +54,7 @@ class _NoValue(torch.autograd.Function):
     """The graph of a pending value, which only code that goes past Python's operators can reach: it says so instead of losing gradients."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, like: Tensor) -> Tensor:
+    def forward(ctx: Any, name: str, like: Tensor, link: Tensor) -> Tensor:
         ctx.name = name
         return Pending.bare(like)
 
@@ -84,7 +85,8 @@ class Pending(Tensor):
     @staticmethod
     def of(mark: TileMark, steps: tuple[Step, ...], tensors: tuple[Tensor, ...], then: _Moment) -> Pending:
         with torch._C.DisableTorchFunctionSubclass():
-            pending: Pending = _NoValue.apply(mark.name, tensors[0])
+            # The link makes it require a gradient, whether the input does or weights alone.
+            pending: Pending = _NoValue.apply(mark.name, tensors[0].detach(), torch.empty(0, requires_grad=True))
         pending.mark, pending.steps, pending.tensors, pending.then = mark, steps, tensors, then
         pending._value, pending._computed = None, False
         return pending

@@ -17,11 +17,12 @@ from lt_tiled._find import walk
 from lt_tiled._log import warn
 from lt_tiled._marks import get_mark, get_marks, place_of, remove_mark, set_mark
 from lt_tiled.policies import CompileOptions, Tiling
-from lt_tiled.tiling.call import TiledCall, TileMark
+from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.chain import begin_chain, mark_chain, unmark_chains
 from lt_tiled.tiling.check import check_first
 from lt_tiled.tiling.find import Tileable, feed_forward_widths, parts_below
 from lt_tiled.tiling.function import check_and_run, run_tiled
+from lt_tiled.tiling.mark import TileMark
 from lt_tiled.tiling.recorded import Recorded, refuse_recorded
 from lt_tiled.tiling.work import NotTokenWise, Work
 

@@ -190,3 +190,25 @@ def test_zero_output_is_checked_again() -> None:
         module.down.weight.normal_()
     with pytest.raises(ValueError, match="Mean is not token-wise"):
         module(randn(1, 40, H))
+
+
+class Counts(GatedMLP):
+    """Counts tokens in a buffer, in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.tokens += x[..., 0].numel()
+        return super().forward(x)
+
+
+def test_a_changed_buffer_is_refused() -> None:
+    """A module that counts in a buffer, which tiles would do several times, is refused by name, and its count is as it was."""
+    module = tile(Counts(), num_shards=4)
+    with pytest.raises(ValueError, match=r"Counts changes its buffer Counts.tokens in its forward"):
+        module(randn(1, 24, H))
+    assert module.tokens == 0
+    module.eval()(randn(1, 24, H))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_tiled import tile
-from lt_tiled.tiling.call import TileMark
+from lt_tiled.tiling.mark import TileMark
 from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import FP32, errors, gradients, randn, reference, spread, worst
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import Tiling, tile, untile
-from lt_tiled.tiling.call import TileMark
 from lt_tiled.tiling.find import find_tileable
+from lt_tiled.tiling.mark import TileMark
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import FP32, gradients, randn, reference, worst
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.tiling.call import TileMark
+from lt_tiled.tiling.mark import TileMark
 from tests.models import GatedMLP, H, RoutedMLP
 from tests.parity import FP32, gradients, randn, reference, worst
 
@@ -124,7 +124,7 @@ def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
     m, x = module(), randn(1, 40, H)
     true = reference(m, x)
-    tile(m, num_shards=4)
+    tile(m, num_shards=4, self_check=module is not WritesOutput)  # which it refuses
     for _ in range(2):
         assert worst(gradients(m, x), true) < FP32
 
@@ -141,7 +141,7 @@ def test_hooks_inside_see_real_values() -> None:
 
 def test_a_buffer_never_gets_a_stand_in() -> None:
     """A buffer that the module writes its output's statistic to holds a real value after the backward."""
-    m = tile(WritesOutput(), num_shards=4)
+    m = tile(WritesOutput(), num_shards=4, self_check=False)
     m(randn(1, 40, H)).sum().backward()
     assert m.largest > 0
 
