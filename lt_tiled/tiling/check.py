@@ -24,13 +24,14 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 
 
 def check_first(call: TiledCall) -> None:
-    """Check a call's work, unless an earlier call of the same mark was checked.
+    """Check a call's work, unless an earlier call of the same mark in the same mode was checked: losses are kept in training alone.
 
     Raises:
         NotTokenWise: See :func:`check_token_wise`.
     """
-    if not call.mark.checked:
-        call.mark.checked = check_token_wise(call)
+    mode = (*call.work.training, torch.is_grad_enabled())
+    if call.mark.tiling.self_check and mode not in call.mark.checked and check_token_wise(call):
+        call.mark.checked.add(mode)
 
 
 def check_token_wise(call: TiledCall) -> bool:

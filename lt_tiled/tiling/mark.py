@@ -22,7 +22,8 @@ class TileMark(Mark):
         """What messages call it."""
         self.kind = kind
         """Its class, in words."""
-        self.checked = not tiling.self_check
+        self.checked: set[tuple[Any, ...]] = set()
+        """In which modes, of training and of gradients, a self-check has passed."""
         self.suffix = ""
         """What the path of the module lacks to name what is tiled: a method, the other half of a chain."""
         self.widths: tuple[int, int] | None = None
