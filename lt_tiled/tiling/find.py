@@ -49,16 +49,12 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     targets = tiling.targets
     if callable(targets):
         return [_whole(path, m) for path, m in find_named(model, targets, "Tiling")]
-    names = [targets] if isinstance(targets, str) else list(targets)
-    found: list[Tileable] = []
-    modules: list[str] = []
-    for name in names:
-        methods = [] if name == "auto" else _methods(model, name)
-        found += methods
-        modules += [] if methods or name == "auto" else [name]
-    named = find_named(model, modules, "Tiling") if modules else []
-    found += [_whole(path, m) for path, m in named]
-    return _feed_forwards_of(model, named, tiling) + found if "auto" in names else found
+    names = [name for name in ([targets] if isinstance(targets, str) else targets) if name != "auto"]
+    methods = {name: _methods(model, name) for name in names}
+    modules = [name for name in names if not methods[name]]
+    named = [_whole(path, m) for path, m in find_named(model, modules, "Tiling")] if modules else []
+    found = [*named, *(method for several in methods.values() for method in several)]
+    return found if targets != "auto" and "auto" not in targets else _with_feed_forwards(model, found)
 
 
 def _whole(path: str, module: nn.Module) -> Tileable:
@@ -79,7 +75,8 @@ def _methods(model: nn.Module, target: str) -> list[Tileable]:
     ]
 
 
-def _feed_forwards_of(model: nn.Module, named: list[tuple[str, nn.Module]], tiling: Tiling) -> list[Tileable]:
+def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
+    """The blocks' feed-forward parts and what is named beside them, without what is inside of something else."""
     roots = find_blocks(model) or [("", model)]
     found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
     if not found:
@@ -87,18 +84,10 @@ def _feed_forwards_of(model: nn.Module, named: list[tuple[str, nn.Module]], tili
             f"Tiling found no feed-forward module in {type(model).__name__} (a part of a block that widens and narrows again): name"
             " it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with tiling=None."
         )
-    heads = {id(m): (path, m) for path, m in outermost([*((t.path, t.module) for t in found), *named])}
-    taken = {id(part) for _, m in named for part in m.modules()}
-    unique = {id(t.module): t for t in found if id(t.module) in heads and id(t.module) not in taken}
-    return [_without(t, taken) for t in unique.values()]
-
-
-def _without(tileable: Tileable, taken: set[int]) -> Tileable:
-    """The same without members that are tiled by themselves."""
-    members = tuple((m, last) for m, last in tileable.members if id(m) not in taken)
-    if len(members) == len(tileable.members):
-        return tileable
-    return replace(tileable, members=members)
+    heads = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
+    taken = {id(t.module) for t in named}
+    unique = {(id(t.module), t.method): t for t in [*found, *named] if id(t.module) in heads and (t in named or id(t.module) not in taken)}
+    return [replace(t, members=tuple((m, last) for m, last in t.members if id(m) not in taken)) for t in unique.values()]
 
 
 def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Tileable]:
@@ -126,7 +115,7 @@ def _chain(root: nn.Module, path: str) -> Tileable | None:
     """A block that holds the two halves of its feed-forward part itself: ``fc1`` and ``fc2``, ``intermediate`` and ``output``."""
     if not has_forward(root) or isinstance(root, nn.Sequential):
         return None
-    children = [(n, m) for n, m in root.named_children() if has_forward(m) and not _mixes_tokens(n, m)]  # none that is compiled
+    children = [(n, m) for n, m in root.named_children() if has_forward(m) and unwrapped(m) is m and not _mixes_tokens(n, m)]
     halves = [(name, m, set(_projections(m))) for name, m in children]
     pairs = [
         ((name, first), (other, second))

@@ -173,6 +173,15 @@ def test_memory_of_the_rest_of_the_block() -> None:
     assert peaks[1] < 0.9 * peaks[0]
 
 
+def test_names_inside_of_what_auto_finds() -> None:
+    """A name that lies inside of a feed-forward part is tiled with it, and not once more; a norm that is named is tiled by itself."""
+    model, x = nn.Sequential(Block(), Block()).double(), x64()
+    true = reference(model, x)
+    with prepare(model, tiling=Tiling(4, targets=["*.gate", "auto", "*.norm2"])):
+        assert worst(gradients(model, x), true) <= 1e-10
+        assert sorted(paths(model)) == ["0.mlp", "0.norm2", "1.mlp", "1.norm2"]
+
+
 def test_a_function_as_targets() -> None:
     """``targets`` as a function of path and module chooses; one that chooses nothing is refused."""
     model, x = nn.Sequential(Block(), Block()).double(), x64()
