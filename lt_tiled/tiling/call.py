@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,7 +115,9 @@ class TiledCall:
         layout = describe_output(output, self.shape, tokens)
         if layout is not None:
             return layout
-        key = (self.work.key, pytree.tree_structure(output), len(self.shape.lead))
+        leaves, tree = pytree.tree_flatten(output)
+        kinds = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        key = (self.work.key, tree, kinds, len(self.shape.lead))
         if key not in self.mark.layouts:
             with torch.no_grad(), random_state_kept(self.device):
                 small, large = (self.run_tile(self.cut(flat, slice(0, n))) for n in (2, 3))
@@ -131,6 +134,7 @@ class TiledCall:
         """
         flat, self.inputs = self.flat(self.inputs), []
         start = RandomState.now(self.device) if learn else None
+        self.modes = [(part, part.training) for part in self.work.parts()] if learn else []
         assembly: OutputAssembly | None = None
         with torch.no_grad():
             if learn and self.compiled is not None and self._packs_key not in self.mark.packs:
@@ -151,7 +155,7 @@ class TiledCall:
         assert assembly is not None
         return assembly.leaves
 
-    @property
+    @cached_property
     def _packs_key(self) -> tuple[Any, ...]:
         return self.work.key, self.arguments.tree, self.work.training, tuple(self.wants_grad), len(self.weights), self.autocast
 
@@ -167,8 +171,7 @@ class TiledCall:
         ):
             leaves, kept = self._leaves(tile, wholes), kept_tensors(self.work)
             output = self.run_tile(leaves)
-            reached = check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.mark.name)
-        self.mark.used[self._packs_key] = tuple(index for index, s in enumerate(sums) if id(s.leaf) in reached)
+            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.mark.name)
         hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)  # they see what is skipped
         self.mark.packs[self._packs_key] = None if hooked else counter.count
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
@@ -227,8 +230,7 @@ class TiledCall:
             if gradient is not None
         }
         wanted = tuple(index for index, wants in enumerate(self.wants_grad) if wants)
-        used = [(sums[index], self.weights[index].places) for index in self.mark.used[self._packs_key]]
-        weights = [(s.leaf, places) for s, places in used]
+        weights = [(s.leaf, weight.places) for s, weight in zip(sums, self.weights, strict=True)]
         tile = self._marked(self._views(self.cut(flat, slice(*bounds))))
         for index, gradient in given.items():
             if self.layout.kinds[index] in ("tokens", "flat"):
@@ -243,15 +245,14 @@ class TiledCall:
                 ) from error
             self._compile_no_more(error)
             return False
-        for (s, _), gradient in zip(used, found[0], strict=True):
-            s.add(gradient)
-        remaining = iter(wholes)
-        for index, gradient in zip(wanted, found[1], strict=True):
-            result = results[index]
-            if result is None:
-                next(remaining).add(gradient)
-            else:
-                result[slice(*bounds)].copy_(gradient.flatten(0, len(self.shape.lead) - 1))
+        whole = iter(wholes)
+        targets: list[GradientSum | Tensor] = [*sums, *(result if (result := results[i]) is not None else next(whole) for i in wanted)]
+        for target, part in zip(targets, [*found[0], *found[1]], strict=True):
+            if isinstance(target, Tensor):
+                rows = target[slice(*bounds)]
+                rows.zero_() if part is None else rows.copy_(part.flatten(0, len(self.shape.lead) - 1))
+            elif part is not None:
+                target.add(part)
         return True
 
     def _recompute(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], bounds: Bounds) -> tuple[list[Tensor], list[Tensor]]:
@@ -326,8 +327,15 @@ class TiledCall:
 
     @contextmanager
     def _as_in_forward(self) -> Iterator[None]:
-        """The forward's autocast state, and its randomness if it drew any."""
+        """The forward's autocast state, its modes of training, and its randomness if it drew any."""
+        changed = [(part, part.training, then) for part, then in self.modes if part.training != then]
+        for part, _, then in changed:
+            part.training = then
         autocast = self.autocast.context() if self.autocast else nullcontext()
         random = random_state_kept(self.device, self.random) if self.random else nullcontext()
-        with autocast, random:
-            yield
+        try:
+            with autocast, random:
+                yield
+        finally:
+            for part, now, _ in changed:
+                part.training = now

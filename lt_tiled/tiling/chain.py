@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lt_tiled._find import unwrapped
 from lt_tiled._log import inform_once
 from lt_tiled._marks import Mark, get_mark, get_marks, remove_mark, set_mark
 from lt_tiled._trees import Arguments, split_arguments
@@ -60,10 +61,13 @@ class _NoValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.name}: a custom autograd Function takes the value of a chain of modules that is tiled as one, which it cannot see. Name"
-            " the modules to tile in Tiling(targets=...), without this one."
-        )
+        raise RuntimeError(f"{ctx.name}: {_TAKEN}")
+
+
+_TAKEN = (
+    "a custom autograd Function (torch's reentrant checkpoint is one) takes or returns the value of a chain of modules that is tiled as"
+    " one, which it cannot see. Name the modules to tile in Tiling(targets=...), without this one."
+)
 
 
 class Pending(Tensor):
@@ -95,6 +99,7 @@ class Pending(Tensor):
         self, function: Callable[..., Any], modules: tuple[nn.Module, ...], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Pending:
         """This chain with one more step."""
+        args, kwargs = pytree.tree_map_only(Pending, lambda other: other if other is self else other.value(), (args, kwargs))
         found, arguments = split_arguments(args, kwargs)
         tensors, slots = list(self.tensors), []
         for t in found:
@@ -102,17 +107,21 @@ class Pending(Tensor):
                 tensors.append(t)
             slots.append(BETWEEN if t is self else next(i for i, known in enumerate(tensors) if known is t))
         step = Step(function, arguments, tuple(slots), modules, name)
-        return Pending.of(self.mark, (*self.steps, step), tuple(tensors), self.then)
+        return Pending.of(self.mark, (*self.steps, step), tuple(tensors), self.then.with_more(tensors))
 
     @property
     def open(self) -> bool:
         """Whether a step can still join: not once it was computed, nor under another autocast or gradient mode."""
-        return not self._computed and self.then == _Moment.now(self.tensors)
+        return not self._computed and self.then.is_now(self.tensors)
 
     def value(self) -> Any:
         """Run the chain, once."""
         if not self._computed:
             self.then.check(self.tensors, self.mark.name)
+            with torch._C.DisableTorchFunctionSubclass():
+                adopted = self.requires_grad and not self.then.grad
+            if adopted:
+                raise RuntimeError(f"{self.mark.name}: {_TAKEN}")
             modules = tuple({id(m): m for step in self.steps for m in step.modules}.values())
             key = tuple((step.name, step.arguments.tree, step.slots) for step in self.steps)
             if len(self.steps) == 1 and not self.mark.alone:
@@ -151,20 +160,31 @@ class Pending(Tensor):
 
 @dataclass(frozen=True)
 class _Moment:
-    """What the surroundings of a chain's first step were."""
+    """What the surroundings of a chain's steps were."""
 
     grad: bool
     autocast: AutocastState | None
-    version: int
+    versions: tuple[int, ...]
+    """Of the tensors."""
+    sample: Tensor | None
+    """Some of the input, where tensors have no versions: in inference mode."""
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> _Moment:
         first = tensors[0]
-        return cls(torch.is_grad_enabled(), AutocastState.now(first.device), 0 if first.is_inference() else first._version)
+        sample = _few(first).clone() if first.is_inference() else None
+        return cls(torch.is_grad_enabled(), AutocastState.now(first.device), _versions(tensors), sample)
+
+    def with_more(self, tensors: Sequence[Tensor]) -> _Moment:
+        """The same with the versions of tensors that came later."""
+        return replace(self, versions=(*self.versions, *_versions(tensors[len(self.versions) :])))
+
+    def is_now(self, tensors: Sequence[Tensor]) -> bool:
+        return self.grad == torch.is_grad_enabled() and self.autocast == AutocastState.now(tensors[0].device)
 
     def check(self, tensors: Sequence[Tensor], name: str) -> None:
-        """Raise if the input was changed in place since."""
-        if not tensors[0].is_inference() and tensors[0]._version != self.version:
+        """Raise if a tensor was changed in place since."""
+        if _versions(tensors) != self.versions or (self.sample is not None and not torch.equal(self.sample, _few(tensors[0]))):
             raise RuntimeError(
                 f"{name}: its input was changed in place before its output was used. Change it out of place, or leave the module out of"
                 " Tiling(targets=...)."
@@ -174,6 +194,15 @@ class _Moment:
     def restored(self) -> Iterator[None]:
         with torch.set_grad_enabled(self.grad), self.autocast.context() if self.autocast else nullcontext():
             yield
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(0 if t.is_inference() else t._version for t in tensors)
+
+
+def _few(tensor: Tensor) -> Tensor:
+    """The last entries, which any change of the whole changes."""
+    return tensor[..., -1:, :1]
 
 
 def _run(steps: Sequence[Step], *tensors: Tensor) -> Any:
@@ -208,7 +237,8 @@ def _joins(pending: Pending, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     others = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not pending]
     if func in _ENTRYWISE:
         return not others and args[:1] == (pending,) and not kwargs.get("inplace")
-    return func in _SUMS and all(any(t is known for known in pending.tensors) for t in others)
+    own = all(any(t is known for known in pending.tensors) and t.shape == pending.tensors[0].shape for t in others)
+    return func in _SUMS and own and "out" not in kwargs
 
 
 class JoinMark(Mark):
@@ -241,7 +271,20 @@ def _join(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _settle(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        parts = [unwrapped(child) for child in self.children()]
+        hooked = any(_hooked(m) for m in parts if get_mark(m, JoinMark) is not None)
+        for m in parts:
+            if (mark := get_mark(m, TileMark)) is not None:
+                mark.hooked = hooked or _hooked(m)
+                if mark.hooked and not mark.alone:
+                    inform_once(f"hooked {mark.name}", f"{mark.name} runs whole while there are hooks on what it consists of")
     return values(self.__dict__[SettleMark.attribute].inner(self, *args, **kwargs))
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether hooks would get or keep what is pending, or hand it to a custom autograd Function, as full backward hooks do."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 _join.__name__ = _settle.__name__ = "forward"  # what pickle looks up on the class
@@ -263,26 +306,25 @@ def unmark_chains(module: nn.Module, owner: object) -> None:
             remove_mark(module, kind, function)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def begin_chain(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the first module of a chain."""
-    function = partial(mark.inner, module)
-    call = TiledCall(Work(function, (module,)), mark, args, kwargs)
-    if len(call.bounds) < 2:
-        return function(*args, **kwargs)
-    if mark.alone and not (torch.is_grad_enabled() and _gives_a_tensor(call)):
-        return check_and_run(call)
+def begin_chain(call: TiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
+    """Put off a call of a chain's first module."""
     found, arguments = split_arguments(args, kwargs)
     tensors = tuple({id(t): t for t in found}.values())
     slots = tuple(next(i for i, known in enumerate(tensors) if known is t) for t in found)
-    step = Step(function, arguments, slots, (module,), type(module).__name__)
-    return Pending.of(mark, (step,), tensors, _Moment.now(tensors))
+    step = Step(call.work.function, arguments, slots, call.work.modules, call.mark.kind)
+    return Pending.of(call.mark, (step,), tensors, _Moment.now(tensors))
 
 
-def _gives_a_tensor(call: TiledCall) -> bool:
-    """Whether the module returns one tensor, as a pending value stands for: of a mixture of experts tried once, on two tokens."""
-    if call.mark.below and call.mark.gives_a_tensor is None:
+def gives_a_tensor(call: TiledCall) -> bool:
+    """Whether the module returns one tensor, as a pending value stands for.
+
+    The self-check has seen what it returns. Without one only mixtures of experts, which may return router logits, are tried, on two tokens.
+    """
+    mark = call.mark
+    if mark.tiling.self_check:
+        return not mark.layouts
+    if mark.below and mark.gives_a_tensor is None:
         with torch.no_grad(), random_state_kept(call.device):
             output = call.run_tile(call.cut(call.flat(call.inputs), slice(0, 2)))
-        call.mark.gives_a_tensor = isinstance(output, Tensor)
-    return call.mark.gives_a_tensor is not False
+        mark.gives_a_tensor = isinstance(output, Tensor)
+    return mark.gives_a_tensor is not False

@@ -20,7 +20,7 @@ def kept_tensors(work: Work) -> Kept:
     return {place: v for place, v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept, name: str) -> set[int]:
+def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept, name: str) -> None:
     """Look at the graph of one tile for gradients that would be lost.
 
     Args:
@@ -30,26 +30,20 @@ def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept
         before: Its :func:`kept_tensors` before the run.
         name: What messages call it.
 
-    Returns:
-        The ``id`` of each leaf that the output depends on.
-
     Raises:
         NotTokenWise: If the output depends on a tensor that is neither an argument nor a registered weight, or see :func:`check_kept`.
     """
-    known, reached = {id(leaf) for leaf in leaves}, set()
+    known = {id(leaf) for leaf in leaves}
     nodes = _graph(output)
     for node in nodes:
         variable = getattr(node, "variable", None)  # of a leaf
-        if isinstance(variable, Tensor):
-            reached.add(id(variable))
-            if id(variable) not in known:
-                raise NotTokenWise(
-                    f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its arguments nor one"
-                    " of its registered parameters or buffers, and would get no gradient. Register it, pass it as an argument, or leave"
-                    " the module out of targets."
-                )
+        if isinstance(variable, Tensor) and id(variable) not in known:
+            raise NotTokenWise(
+                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its arguments nor one of"
+                " its registered parameters or buffers, and would get no gradient. Register it, pass it as an argument, or leave the module"
+                " out of targets."
+            )
     _check_kept(nodes, work, before, name)
-    return reached
 
 
 def check_kept(output: Any, work: Work, before: Kept, name: str) -> None:

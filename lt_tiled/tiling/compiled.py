@@ -59,7 +59,7 @@ class CompiledTile:
         wanted: tuple[int, ...],
         weights: Sequence[tuple[Tensor, Sequence[tuple[nn.Module, str]]]],
         gradients: Mapping[int, Tensor],
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Run the work again and differentiate it.
 
         Args:
@@ -71,7 +71,7 @@ class CompiledTile:
             gradients: Of the output's leaves, by their number.
 
         Returns:
-            The gradients of the weights and of the wanted tensors.
+            The gradients of the weights and of the wanted tensors, none for those that are not used.
         """
         holder = _Holder(work)
         paths = {id(part): path for path, part in holder.named_modules()}
@@ -87,7 +87,7 @@ class CompiledTile:
         inform_once(f"compile {self.kind}", f"compiles the tiles of {self.kind} at their first use, which can take minutes")
         try:
             # Inductor's own random numbers would be others in the recompute than in the forward.
-            with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(trace_autograd_ops=True):
+            with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(_LIMITS):
                 yield
         except Exception as error:  # of the compiler, or the work's own, which then comes again from the uncompiled run
             raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
@@ -104,6 +104,10 @@ def _like(marked: Tensor, tensor: Tensor) -> Tensor:
     for dimension in getattr(marked, "_dynamo_weak_dynamic_indices", ()):
         torch._dynamo.maybe_mark_dynamic(tensor, dimension)
     return tensor
+
+
+_LIMITS = {"trace_autograd_ops": True, "recompile_limit": 64}
+"""For torch's compiler. Layers that have other numbers among their attributes are compiled each for itself."""
 
 
 class _Holder(nn.Module):
@@ -141,4 +145,5 @@ def _backward(
     args, kwargs = arguments.call_with(tensors)
     replaced = {name: weight for weight, several in zip(weights, names, strict=True) for name in several}
     leaves = pytree.tree_leaves(torch.func.functional_call(holder, replaced, args, kwargs))
-    return torch.autograd.grad([leaves[index] for index in kept], [*weights, *(tensors[index] for index in wanted)], gradients)
+    outputs, inputs = [leaves[index] for index in kept], [*weights, *(tensors[index] for index in wanted)]
+    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)

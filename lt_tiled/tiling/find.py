@@ -127,6 +127,9 @@ def _chain(root: nn.Module, path: str) -> Tileable | None:
     if len(pairs) != 1:
         return None
     (name, first), (other, second) = pairs[0]
+    names = [n for n, _ in root.named_children()]
+    if any(_mixes_tokens(n, m) for n, m in list(root.named_children())[names.index(name) : names.index(other)]):
+        return None  # Segformer's convolution between the halves
     kind = f"{type(first).__name__} + {type(second).__name__}"
     between = [(m, _is_norm(m)) for _, m in children if _is_norm(m) or _is_entrywise(m)]
     prefix = f"{path}." if path else ""
@@ -168,9 +171,19 @@ def parts_below(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in [*routed, *lists, *shared])
 
 
+def has_capacity(module: nn.Module) -> bool:
+    """Whether a router sends its experts a limited number of tokens (Switch Transformers' ``expert_capacity``)."""
+    return any("capacity" in name and isinstance(value, int | float) for name, value in vars(module).items())
+
+
+def drops_samples(module: nn.Module) -> bool:
+    """Stochastic depth, which draws once for each sample."""
+    return any(kind in type(module).__name__ for kind in ("DropPath", "StochasticDepth"))
+
+
 def _mixes_tokens(name: str, module: nn.Module) -> bool:
     """Whether the module is known to look across tokens: attention, convolutions, recurrences."""
-    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
+    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or has_capacity(module) or drops_samples(module):
         return True
     label = f"{name} {type(module).__name__}".lower()
     return "attn" in label or "attention" in label

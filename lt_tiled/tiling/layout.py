@@ -157,6 +157,8 @@ class OutputAssembly:
         if not self.leaves:
             self.leaves = [self._allocate(leaf, kind) for leaf, kind in zip(leaves, self.layout.kinds, strict=True)]
         for whole, leaf, kind, name in zip(self.leaves, leaves, self.layout.kinds, self.layout.names, strict=True):
+            if isinstance(leaf, Tensor) == (kind == "constant"):
+                raise NotTokenWise(f"{self.module}: output {name or 'value'} is a tensor in one call and none in another.")
             if kind in ("tokens", "flat"):
                 lead = self.shape.tile_lead(high - low) if kind == "tokens" else (high - low,)
                 if leaf.shape[: len(lead)] != lead:

@@ -35,6 +35,8 @@ class TileMark(Mark):
         """The parts of it that are tiled then, of a mixture of experts for one, by their paths."""
         self.chained = False
         """Whether what runs behind the module is tiled with it; see :mod:`lt_tiled.tiling.chain`."""
+        self.hooked = False
+        """Whether somebody hooked what runs behind it, and would see what is not there yet."""
         self.alone = True
         """Whether the module is worth tiling without that."""
         self.gives_a_tensor: bool | None = None
@@ -42,8 +44,6 @@ class TileMark(Mark):
         """By the work, the output's tree and the rank of the hidden states."""
         self.packs: dict[tuple[Any, ...], int | None] = {}
         """How many tensors a tile's graph saves; ``None`` where that differs from tile to tile."""
-        self.used: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        """Which of the weights a tile's output depends on."""
         self.plain = False
         """Whether tiles run uncompiled, because they cannot be compiled."""
         self.zeros_for_unused = False

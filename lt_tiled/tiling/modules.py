@@ -18,9 +18,9 @@ from lt_tiled._log import warn
 from lt_tiled._marks import get_mark, get_marks, place_of, remove_mark, set_mark
 from lt_tiled.policies import CompileOptions, Tiling
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.chain import begin_chain, mark_chain, unmark_chains
+from lt_tiled.tiling.chain import begin_chain, gives_a_tensor, mark_chain, unmark_chains, values
 from lt_tiled.tiling.check import check_first
-from lt_tiled.tiling.find import Tileable, feed_forward_widths, parts_below
+from lt_tiled.tiling.find import Tileable, drops_samples, feed_forward_widths, has_capacity, parts_below
 from lt_tiled.tiling.function import check_and_run, run_tiled
 from lt_tiled.tiling.mark import TileMark
 from lt_tiled.tiling.recorded import Recorded, refuse_recorded
@@ -36,21 +36,23 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mark = self.__dict__[place]
-        if not mark.active or mark.whole:
+        lazily = mark.chained and not mark.hooked and not torch.compiler.is_compiling()
+        if not mark.active or mark.whole or not (mark.alone or lazily):
             return mark.inner(self, *args, **kwargs)
-        if mark.chained and not torch.compiler.is_compiling():
-            return begin_chain(self, mark, args, kwargs)
-        return _call(self, mark, args, kwargs) if mark.alone else mark.inner(self, *args, **kwargs)
+        return _call(self, mark, lazily, args, kwargs)
 
     method.__name__ = name
     return method
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(module: nn.Module, mark: TileMark, lazily: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = values((args, kwargs))
     call = TiledCall(Work(partial(mark.inner, module), (module,)), mark, args, kwargs)
     if len(call.bounds) < 2:
         return call.work.function(*args, **kwargs)
+    if not mark.alone:
+        return begin_chain(call, args, kwargs)
     try:
         refuse_recorded(call)
         check_first(call)
@@ -59,7 +61,7 @@ def _call(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict
             raise
         _step_back(module, mark, error)
         return mark.inner(module, *args, **kwargs)
-    return run_tiled(call)
+    return begin_chain(call, args, kwargs) if lazily and torch.is_grad_enabled() and gives_a_tensor(call) else run_tiled(call)
 
 
 def _step_back(module: nn.Module, mark: TileMark, reason: NotTokenWise) -> None:
@@ -155,6 +157,7 @@ class TiledCallable:
         self.mark = TileMark(tiling, name, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = values((args, kwargs))
         call = TiledCall(Work(self.function, modules_of(self.function)), self.mark, args, kwargs)
         return check_and_run(call) if len(call.bounds) > 1 else self.function(*args, **kwargs)
 
@@ -182,11 +185,8 @@ def mark_tiled(tileable: Tileable, tiling: Tiling, owner: object) -> TileMark:
     if get_mark(module, TileMark, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
     for below, part in [("", module), *walk(module)]:
-        if isinstance(part, _BatchNorm):
-            raise ValueError(
-                f"{name} is not token-wise: {below or 'it'} is a {type(part).__name__}, whose statistics in training depend on all"
-                " tokens. Leave the module out of targets."
-            )
+        if reason := _depends_on_others(part):
+            raise ValueError(f"{name} is not token-wise: {below or 'it'} is a {type(part).__name__}, {reason}. Leave it out of targets.")
     mark = TileMark(tiling, name, tileable.kind)
     mark.owner, mark.alone, mark.chained = owner, tileable.alone, tileable.parent is not None
     halves = [module, *(m for m, _ in tileable.members[:1] if not tileable.alone)]
@@ -198,6 +198,17 @@ def mark_tiled(tileable: Tileable, tiling: Tiling, owner: object) -> TileMark:
     if tileable.parent is not None:
         mark_chain(tileable.parent, tileable.members, owner)
     return mark
+
+
+def _depends_on_others(part: nn.Module) -> str | None:
+    """Why a part is not token-wise though a few tokens may not show it."""
+    if isinstance(part, _BatchNorm):
+        return "whose statistics in training depend on all tokens"
+    if has_capacity(part):
+        return "whose experts have a capacity, so that what becomes of a token depends on all tokens"
+    if drops_samples(part):
+        return "which drops whole samples and would drop tiles"
+    return None
 
 
 def weight_bytes(module: nn.Module) -> int:

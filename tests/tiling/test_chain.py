@@ -80,10 +80,10 @@ def tokens(length: int = 24, batch: int = 1) -> Tensor:
     return randn(batch, length, H, dtype=torch.float64)
 
 
-def agrees(net: nn.Module, x: Tensor, **kwargs: Any) -> bool:
+def agrees(net: nn.Module, x: Tensor, rows: int = 2, **kwargs: Any) -> bool:
     true = reference(net, x)
     with prepare(net, tiling=TILES, **kwargs) as prepared:
-        assert [row.tiles for row in prepared.report().tiled] == [0, 0]
+        assert [row.tiles for row in prepared.report().tiled] == [0] * rows
         found = gradients(net, x)
         assert all(row.tiles == 4 for row in prepared.report().tiled)
     return worst(found, true) <= ERROR
@@ -279,3 +279,112 @@ def test_users_own_checkpoint_around_the_block() -> None:
         with prepare(net, tiling=TILES):
             call = lambda x: checkpoint(net[1], checkpoint(net[0], x, use_reentrant=False), use_reentrant=False)  # noqa: B023,E731
             assert worst(gradients(net, x, call=call), true) <= ERROR
+
+
+def test_a_reentrant_checkpoint_inside_the_block_is_refused() -> None:
+    """Torch's reentrant checkpoint around a chain, which would lose its gradients, is refused with what to do instead."""
+
+    class Inside(Inline):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(x)
+            return x + checkpoint(lambda h: self.fc2(self.act(self.fc1(h))), x, use_reentrant=True)
+
+    net = model(Inside())
+    with prepare(net, tiling=TILES), pytest.raises(RuntimeError, match=r"reentrant checkpoint is one.*targets"):
+        step(net, tokens())
+
+
+CHANGED = [("input", "training"), ("input", "no_grad"), ("input", "inference"), ("residual", "training"), ("residual", "no_grad")]
+
+
+@pytest.mark.parametrize(("which", "mode"), CHANGED)
+def test_what_the_chain_uses_is_changed_in_place(which: str, mode: str) -> None:
+    """Neither the chain's input nor an argument that a later module takes may change before the output is used."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.intermediate, self.output = nn.Linear(H, H), nn.Linear(H, WIDE), Output()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(x)
+            residual = x * 2
+            y = self.output(self.intermediate(x), residual)
+            (x if which == "input" else residual).zero_()
+            return y * 1.0
+
+    net = model(Two())
+    grad = {"training": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    with prepare(net, tiling=TILES), grad(), pytest.raises(RuntimeError, match="changed in place before its output was used"):
+        net(tokens().detach())
+
+
+class Output(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDE, H)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.dense(F.gelu(y)) + x
+
+
+@pytest.mark.parametrize("kind", ["forward", "full backward", "backward pre"])
+@pytest.mark.parametrize("name", ["fc1", "fc2", "act", "norm"])
+def test_hooks_on_what_a_chain_consists_of(name: str, kind: str) -> None:
+    """Hooks of users on any module of a chain see values and gradients as untiled, and the gradients are the untiled ones."""
+    net, x = model(Inline(lambda block, x, y: block.norm(x + y))), tokens()
+    seen: list[Any] = []
+    module = net[0].get_submodule(name)
+    if kind == "forward":
+        module.register_forward_hook(lambda m, args, out: seen.append(out))
+    if kind == "full backward":
+        module.register_full_backward_hook(lambda m, into, out: seen.append(into[0].clone()))
+    if kind == "backward pre":
+        module.register_full_backward_pre_hook(lambda m, out: seen.append(out[0].clone()))
+    true = gradients(net, x)
+    with prepare(net, tiling=TILES):
+        assert worst(gradients(net, x), true) <= ERROR
+    with torch.no_grad():
+        net[0].fc1.weight.zero_()
+    assert len(seen) == 2
+    assert torch.allclose(seen[0], seen[1], rtol=1e-10, atol=1e-12)
+
+
+def test_chains_behind_one_another() -> None:
+    """A module that runs twice in a block, and a module that takes two pending values, give the untiled gradients."""
+
+    class Twice(Inline):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(x)
+            return x + self.fc2(self.act(self.fc1(self.fc2(self.act(self.fc1(x))))))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mlp, self.mlp2 = nn.Linear(H, H), GatedMLP(), GatedMLP()
+            self.post_mlp_norm = SumNorm(H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(x)
+            return x + self.post_mlp_norm(self.mlp(x), self.mlp2(x))
+
+    assert agrees(model(Twice()), tokens())
+    assert agrees(model(Both()), tokens(), rows=4)
+
+
+class SumNorm(nn.LayerNorm):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) + y
+
+
+def test_a_convolution_between_the_halves() -> None:
+    """Two halves with a convolution between them, as in Segformer, are no chain."""
+
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.fc1 = nn.Linear(H, H), nn.Linear(H, WIDE)
+            self.depthwise, self.fc2 = nn.Conv1d(WIDE, WIDE, 3, padding=1, groups=WIDE), nn.Linear(WIDE, H)
+
+    with pytest.raises(ValueError, match="found no feed-forward module"):
+        prepare(model(Mix()), tiling=TILES)

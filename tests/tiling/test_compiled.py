@@ -150,3 +150,49 @@ def test_unused_weights_keep_no_gradient() -> None:
     module.spare = nn.Linear(H, H)
     tile(module, tile_tokens=12, compile={"backend": Graphs()})
     assert not any("spare" in name for name in gradients(module, randn(1, 24, H)))
+
+
+class Flagged(GatedMLP):
+    """Uses its gate only if it is told to."""
+
+    def forward(self, x: Tensor, gated: bool = True) -> Tensor:
+        return super().forward(x) if gated else self.down(self.up(x))
+
+
+def test_weights_that_later_calls_use() -> None:
+    """A weight that the first calls did not use gets its gradient from the calls that do."""
+    module, x = Flagged().double(), tokens(24)
+    true = reference(module, x)
+    tile(module, tile_tokens=12, compile={"backend": Graphs()})
+    assert "gate.weight" not in gradients(module, x, call=lambda x: module(x, gated=False))
+    assert worst(gradients(module, x), true) <= 1e-10
+
+
+def test_an_argument_that_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """With dropout and an argument that the module does not use, tiles are compiled and the gradient of the argument is zero."""
+
+    class Ignores(PlainMLP):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return super().forward(x)
+
+    module = tile(Ignores(dropout=0.3), tile_tokens=12, compile={"backend": Graphs()})
+    x, other = randn(1, 24, H), randn(1, 24, H)
+    module(x, other).sum().backward()
+    assert other.grad is None or not other.grad.any()
+    assert "uncompiled" not in caplog.text
+
+
+def test_evaluation_mode_before_the_backward() -> None:
+    """A model that is set to evaluation before the backward is recomputed, compiled, as it was in the forward."""
+    module, x = PlainMLP(dropout=0.3).double(), tokens(24)
+    tile(module, tile_tokens=12, compile={"backend": Graphs()})
+    found = []
+    for toggled in (False, True):
+        torch.manual_seed(0)
+        y = module.train()(x)
+        module.train(not toggled)
+        y.sum().backward()
+        found.append(x.grad)
+        x.grad = None
+        assert module.training is not toggled
+    assert torch.equal(*found)

@@ -142,6 +142,33 @@ def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.Lo
     assert "Below its router" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["Switch Transformers", "FlexOlmo"])
+def test_capacity_and_norms_behind_mixtures(name: str) -> None:
+    """Experts with a capacity that overflows are tiled below their router; so is a mixture with a norm behind it whose logits are recorded."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 32, (2, 64))
+    if name == "FlexOlmo":
+        from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
+
+        sizes = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = FlexOlmoConfig(**sizes, vocab_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0)
+        config._experts_implementation = "eager"
+        model, inputs = FlexOlmoForCausalLM(config).double(), {"input_ids": ids, "labels": ids, "output_router_logits": True}
+    else:
+        from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+        sizes = {"d_model": H, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "num_experts": 4}
+        config = SwitchTransformersConfig(**sizes, vocab_size=32, expert_capacity=8, router_jitter_noise=0.0, dropout_rate=0.0)
+        config.decoder_start_token_id = 0
+        model, inputs = SwitchTransformersForConditionalGeneration(config).double(), {"input_ids": ids, "labels": ids}
+    true = run(model, inputs)
+    with prepare(model, tiling=Tiling(tile_tokens=5), checkpointing=Checkpointing()):
+        found = run(model, inputs)
+    assert found.keys() == true.keys()
+    scale = max(float(value.norm()) for value in true.values())
+    assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-6
+
+
 def test_a_scalar_auxiliary_loss_is_refused() -> None:
     """A module without experts that returns a scalar of its tokens is refused by name, with the remedy."""
 

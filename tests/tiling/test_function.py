@@ -652,3 +652,31 @@ def test_recorded_router_logits() -> None:
     with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
         for _ in range(2):
             assert worst(gradients(model, ids, call=call), {k: v.double() for k, v in true.items()}) < FP32
+
+
+def test_evaluation_mode_before_the_backward() -> None:
+    """A model that is set to evaluation between forward and backward is recomputed as it was in the forward, dropout included."""
+    module, x = tile(PlainMLP(dropout=0.3).double(), num_shards=4), randn(1, 40, H, dtype=torch.float64)
+    found = []
+    for toggled in (False, True):
+        torch.manual_seed(0)
+        y = module.train()(x)
+        module.train(not toggled)
+        y.sum().backward()
+        found.append(x.grad)
+        x.grad = None
+    assert torch.equal(*found)
+
+
+def test_an_output_that_comes_and_goes() -> None:
+    """A module that returns a tensor in one call and ``None`` in its place in another has the untiled outputs and gradients in both."""
+
+    class Sometimes(GatedMLP):
+        def forward(self, x: Tensor, logits: bool) -> tuple[Tensor, Tensor | None]:
+            return super().forward(x), self.gate(x) if logits else None
+
+    module, x = Sometimes().double(), randn(1, 42, H, dtype=torch.float64)
+    tiled = tile(copy.deepcopy(module), num_shards=4)
+    for logits in (False, True, False):
+        true = gradients(module, x, call=lambda x: module(x, logits))  # noqa: B023
+        assert worst(gradients(tiled, x, call=lambda x: tiled(x, logits)), true) <= 1e-10  # noqa: B023
