@@ -147,7 +147,7 @@ class _Routed(nn.Module):
 
 
 class Mixture(TinyLM):
-    """Its MLPs are mixtures of more experts than two tokens can choose."""
+    """Its MLPs are mixtures of more experts than four tokens can choose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def mixture(engine: str) -> list[float]:
     torch.manual_seed(0)
     net = Mixture()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
-    losses = train(fabric, model, optimizer, (draw((1, 3), 5 * fabric.global_rank + step) for step in range(3)))
+    losses = train(fabric, model, optimizer, (draw((1, 4), 5 * fabric.global_rank + step) for step in range(3)))
     fabric.strategy.release()
     return losses
 
