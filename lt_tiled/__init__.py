@@ -11,7 +11,7 @@ from lt_tiled.strategies import (
     TiledModelParallelStrategy,
     TiledSingleDeviceStrategy,
 )
-from lt_tiled.tiling import tile, untile
+from lt_tiled.tiling import TiledLinearCrossEntropy, tile, tiled_linear_cross_entropy, tiled_token_logprobs, untile
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ __all__ = [
     "TiledDDPStrategy",
     "TiledDeepSpeedStrategy",
     "TiledFSDPStrategy",
+    "TiledLinearCrossEntropy",
     "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
     "Tiling",
@@ -30,5 +31,7 @@ __all__ = [
     "fabric",
     "prepare",
     "tile",
+    "tiled_linear_cross_entropy",
+    "tiled_token_logprobs",
     "untile",
 ]

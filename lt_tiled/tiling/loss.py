@@ -1,0 +1,307 @@
+"""Cross-entropy of a projection, tile by tile: logits are never whole.
+
+Gradients are formed in the forward, while a tile's logits are there, so that no logits are computed twice; the backward scales them by
+the gradient that comes in. The weights are inputs of the autograd Function and their gradients are returned, as a tiled module's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lt_tiled.policies import Tiling
+from lt_tiled.tiling.cross_entropy import CrossEntropy, shifted
+from lt_tiled.tiling.layout import MIN_TILE_TOKENS, Bounds, tile_bounds
+from lt_tiled.tiling.recompute import AutocastState, PackCounter
+from lt_tiled.tiling.weights import GradientSum
+
+Reduction = Literal["mean", "sum", "none"]
+Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Logits ``[t, V]`` of hidden states ``[t, H]``, with these weights."""
+Count = Tensor | float | Literal["global"] | None
+
+TILE_LOGITS = 2**28
+"""Entries of one tile of logits under ``num_shards="auto"``: 1 GiB in float32."""
+
+
+def tiled_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_shards: int | Literal["auto"] = "auto",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    shift: bool = False,
+    count: Count = None,
+    accumulate: Literal["float32", "param"] = "float32",
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` with the logits of one tile of tokens at a time.
+
+    For ``"mean"`` and ``"sum"`` gradients are formed in the forward, with as many FLOPs as untiled. With ``"none"`` the gradient of each
+    token comes in the backward, where the logits are computed again.
+
+    Args:
+        hidden: ``[..., H]``.
+        weight: ``[V, H]``, as of ``nn.Linear``.
+        labels: Integers of shape ``[...]``.
+        bias: ``[V]``.
+        num_shards: Tiles; ``"auto"`` makes a tile's logits :data:`TILE_LOGITS` entries, of at least 1024 tokens.
+        ignore_index: The label of tokens that do not count.
+        label_smoothing: As of ``torch.nn.functional.cross_entropy``.
+        reduction: ``"mean"`` over the labels that count, ``"sum"``, or ``"none"`` for one loss per token.
+        logit_softcap: See :class:`~lt_tiled.tiling.cross_entropy.CrossEntropy`.
+        logit_scale: The same.
+        z_loss: The same.
+        shift: Token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
+        count: For ``"mean"``, what to divide by instead of the labels that count here: a number, or ``"global"`` for the mean of all
+            ranks' counts, so that the mean of the ranks' gradients is that over all of their labels.
+        accumulate: The dtype in which weight gradients of 16-bit weights are summed over the tiles.
+
+    Returns:
+        The loss, in float32 for 16-bit logits: a scalar, or with ``"none"`` of the labels' shape.
+
+    Raises:
+        ValueError: If shapes do not fit or a value is out of bounds.
+    """
+    _check(hidden, weight, labels, bias)
+    kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
+    tiles = LossTiles(kind, reduction, num_shards, accumulate)
+    labels = shifted(labels, ignore_index) if shift else labels
+    return tiles.loss(_linear, hidden, labels, [weight] if bias is None else [weight, bias], weight.shape[0], count)
+
+
+def loss_bounds(num_shards: int | Literal["auto"], tokens: int, vocabulary: int) -> list[Bounds]:
+    """Cut the tokens of a loss; ``"auto"`` by the size of a tile's logits."""
+    if num_shards != "auto":
+        return tile_bounds(Tiling(num_shards), tokens, 1)
+    return tile_bounds(Tiling(tile_tokens=max(MIN_TILE_TOKENS, TILE_LOGITS // max(vocabulary, 1))), tokens, 1)
+
+
+def tiled_token_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """The log-probability of each label, with the logits of one tile of tokens at a time: for DPO and other preference losses.
+
+    Args:
+        hidden: ``[..., H]``.
+        weight: ``[V, H]``.
+        labels: Integers of shape ``[...]``.
+        bias: ``[V]``.
+        options: ``num_shards``, ``ignore_index``, ``logit_softcap``, ``logit_scale``, ``shift``, ``accumulate`` of
+            :func:`tiled_linear_cross_entropy`.
+
+    Returns:
+        Of the labels' shape, zero for ignored labels.
+
+    Raises:
+        ValueError: If shapes do not fit or a value is out of bounds.
+    """
+    return -tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **options)
+
+
+class TiledLinearCrossEntropy(nn.Module):
+    """:func:`tiled_linear_cross_entropy` as a module; it holds no weights.
+
+    Args:
+        options: The function's keyword arguments.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The loss; see the function."""
+        return tiled_linear_cross_entropy(hidden, weight, labels, bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+@dataclass(frozen=True)
+class LossTiles:
+    """How a loss is computed in tiles, for any head that gives logits.
+
+    Raises:
+        ValueError: If a value is out of bounds.
+    """
+
+    kind: CrossEntropy
+    reduction: Reduction = "mean"
+    num_shards: int | Literal["auto"] = "auto"
+    accumulate: Literal["float32", "param"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction={self.reduction!r} must be 'mean', 'sum' or 'none'.")
+        Tiling(self.num_shards, accumulate=self.accumulate)
+
+    def loss(self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], vocabulary: int, count: Count = None) -> Tensor:
+        """The loss of a head.
+
+        Args:
+            head: Gives logits ``[t, V]`` for hidden states ``[t, H]`` and its weights.
+            hidden: ``[..., H]``.
+            labels: ``[...]``.
+            weights: What the head is called with, and gets gradients for.
+            vocabulary: ``V``.
+            count: See :func:`tiled_linear_cross_entropy`.
+        """
+        if count is not None and self.reduction != "mean":
+            raise ValueError(f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave count out.")
+        flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        bounds = loss_bounds(self.num_shards, len(flat_labels), vocabulary)
+        divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
+        call = _LossCall(self, head, bounds, flat_labels, divisor, AutocastState.now(hidden.device), torch.is_grad_enabled())
+        loss: Tensor = _TiledLoss.apply(call, flat, *weights)
+        return loss.view(labels.shape) if self.reduction == "none" else loss
+
+    def _count(self, labels: Tensor, count: Count) -> Tensor:
+        if count is None or isinstance(count, str):
+            counted = self.kind.counted(labels).sum().to(torch.float32)
+            if count == "global" and dist.is_available() and dist.is_initialized():
+                dist.all_reduce(counted)
+                counted /= dist.get_world_size()
+            return counted
+        return torch.as_tensor(count, dtype=torch.float32, device=labels.device)
+
+
+@dataclass
+class _LossCall:
+    """What the forward and the backward of one loss share."""
+
+    tiles: LossTiles
+    head: Head
+    bounds: list[Bounds]
+    labels: Tensor
+    divisor: Tensor
+    autocast: AutocastState | None
+    grad: bool
+
+    def run(
+        self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool], incoming: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """All tiles: the losses, or their sum, and the gradients of the hidden states and of the weights, of those that are wanted.
+
+        Args:
+            hidden: ``[T, H]``.
+            weights: The head's.
+            wants: Of the hidden states and of each weight.
+            incoming: The gradient of each token's loss.
+        """
+        differentiate = any(wants)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        per_token = self.tiles.reduction == "none"
+        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide)
+        slope = torch.zeros_like(hidden) if wants[0] else None
+        sums = [GradientSum(w, self.tiles.accumulate) if wanted else None for w, wanted in zip(weights, wants[1:], strict=True)]
+        leaves = [w.detach() if s is None else s.leaf for w, s in zip(weights, sums, strict=True)]
+        targets = [s.leaf for s in sums if s is not None]
+        for low, high in self.bounds:
+            rows = hidden[low:high].detach().requires_grad_(wants[0])
+            inputs = [*([rows] if wants[0] else []), *targets] if differentiate else []
+            loss, parts = self._tile(rows, leaves, self.labels[low:high], inputs, None if incoming is None else incoming[low:high, None])
+            if per_token:
+                losses[low:high] = loss
+            else:
+                losses += loss.sum()
+            if slope is not None and parts[0] is not None:
+                slope[low:high] = parts[0]
+            del parts
+        for s in sums:
+            if s is not None:
+                s.close()
+        found = (None if s is None else torch.zeros_like(w) if s.sum is None else s.sum for s, w in zip(sums, weights, strict=True))
+        return losses, [slope, *found]
+
+    def _tile(
+        self, rows: Tensor, leaves: Sequence[Tensor], labels: Tensor, inputs: Sequence[Tensor], incoming: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """One tile: the loss of each token, and the gradients of the inputs; its logits are gone when this returns."""
+        with torch.set_grad_enabled(bool(inputs)), PackCounter():
+            logits = self.head(rows.view_as(rows), leaves)
+        values, wide = logits.detach(), torch.float64 if logits.dtype == torch.float64 else torch.float32
+        values = values if values.dtype == wide and self.head is _linear else values.to(wide, copy=True)  # a head may save its output
+        loss, gradient = self.tiles.kind.of(values, labels, bool(inputs))
+        if gradient is None:
+            return loss, ()
+        if incoming is not None:
+            gradient.mul_(incoming)
+        return loss, torch.autograd.grad(logits, inputs, gradient.to(logits.dtype), allow_unused=True)
+
+
+class _TiledLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.call, ctx.wants = call, [call.grad and wanted for wanted in ctx.needs_input_grad[1:]]
+        if call.tiles.reduction == "none":
+            ctx.save_for_backward(hidden, *weights)
+            return call.run(hidden, weights, [False] * len(ctx.wants))[0]
+        loss, gradients = call.run(hidden, weights, ctx.wants)
+        ctx.dtypes = [t.dtype for t in (hidden, *weights)]
+        # Sums over many tokens would leave float16's range, and divided by them fall below it; bfloat16's is wide enough.
+        ctx.divided = [g is not None and g.dtype != dtype == torch.bfloat16 for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        divide = 1 / call.divisor
+        kept = [_scaled(g, divide, torch.bfloat16) if done and g is not None else g for g, done in zip(gradients, ctx.divided, strict=True)]
+        ctx.save_for_backward(*kept)
+        return loss / call.divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        call: _LossCall = ctx.call
+        if call.tiles.reduction == "none":
+            hidden, *weights = ctx.saved_tensors
+            with call.autocast.context() if call.autocast else nullcontext():
+                gradients = call.run(hidden, weights, ctx.wants, incoming)[1]
+            return (None, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, (hidden, *weights), strict=True)))
+        divisor = call.divisor.where(call.divisor != 0, 1.0)  # no label counts: the loss is nan, and the gradients are zeros, as untiled
+        scaled = (
+            None if g is None else _scaled(g, incoming if done else incoming / divisor, dtype)
+            for g, done, dtype in zip(ctx.saved_tensors, ctx.divided, ctx.dtypes, strict=True)
+        )
+        return (None, *scaled)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient times a factor, each product rounded once: a factor in 16 bits would be off by itself."""
+    if gradient.dtype == dtype and dtype in (torch.float32, torch.float64):
+        return gradient * factor.to(dtype)
+    result = torch.empty_like(gradient, dtype=dtype)
+    for rows, into in zip(gradient.split(_ROWS), result.split(_ROWS), strict=True):
+        into.copy_(rows.float() * factor)
+    return result
+
+
+_ROWS = 4096
+
+
+def _linear(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return F.linear(hidden, *weights)
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be {list(hidden.shape[:-1])}."
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has the shape {list(weight.shape)}, and hidden states of {hidden.shape[-1]} need [V, {hidden.shape[-1]}]."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has the shape {list(bias.shape)} and must be [{weight.shape[0]}], one entry for each row of weight.")
+    if labels.is_floating_point():
+        raise ValueError(f"labels are {labels.dtype}, and must be whole numbers: probabilities as labels are not tiled.")

@@ -1,0 +1,91 @@
+"""The tiled loss under every engine: the head's weight is an input, and its gradient is returned once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import Tensor
+
+import lt_tiled
+from lt_tiled import tiled_linear_cross_entropy
+from tests.engines.cells import ENGINES, set_up, strategy
+from tests.engines.conftest import OnRanks
+from tests.models import TinyLM
+from tests.world import World
+
+
+class WithLoss(TinyLM):
+    """Computes its loss itself, from whole logits or in tiles; its head may share the embedding's weight."""
+
+    def __init__(self, tiled: bool, tied: bool) -> None:
+        super().__init__()
+        self.tiled = tiled
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        if self.tiled:
+            return tiled_linear_cross_entropy(x, self.head.weight, labels, num_shards=3, shift=True)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
+    """Three steps, on each rank with labels of which another part is ignored."""
+    rank = dist.get_rank()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, engine, tiling=3))
+    fabric.launch()
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, WithLoss(tiled, tied), engine)
+    found = []
+    for step in range(3):
+        ids = torch.randint(32, (2, 20 + 5 * rank), generator=torch.Generator().manual_seed(10 * step + rank))
+        labels: Any = ids.clone()
+        labels[0, : 3 + 9 * rank] = -100
+        loss = model(ids, labels)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    fabric.strategy.release()
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses(on_ranks: OnRanks, engine: str) -> None:
+    """Three steps have the losses of whole logits, with labels ignored unevenly over tiles and ranks."""
+    true = on_ranks(losses, engine, False, False)
+    assert on_ranks(losses, engine, True, False) == [pytest.approx(values, rel=1e-5) for values in true]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+def test_tied_embeddings(on_ranks: OnRanks, engine: str) -> None:
+    """The same where the head's weight is the embedding's."""
+    true = on_ranks(losses, engine, False, True)
+    assert on_ranks(losses, engine, True, True) == [pytest.approx(values, rel=1e-5) for values in true]
+
+
+def mean_gradients() -> tuple[Tensor, Tensor]:
+    """The ranks' mean of the gradients of a loss with a global count, and the gradient of the mean over all ranks' labels."""
+    rank = dist.get_rank()
+    weight = torch.linspace(-1, 1, 32 * 8, dtype=torch.float64).view(32, 8).requires_grad_()
+    batches = [torch.Generator().manual_seed(r) for r in range(2)]
+    hidden = [torch.randn(4 + 9 * r, 8, generator=batches[r], dtype=torch.float64) for r in range(2)]
+    labels = [torch.randint(32, (4 + 9 * r,), generator=batches[r]) for r in range(2)]
+    (mine,) = torch.autograd.grad(tiled_linear_cross_entropy(hidden[rank], weight, labels[rank], num_shards=2, count="global"), weight)
+    dist.all_reduce(mine)
+    (true,) = torch.autograd.grad(F.cross_entropy(torch.cat(hidden) @ weight.t(), torch.cat(labels)), weight)
+    return mine / 2, true
+
+
+def test_mean_over_all_ranks(world: World) -> None:
+    """With ``count="global"`` the mean of the ranks' gradients is that of the mean over all of their labels, however they are spread."""
+    for mean, true in world(mean_gradients):
+        torch.testing.assert_close(mean, true, rtol=1e-6, atol=1e-9)

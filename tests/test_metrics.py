@@ -1,0 +1,87 @@
+"""Metrics that are updated tile by tile, against torchmetrics on whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.text import Perplexity
+
+from lt_tiled.metrics import TiledPerplexity, TiledTokenAccuracy
+from tests.meters import peak_bytes
+from tests.world import World
+
+VOCAB, H = 41, 8
+
+
+def batch(seed: int, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, VOCAB, (2, tokens), generator=generator)
+    labels[0, : 5 + seed] = -100
+    weight, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(99)) for shape in ((VOCAB, H), (VOCAB,)))
+    return torch.randn(2, tokens, H, generator=generator), weight, labels, bias
+
+
+def pairs() -> list[tuple[Any, Any]]:
+    return [
+        (TiledPerplexity(num_shards=4), Perplexity(ignore_index=-100)),
+        *((TiledTokenAccuracy(top_k=k, num_shards=4), MulticlassAccuracy(VOCAB, k, "micro", ignore_index=-100)) for k in (1, 5)),
+    ]
+
+
+def measured() -> list[tuple[float, float]]:
+    """Over two batches of this rank; its logits whole for torchmetrics."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = []
+    for tiled, whole in pairs():
+        for seed in (2 * rank, 2 * rank + 1):
+            hidden, weight, labels, bias = batch(seed, 30 + rank)
+            logits = F.linear(hidden, weight, bias)
+            tiled.update(hidden, weight, labels, bias)
+            whole.update(logits, labels) if isinstance(whole, Perplexity) else whole.update(logits.flatten(0, 1), labels.flatten())
+        found.append((float(tiled.compute()), float(whole.compute())))
+    return found
+
+
+def test_equal_to_torchmetrics() -> None:
+    """Perplexity and top-k accuracy over two batches with ignored labels are torchmetrics' own of the whole logits."""
+    for tiled, whole in measured():
+        assert tiled == pytest.approx(whole, rel=1e-5)
+
+
+def test_synchronised_over_ranks(world: World) -> None:
+    """Over two ranks with batches of their own, both give torchmetrics' value over all of them."""
+    first, second = world(measured)
+    assert first == second
+    for tiled, whole in first:
+        assert tiled == pytest.approx(whole, rel=1e-5)
+
+
+def test_shift_and_reset() -> None:
+    """``shift=True`` compares each token with the next label; ``reset`` begins anew."""
+    hidden, weight, labels, bias = batch(0)
+    logits = F.linear(hidden, weight, bias)
+    metric, whole = TiledPerplexity(num_shards=3, shift=True), Perplexity(ignore_index=-100)
+    metric.update(hidden * 2, weight, labels)
+    metric.reset()
+    metric.update(hidden, weight, labels, bias)
+    whole.update(logits[:, :-1], labels[:, 1:])
+    assert float(metric.compute()) == pytest.approx(float(whole.compute()), rel=1e-5)
+
+
+def test_logits_are_never_whole() -> None:
+    """The peak of an update is one tile's logits, a fraction of the whole."""
+    hidden, weight, labels = torch.randn(1, 1024, H), torch.randn(512, H), torch.zeros(1, 1024, dtype=torch.long)
+    for metric in (TiledPerplexity(num_shards=16), TiledTokenAccuracy(num_shards=16)):
+        assert peak_bytes(lambda m=metric: m.update(hidden, weight, labels)) <= 4 * 1024 * 512 / 16 * 1.5
+
+
+def test_bad_top_k() -> None:
+    """``top_k`` of nothing is refused."""
+    with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
+        TiledTokenAccuracy(top_k=0)
