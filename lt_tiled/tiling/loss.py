@@ -161,6 +161,8 @@ class LossTiles:
         """
         if count is not None and self.reduction != "mean":
             raise ValueError(f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave count out.")
+        if isinstance(count, str) and count != "global":
+            raise ValueError(f"count={count!r} must be a number, 'global', or None for the labels that count here.")
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         bounds = loss_bounds(self.num_shards, len(flat_labels), vocabulary)
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
