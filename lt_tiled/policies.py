@@ -49,6 +49,9 @@ class Tiling:
     values together. ``"mean"`` weighs each tile by its tokens. Without an entry such an output is refused."""
     compile: bool | CompileOptions = False
     """Compile what runs on a tile, forward and backward: ``True``, or arguments of ``torch.compile`` such as ``{mode: max-autotune}``."""
+    loss: bool = False
+    """Compute the loss of models of transformers that are called with labels in tiles, so that their logits are never whole. The output's
+    ``logits`` are absent then."""
 
     def __post_init__(self) -> None:
         _check_count("num_shards", self.num_shards, also="auto")

@@ -17,6 +17,7 @@ from lt_tiled.offload.hooks import Offloader
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.find import find_tileable
+from lt_tiled.tiling.logits import find_losses, mark_losses, unmark_losses
 from lt_tiled.tiling.mark import TileMark
 from lt_tiled.tiling.modules import mark_tiled, unmark
 
@@ -33,6 +34,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         tiled = find_tileable(model, tiling) if tiling else []
+        losses = find_losses(model) if tiling and tiling.loss else []
         blocks = _not_wrapped(model, find_checkpointable(model, checkpointing)) if checkpointing else []
         self.model = model
         self._owner = object()
@@ -46,6 +48,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 if get_mark(tileable.module, TileMark, tileable.method) is None:  # else somebody tiled it, and it keeps what it has
                     assert tiling is not None
                     mark_tiled(tileable, tiling, self._owner)
+            mark_losses(losses, self._owner)
             for path, block in blocks:
                 if get_mark(block, BlockMark) is None:
                     mark_block(block, self._offload_of(path, checkpointing))
@@ -78,6 +81,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         for block in self._blocks:
             unmark_block(block)
         unmark(self.model, self._owner)
+        unmark_losses(self.model, self._owner)
         self._own, self._blocks = None, []
         if self.offloader is not None:
             self.offloader.close()

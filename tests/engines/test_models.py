@@ -146,3 +146,14 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
         assert found == pytest.approx(true, rel=1e-5)
         assert all_tiled
         assert compiled
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma 2"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -> None:
+    """With ``Tiling(loss=True)`` the losses of three steps are those of the engine's own untiled run with whole logits."""
+    untiled = on_ranks(losses, engine, kind, None, {})
+    tiled = on_ranks(losses, engine, kind, Tiling(3, loss=True), {})
+    for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
+        assert found == pytest.approx(true, rel=1e-5)
+        assert all_tiled
