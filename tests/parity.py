@@ -57,3 +57,15 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """A random input that wants a gradient."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def toggled_gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The input's gradient from training mode, and the same where the module is set to evaluation before the backward, which stays so."""
+    found = []
+    for toggled in (False, True):
+        torch.manual_seed(0)
+        y = module.train()(x)
+        module.train(not toggled)
+        found.append(torch.autograd.grad(y.sum(), x)[0])
+        assert module.training is not toggled
+    return found[0], found[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ from lt_tiled.tiling.recompute import (
     RandomState,
     random_state_kept,
 )
-from lt_tiled.tiling.weights import GradientSum, Weight, substituted
+from lt_tiled.tiling.weights import GradientSum, Weight, gradient_sums, substituted
 from lt_tiled.tiling.work import Work
 
 
@@ -313,14 +313,8 @@ class TiledCall:
             for t, wants, per_token in zip(tile, self.wants_grad, self.per_token, strict=True)
         ]
 
-    @contextmanager
-    def _sums(self, tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
-        sums = [GradientSum(tensor, self.mark.tiling.accumulate) for tensor in tensors]
-        try:
-            yield sums
-        finally:
-            for s in sums:
-                s.close()
+    def _sums(self, tensors: Sequence[Tensor]) -> AbstractContextManager[list[GradientSum]]:
+        return gradient_sums(tensors, self.mark.tiling.accumulate)
 
     def _weights_from(self, sums: Sequence[GradientSum]) -> Any:
         return substituted(self.weights, [s.leaf for s in sums])

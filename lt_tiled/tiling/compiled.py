@@ -93,16 +93,15 @@ class CompiledTile:
             raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
 
-def token_dimension(tensor: Tensor, dimension: int) -> Tensor:
+def token_dimension(tensor: Tensor, dimension: int) -> None:
     """Tell the compiler that a dimension changes from tile to tile: the last one is shorter."""
     torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-    return tensor
 
 
 def _like(marked: Tensor, tensor: Tensor) -> Tensor:
     """The tensor, with the dimensions that change in another one."""
     for dimension in getattr(marked, "_dynamo_weak_dynamic_indices", ()):
-        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        token_dimension(tensor, dimension)
     return tensor
 
 

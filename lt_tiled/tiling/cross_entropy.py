@@ -73,7 +73,7 @@ class CrossEntropy:
             return loss, None
         factor = (1 + 2 * self.z_loss * whole[:, None]) / total
         gradient = logits.mul_(factor)
-        gradient.scatter_add_(-1, chosen, torch.full_like(chosen, 1, dtype=gradient.dtype).mul_(self.label_smoothing - 1))
+        gradient.scatter_add_(-1, chosen, gradient.new_full(chosen.shape, self.label_smoothing - 1))
         if self.label_smoothing:
             gradient.sub_(self.label_smoothing / gradient.shape[-1])
         if slope is not None:

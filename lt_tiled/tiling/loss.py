@@ -21,7 +21,7 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.cross_entropy import CrossEntropy, shifted
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS, Bounds, tile_bounds
 from lt_tiled.tiling.recompute import AutocastState, PackCounter
-from lt_tiled.tiling.weights import GradientSum
+from lt_tiled.tiling.weights import gradient_sums
 
 Reduction = Literal["mean", "sum", "none"]
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -208,24 +208,26 @@ class _LossCall:
         per_token = self.tiles.reduction == "none"
         losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide)
         slope = torch.zeros_like(hidden) if wants[0] else None
-        sums = [GradientSum(w, self.tiles.accumulate) if wanted else None for w, wanted in zip(weights, wants[1:], strict=True)]
-        leaves = [w.detach() if s is None else s.leaf for w, s in zip(weights, sums, strict=True)]
-        targets = [s.leaf for s in sums if s is not None]
-        for low, high in self.bounds:
-            rows = hidden[low:high].detach().requires_grad_(wants[0])
-            inputs = [*([rows] if wants[0] else []), *targets] if differentiate else []
-            loss, parts = self._tile(rows, leaves, self.labels[low:high], inputs, None if incoming is None else incoming[low:high, None])
-            if per_token:
-                losses[low:high] = loss
-            else:
-                losses += loss.sum()
-            if slope is not None and parts[0] is not None:
-                slope[low:high] = parts[0]
-            del parts
-        for s in sums:
-            if s is not None:
-                s.close()
-        found = (None if s is None else torch.zeros_like(w) if s.sum is None else s.sum for s, w in zip(sums, weights, strict=True))
+        learn = [w for w, wanted in zip(weights, wants[1:], strict=True) if wanted]
+        with gradient_sums(learn, self.tiles.accumulate) as sums:
+            targets = [s.leaf for s in sums]
+            own = iter(targets)
+            leaves = [next(own) if wanted else w.detach() for w, wanted in zip(weights, wants[1:], strict=True)]
+            for low, high in self.bounds:
+                rows = hidden[low:high].detach().requires_grad_(wants[0])
+                inputs = [*([rows] if wants[0] else []), *targets] if differentiate else []
+                loss, parts = self._tile(
+                    rows, leaves, self.labels[low:high], inputs, None if incoming is None else incoming[low:high, None]
+                )
+                if per_token:
+                    losses[low:high] = loss
+                else:
+                    losses += loss.sum()
+                if slope is not None and parts[0] is not None:
+                    slope[low:high] = parts[0]
+                del parts
+        totals = iter([torch.zeros_like(w) if s.sum is None else s.sum for w, s in zip(learn, sums, strict=True)])
+        found = [next(totals) if wanted else None for wanted in wants[1:]]
         return losses, [slope, *found]
 
     def _tile(

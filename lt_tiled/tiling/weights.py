@@ -115,3 +115,14 @@ class GradientSum:
     def close(self) -> None:
         """Part the leaf from this object: together they keep each other alive."""
         self._handle.remove()
+
+
+@contextmanager
+def gradient_sums(tensors: Sequence[Tensor], accumulate: str) -> Iterator[list[GradientSum]]:
+    """A sum for each tensor, parted from its leaf at the end."""
+    sums = [GradientSum(tensor, accumulate) for tensor in tensors]
+    try:
+        yield sums
+    finally:
+        for s in sums:
+            s.close()

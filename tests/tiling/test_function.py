@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lt_tiled import tile
 from lt_tiled.tiling.mark import TileMark
 from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
-from tests.parity import FP32, errors, gradients, randn, reference, spread, worst
+from tests.parity import FP32, errors, gradients, randn, reference, spread, toggled_gradients, worst
 
 
 @pytest.fixture(autouse=True)
@@ -657,15 +657,7 @@ def test_recorded_router_logits() -> None:
 def test_evaluation_mode_before_the_backward() -> None:
     """A model that is set to evaluation between forward and backward is recomputed as it was in the forward, dropout included."""
     module, x = tile(PlainMLP(dropout=0.3).double(), num_shards=4), randn(1, 40, H, dtype=torch.float64)
-    found = []
-    for toggled in (False, True):
-        torch.manual_seed(0)
-        y = module.train()(x)
-        module.train(not toggled)
-        y.sum().backward()
-        found.append(x.grad)
-        x.grad = None
-    assert torch.equal(*found)
+    assert torch.equal(*toggled_gradients(module, x))
 
 
 def test_an_output_that_comes_and_goes() -> None:
