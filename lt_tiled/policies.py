@@ -35,10 +35,10 @@ class Tiling:
     short inputs."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile: the other way to say it. Give this or ``num_shards``, not both."""
-    targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
+    targets: str | Sequence[str] | Callable[[str, Any], bool] | None = "auto"
     """``"auto"`` (the feed-forward part of every block), or class names and path globs (``model.layers.*.mlp``) of modules and of their
     methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function of a module's path and the module that says
-    whether to tile it."""
+    whether to tile it. ``None`` tiles no module, for who wants ``loss`` alone."""
     accumulate: Literal["float32", "param"] = "float32"
     """The dtype in which the weight gradients of 16-bit weights are summed over the tiles: ``"param"`` saves the float32
     buffer and lets the rounding error grow with the number of tiles."""
@@ -49,13 +49,13 @@ class Tiling:
     values together. ``"mean"`` weighs each tile by its tokens. Without an entry such an output is refused."""
     compile: bool | CompileOptions = False
     """Compile what runs on a tile, forward and backward: ``True``, or arguments of ``torch.compile`` such as ``{mode: max-autotune}``."""
-    loss: bool = False
-    """Compute the loss of models of transformers that are called with labels in tiles, so that their logits are never whole. The output's
-    ``logits`` are absent then."""
+    loss: bool | PositiveInt = False
+    """Compute the loss of models of transformers that are called with labels in tiles, so that their logits are never whole: ``True`` for
+    tiles of a fixed size in bytes, or how many tiles. The output's ``logits`` are absent then."""
 
     def __post_init__(self) -> None:
-        _check_count("num_shards", self.num_shards, also="auto")
-        _check_count("tile_tokens", self.tile_tokens, also=None)
+        _check_count("num_shards", self.num_shards, "auto")
+        _check_count("tile_tokens", self.tile_tokens, None)
         if self.num_shards != "auto" and self.tile_tokens is not None:
             raise ValueError(
                 f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} are two ways to say the same thing: give only one."
@@ -64,7 +64,16 @@ class Tiling:
         for name, reduction in (self.reductions or {}).items():
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
         check_compile(self.compile, "compile")
-        _check_targets(self.targets)
+        _check_count("loss", self.loss, False, True)
+        if self.targets is None and not self.loss:
+            raise ValueError("targets=None tiles no module and loss=False no loss: set one of them, or turn tiling off with tiling=None.")
+        if self.targets is not None:
+            _check_targets(self.targets)
+
+    @property
+    def loss_shards(self) -> int | Literal["auto"]:
+        """Tiles of a loss."""
+        return "auto" if isinstance(self.loss, bool) else self.loss
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class Checkpointing:
         _check_targets(self.targets)
         _check_choice("offload", self.offload, (None, "cpu", "disk", "cpu+disk"))
         _check_choice("activations", self.activations, ("inputs", "all"))
-        _check_count("prefetch", self.prefetch, also="auto")
+        _check_count("prefetch", self.prefetch, "auto")
         if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
             raise ValueError(f"keep_last={self.keep_last!r} must be a whole number of at least 0.")
         parse_bytes(self.min_bytes, "min_bytes")
@@ -158,11 +167,11 @@ def parse_bytes(value: int | str, name: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _check_count(name: str, value: object, also: object) -> None:
-    if value == also:
+def _check_count(name: str, value: object, *also: object) -> None:
+    if any(value is other or (value == other and isinstance(value, str)) for other in also):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be {also!r} or a whole number of at least 1.")
+        raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, also))} or a whole number of at least 1.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:

@@ -48,7 +48,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                 if get_mark(tileable.module, TileMark, tileable.method) is None:  # else somebody tiled it, and it keeps what it has
                     assert tiling is not None
                     mark_tiled(tileable, tiling, self._owner)
-            mark_losses(losses, self._owner)
+            if tiling is not None:
+                mark_losses(losses, tiling.loss_shards, self._owner)
             for path, block in blocks:
                 if get_mark(block, BlockMark) is None:
                     mark_block(block, self._offload_of(path, checkpointing))

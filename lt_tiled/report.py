@@ -13,6 +13,7 @@ from lt_tiled._find import walk
 from lt_tiled._marks import get_mark, get_marks
 from lt_tiled.checkpointing.blocks import BlockMark
 from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.tiling.logits import HeadMark
 from lt_tiled.tiling.mark import TileMark
 
 
@@ -31,6 +32,17 @@ class TiledModule:
 
 
 @dataclass(frozen=True)
+class TiledLoss:
+    """One model that computes its loss in tiles, with the largest call so far."""
+
+    path: str
+    """Of its head."""
+    kind: str
+    tokens: int
+    tiles: int
+
+
+@dataclass(frozen=True)
 class CheckpointedBlock:
     """One checkpointed block."""
 
@@ -40,32 +52,35 @@ class CheckpointedBlock:
 
 @dataclass(frozen=True)
 class Report:
-    """The tiled modules and checkpointed blocks of a model."""
+    """The tiled modules, tiled losses and checkpointed blocks of a model."""
 
     tiled: tuple[TiledModule, ...]
     blocks: tuple[CheckpointedBlock, ...]
+    losses: tuple[TiledLoss, ...] = ()
     offloaded: OffloadStats | None = None
     """What offloading did so far, if there is any."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
         """Read the marks of a model."""
-        tiled, blocks, offloaded = [], [], None
+        tiled, blocks, losses, offloaded = [], [], [], None
         for path, module in [("", model), *walk(model)]:
             for mark in get_marks(module, TileMark):
                 if not mark.whole:
                     tiled.append(TiledModule((path + mark.suffix).lstrip("."), mark.kind, *mark.largest, mark.widths, mark.weight_bytes))
+            if (head := get_mark(module, HeadMark)) is not None:
+                losses.append(TiledLoss(path, head.name, *head.largest))
             if (block := get_mark(module, BlockMark)) is not None:
                 blocks.append(CheckpointedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
-        return cls(tuple(tiled), tuple(blocks), offloaded)
+        return cls(tuple(tiled), tuple(blocks), tuple(losses), offloaded)
 
     def summary(self) -> str:
         """One line: how many modules of which classes."""
         parts = [
             f"{what} {', '.join(f'{n} x {kind}' for kind, n in Counter(row.kind for row in rows).items())}"
-            for what, rows in (("tiles", self.tiled), ("checkpoints", self.blocks))
+            for what, rows in (("tiles", self.tiled), ("tiles the losses of", self.losses), ("checkpoints", self.blocks))
             if rows
         ]
         return "lt_tiled " + (" and ".join(parts) or "leaves the model as it is")
@@ -86,9 +101,10 @@ class Report:
         table.add_column("where", overflow="fold")
         table.add_column("tokens", justify="right", no_wrap=True)
         table.add_column("tiles", justify="right", no_wrap=True)
-        tiled = Counter((pattern(row.path), row.kind, row.tokens, row.tiles) for row in self.tiled)
-        for (path, kind, tokens, tiles), count in tiled.items():
-            table.add_row("tiled", f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut")))
+        for what, rows in (("tiled", self.tiled), ("tiled loss", self.losses)):
+            alike = Counter((pattern(row.path), row.kind, row.tokens, row.tiles) for row in rows)
+            for (path, kind, tokens, tiles), count in alike.items():
+                table.add_row(what, f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut")))
         for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
             table.add_row("checkpointed", f"{count} x {kind}", path, "", "")
         return table

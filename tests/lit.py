@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.models import TinyLM, lm_loss
+from tests.models import TinyLM, loss_of
 
 
 class Ids(Dataset[Tensor]):
@@ -28,13 +28,14 @@ class Ids(Dataset[Tensor]):
 class LitTiny(pl.LightningModule):
     """Built in ``configure_model``; notes its losses, and at each step which modules are tiled."""
 
-    def __init__(self, steps_fail_at: int | None = None) -> None:
+    def __init__(self, steps_fail_at: int | None = None, tiled_loss: bool = False) -> None:
         super().__init__()
         self.net: Any = None
         self.losses: list[float] = []
         self.val_losses: list[float] = []
         self.forwards_replaced: set[int] = set()
         self.steps_fail_at = steps_fail_at
+        self.tiled_loss = tiled_loss
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -45,12 +46,12 @@ class LitTiny(pl.LightningModule):
         if index == self.steps_fail_at:
             raise ArithmeticError("the step failed")
         self.forwards_replaced.add(replaced(self))
-        loss = lm_loss(self.net(ids), ids)
+        loss = loss_of(self.net, ids, self.tiled_loss)
         self.losses.append(float(loss.detach()))
         return loss
 
     def validation_step(self, ids: Tensor, index: int) -> None:
-        self.val_losses.append(float(lm_loss(self.net(ids), ids)))
+        self.val_losses.append(float(loss_of(self.net, ids, self.tiled_loss)))
 
     def predict_step(self, ids: Tensor, index: int) -> Tensor:
         return self.net(ids)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lt_tiled import tiled_linear_cross_entropy
+
 H, WIDE = 16, 48
 
 
@@ -79,7 +81,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """A language model of such blocks over 32 tokens; called with ids it returns logits."""
+    """A language model of such blocks over 32 tokens; called with ids it returns logits, with labels too its loss, in tiles."""
 
     def __init__(self, blocks: int = 2, hidden: int = H, wide: int = WIDE) -> None:
         super().__init__()
@@ -87,15 +89,22 @@ class TinyLM(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, wide) for _ in range(blocks))
         self.head = nn.Linear(hidden, 32, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        if labels is None:
+            return self.head(x)
+        return tiled_linear_cross_entropy(x, self.head.weight, labels, num_shards=3, shift=True)
 
 
 def lm_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def loss_of(model: nn.Module, ids: Tensor, tiled: bool) -> Tensor:
+    """The loss of a ``TinyLM``, from its logits or in tiles."""
+    return model(ids, ids) if tiled else lm_loss(model(ids), ids)
 
 
 def tiny_llama(**fields: Any) -> Any:

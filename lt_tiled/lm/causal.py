@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torchmetrics.text import Perplexity
+from torchmetrics import MeanMetric
 
-from lt_tiled._find import plain_name
-from lt_tiled._log import warn
-from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, make_plain
+from lt_tiled._find import NothingFound, plain_name
+from lt_tiled._log import inform, warn
+from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.lm.flex import flex_attention
-from lt_tiled.policies import CompileOptions, check_compile
+from lt_tiled.policies import CompileOptions, Tiling, check_compile
+from lt_tiled.tiling.cross_entropy import shifted
+from lt_tiled.tiling.logits import find_losses, mark_losses
 
 
 class CausalLM(LightningModule):
@@ -29,6 +32,7 @@ class CausalLM(LightningModule):
         path: A local directory with a model, as ``save_pretrained`` writes it: the other way to name one.
         attn_implementation: Hugging Face's name of the attention to use (``sdpa``, ``eager``, ``flash_attention_2``, ...).
         attn_compile: For ``flex_attention``, which is compiled: arguments of ``torch.compile``, such as ``{mode: max-autotune}``.
+        tiled_loss: Compute losses, perplexities and log-probabilities in tiles, so that logits are never whole: ``Tiling.loss``.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW, for weights with two dimensions or more.
         warmup_steps: Steps of linear warm-up; then the rate falls to a tenth along a cosine until the end of the run.
@@ -44,6 +48,7 @@ class CausalLM(LightningModule):
         path: str | None = None,
         attn_implementation: str = "sdpa",
         attn_compile: CompileOptions | None = None,
+        tiled_loss: bool | PositiveInt = True,
         learning_rate: PositiveFloat = 3e-4,
         weight_decay: NonNegativeFloat = 0.1,
         warmup_steps: NonNegativeInt = 10,
@@ -61,6 +66,7 @@ class CausalLM(LightningModule):
                 " 'flex_attention', or leave attn_compile out."
             )
         check_compile(attn_compile or {}, "attn_compile")
+        tiling = Tiling(targets=None, loss=tiled_loss) if tiled_loss is not False else None
         _require_transformers()
         self.save_hyperparameters()
         make_plain(self.hparams)
@@ -68,10 +74,11 @@ class CausalLM(LightningModule):
         self.weight_decay = float(weight_decay)
         self.warmup_steps = int(warmup_steps)
         self.attn_compile = attn_compile
+        self._loss_shards = None if tiling is None else tiling.loss_shards
         self.model: Any = None
         self._vectors: set[str] = set()
-        self.val_perplexity = Perplexity()
-        self.test_perplexity = Perplexity()
+        self.val_perplexity = _Perplexity()
+        self.test_perplexity = _Perplexity()
 
     def configure_model(self) -> None:
         """Build the model once; here, so that strategies can build it sharded."""
@@ -89,9 +96,18 @@ class CausalLM(LightningModule):
         else:
             self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention)
         self.model.train()
+        self._tile_loss()
         # By name and now: sharded weights have one dimension, whatever they had.
         shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in self.named_parameters()}
         self._vectors = {name for name, shape in shapes.items() if len(shape) <= 1}
+
+    def _tile_loss(self) -> None:
+        if self._loss_shards is None:
+            return
+        try:
+            mark_losses(find_losses(self.model), self._loss_shards, object())
+        except NothingFound:
+            inform(f"the loss of {type(self.model).__name__} is not tiled: it does not compute it from labels and a linear head")
 
     def _config(self) -> Any:
         from transformers import AutoConfig
@@ -126,14 +142,31 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The log-probability of each token but the first, ``[B, S - 1]``."""
-        ids = batch["input_ids"]
-        logits: Tensor = self(ids)
-        return logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return -self._token_losses(batch["input_ids"])
 
-    def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: Perplexity) -> None:
+    def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: _Perplexity) -> None:
         ids = batch["input_ids"]
-        perplexity.update(self(ids)[:, :-1].float(), ids[:, 1:])
+        perplexity.update(self._token_losses(ids))
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
+
+    def _token_losses(self, ids: Tensor) -> Tensor:
+        """Of each token but the first, ``[B, S - 1]``: inside the model's forward, where engines have its head's weights at hand."""
+        found: list[Tensor] = []
+
+        def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            rows = logits.float().view(-1, logits.shape[-1])
+            found.append(F.cross_entropy(rows, shifted(ids, -100).flatten(), reduction="none").view(ids.shape)[:, :-1])
+            return found[-1].mean()
+
+        before = self.model.loss_function
+        self.model.loss_function = loss_function
+        try:
+            self.model(input_ids=ids, labels=ids, use_cache=False)
+        finally:
+            self.model.loss_function = before
+        if not found:  # a model that computes its loss in a way of its own
+            loss_function(self(ids))
+        return found[0]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
@@ -149,6 +182,13 @@ class CausalLM(LightningModule):
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class _Perplexity(MeanMetric):
+    """Of the losses of tokens."""
+
+    def compute(self) -> Tensor:
+        return super().compute().exp()
 
 
 def _require_transformers() -> None:

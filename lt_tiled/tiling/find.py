@@ -41,12 +41,14 @@ class Tileable:
 
 
 def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
-    """The modules that the policy names, or with ``"auto"`` the feed-forward part of every block.
+    """The modules that the policy names, if any, or with ``"auto"`` the feed-forward part of every block.
 
     Raises:
         ValueError: If a target matches nothing, or ``"auto"`` finds nothing.
     """
     targets = tiling.targets
+    if targets is None:
+        return []
     if callable(targets):
         return [_whole(path, m) for path, m in find_named(model, targets, "Tiling")]
     names = [name for name in ([targets] if isinstance(targets, str) else targets) if name != "auto"]

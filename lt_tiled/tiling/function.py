@@ -65,7 +65,7 @@ class TiledFunction(torch.autograd.Function):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_tiled(call: TiledCall) -> Any:
     """Run a call tile by tile."""
-    call.mark.note(call.shape.tokens, call.bounds)
+    call.mark.note(call.shape.tokens, call.bounds, call.mark.kind, str(call.mark.tiling))
     if any(is_lazy(p) for module in call.work.modules for p in module.parameters()):
         call.fill_lazy_weights()
     if torch.is_grad_enabled():

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,33 +22,49 @@ from lt_tiled._find import NothingFound, walk
 from lt_tiled._log import inform_once
 from lt_tiled._marks import Mark, get_mark, get_marks, remove_mark, set_mark
 from lt_tiled.tiling.cross_entropy import CrossEntropy
-from lt_tiled.tiling.loss import LossTiles
+from lt_tiled.tiling.loss import LossTiles, loss_bounds
+from lt_tiled.tiling.mark import CountedMark
 from lt_tiled.tiling.weights import substituted, trainable_weights
 from lt_tiled.tiling.work import Work
 
 
-class LossMark(Mark):
+class _SharedMark(Mark):
+    """Set by several owners, and there until the last of them takes it off."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """The model's class."""
+        self.owners: dict[object, int | Literal["auto"]] = {}
+        """And how many tiles each asked for."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        copy = super().__deepcopy__(memo)
+        copy.__dict__["owners"] = dict(self.owners)
+        return copy
+
+
+class LossMark(_SharedMark):
     """On a model that computes its own loss from the logits of its head."""
 
     attribute = "_lt_tiled_loss"
-
-    def __init__(self, name: str, owner: object) -> None:
-        self.name, self.owner = name, owner
 
     def head(self, module: nn.Module) -> nn.Module:
         """The model's head as it is now: peft may have put another in its place."""
         return module.get_output_embeddings()  # type: ignore[operator,no-any-return]
 
 
-class HeadMark(Mark):
+class HeadMark(CountedMark, _SharedMark):
     """On that head."""
 
     attribute = "_lt_tiled_head"
 
-    def __init__(self, name: str, owner: object) -> None:
-        self.name, self.owner = name, owner
-        self.wanted = False
-        """While the model runs with labels."""
+    wanted = False
+    """While the model runs with labels."""
+
+    @property
+    def num_shards(self) -> int | Literal["auto"]:
+        """What was asked for last, in numbers if anybody gave one."""
+        return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
 
 
 class NoLogits:
@@ -206,18 +222,24 @@ def _loss(
             with substituted(weights, leaves):
                 return _applied(own(rows), steps)
 
-        tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction)
+        mark = _mark_of(head)
+        tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, mark.num_shards)
         rows = hidden.reshape(-1, hidden.shape[-1])
+        mark.note(len(rows), loss_bounds(mark.num_shards, len(rows), shape[-1]), f"the loss of {mark.name}")
         loss = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], shape[-1])
         return loss.view(target.shape) if reduction == "none" else loss
 
     return pending.head(pending.hidden, _OnHead(compute))  # type: ignore[no-any-return]
 
 
-def _own(head: nn.Module) -> Callable[[Tensor], Tensor]:
+def _mark_of(head: nn.Module) -> HeadMark:
     mark = get_mark(head, HeadMark)
     assert mark is not None
-    return partial(mark.inner, head)
+    return mark
+
+
+def _own(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    return partial(_mark_of(head).inner, head)
 
 
 def _applied(logits: Tensor, steps: Sequence[Step]) -> Tensor:
@@ -293,19 +315,24 @@ def _head_of(module: nn.Module) -> nn.Module | None:
     return head if isinstance(getattr(head, "out_features", None), int) else None
 
 
-def mark_losses(found: Sequence[tuple[str, nn.Module]], owner: object) -> None:
-    """Let these models compute their losses in tiles, for the owner to undo."""
+def mark_losses(found: Sequence[tuple[str, nn.Module]], num_shards: int | Literal["auto"], owner: object) -> None:
+    """Let these models compute their losses in tiles, for the owner to undo. If several ask, the last number of tiles counts."""
     for _, module in found:
         head, name = _head_of(module), type(module).__name__
         assert head is not None
-        if get_mark(module, LossMark) is None and get_mark(head, HeadMark) is None:
-            set_mark(head, HeadMark(name, owner), _head_forward)
-            set_mark(module, LossMark(name, owner), _model_forward, innermost=True)
+        if get_mark(module, LossMark) is None:
+            set_mark(module, LossMark(name), _model_forward, innermost=True)
+        if get_mark(head, HeadMark) is None:
+            set_mark(head, HeadMark(name), _head_forward)
+        for mark in (*get_marks(module, LossMark), *get_marks(head, HeadMark)):
+            mark.owners[owner] = num_shards
 
 
 def unmark_losses(model: nn.Module, owner: object) -> None:
     """Undo :func:`mark_losses`."""
     for _, module in [("", model), *walk(model)]:
         for kind, function in ((LossMark, _model_forward), (HeadMark, _head_forward)):
-            if any(mark.owner is owner for mark in get_marks(module, kind)):
-                remove_mark(module, kind, function)
+            for mark in get_marks(module, kind):
+                mark.owners.pop(owner, None)
+                if not mark.owners:
+                    remove_mark(module, kind, function)

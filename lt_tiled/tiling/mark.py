@@ -11,7 +11,29 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 
 
-class TileMark(Mark):
+class CountedMark(Mark):
+    """A mark of something that runs in tiles."""
+
+    largest = (0, 0)
+    """Tokens and tiles of the largest call so far."""
+
+    def note(self, tokens: int, bounds: Sequence[Bounds], what: str, key: str = "") -> None:
+        """Remember the largest call for the report, and log the number of tiles the first time that it is cut.
+
+        Args:
+            tokens: Of the call.
+            bounds: Its tiles.
+            what: The subject of the line.
+            key: What else tells one line from another.
+        """
+        if tokens > self.largest[0]:
+            self.largest = (tokens, len(bounds))
+        if len(bounds) > 1:
+            size = bounds[0][1] - bounds[0][0]
+            inform_once(f"{what} {key}", f"{what} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)")
+
+
+class TileMark(CountedMark):
     """What a tiled module carries: its policy, and what its calls have shown so far."""
 
     attribute = "_lt_tiled_tiling"
@@ -48,15 +70,3 @@ class TileMark(Mark):
         """Whether tiles run uncompiled, because they cannot be compiled."""
         self.zeros_for_unused = False
         """Whether weights that no tile used get a gradient of zeros instead of none, for engines whose hooks want one."""
-        self.largest = (0, 0)
-        """Tokens and tiles of the largest call so far."""
-
-    def note(self, tokens: int, bounds: Sequence[Bounds]) -> None:
-        """Remember the largest call for the report, and log the number of tiles the first time that a class of modules is cut."""
-        if tokens > self.largest[0]:
-            self.largest = (tokens, len(bounds))
-        if len(bounds) > 1:
-            size = bounds[0][1] - bounds[0][0]
-            inform_once(
-                f"{self.kind} {self.tiling}", f"{self.kind} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)"
-            )

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import lt_tiled
 from lt_tiled import Checkpointing, Tiling
 from tests.lit import LitTiny, replaced, trainer
-from tests.models import TinyLM, lm_loss
+from tests.models import TinyLM, lm_loss, loss_of
 
 SHARDED = ("fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 ENGINES = ("ddp", *SHARDED)
-MODES = ("untiled", "tiled", "checkpointed", "disk")
+MODES = ("untiled", "tiled", "checkpointed", "disk", "loss")
+"""The last one has everything on: the disk, and the loss in tiles."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Ran:
 def policies(mode: str, directory: str, shards: int = 4) -> dict[str, Any]:
     """The two arguments of a strategy."""
     checkpointing: Any = {"untiled": None, "tiled": None, "checkpointed": True}.get(mode)
-    if mode == "disk":
+    if mode in ("disk", "loss"):
         checkpointing = Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
     return {"tiling": None if mode == "untiled" else Tiling(shards), "checkpointing": checkpointing}
 
@@ -78,7 +79,7 @@ def seen(strategy: Any) -> tuple[list[int], int, int]:
 
 def in_trainer(engine: str, mode: str, directory: str, built: bool = False, **kwargs: Any) -> Ran:
     """Three optimizer steps, each followed by a validation; ``built`` builds the model before the strategy's contexts."""
-    model, look = LitTiny(), Look()
+    model, look = LitTiny(tiled_loss=mode == "loss"), Look()
     if built:
         model.configure_model()
     chosen = strategy(lt_tiled, engine, **policies(mode, directory))
@@ -104,7 +105,7 @@ def in_fabric(engine: str, mode: str, directory: str, accumulate: bool = True, *
         ids = draw((2, 20 + step + 7 * dist.get_rank()), dist.get_rank())
         sync = not accumulate or engine.startswith("zero") or step % 2 == 1
         with fabric.no_backward_sync(model, enabled=not sync):
-            loss = lm_loss(model(ids), ids)
+            loss = loss_of(model, ids, mode == "loss")
             fabric.backward(loss)
         losses.append(float(loss.detach()))
         if sync:
@@ -113,7 +114,7 @@ def in_fabric(engine: str, mode: str, directory: str, accumulate: bool = True, *
     model.eval()
     with torch.no_grad():
         ids = draw((1, 30), dist.get_rank())
-        val_losses = [float(lm_loss(model(ids), ids))]
+        val_losses = [float(loss_of(model, ids, mode == "loss"))]
     result = seen(fabric.strategy)
     fabric.strategy.release()
     return Ran(losses, val_losses, *result, replaced(net))
