@@ -35,10 +35,10 @@ class Tiling:
     short inputs."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile: the other way to say it. Give this or ``num_shards``, not both."""
-    targets: str | Sequence[str] | Callable[[str, Any], bool] | None = "auto"
+    targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
     """``"auto"`` (the feed-forward part of every block), or class names and path globs (``model.layers.*.mlp``) of modules and of their
     methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function of a module's path and the module that says
-    whether to tile it. ``None`` tiles no module, for who wants ``loss`` alone."""
+    whether to tile it. An empty list tiles no module, for who wants ``loss`` alone."""
     accumulate: Literal["float32", "param"] = "float32"
     """The dtype in which the weight gradients of 16-bit weights are summed over the tiles: ``"param"`` saves the float32
     buffer and lets the rounding error grow with the number of tiles."""
@@ -65,10 +65,8 @@ class Tiling:
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
         check_compile(self.compile, "compile")
         _check_count("loss", self.loss, False, True)
-        if self.targets is None and not self.loss:
-            raise ValueError("targets=None tiles no module and loss=False no loss: set one of them, or turn tiling off with tiling=None.")
-        if self.targets is not None:
-            _check_targets(self.targets)
+        if callable(self.targets) or self.targets or not self.loss:
+            _check_targets(self.targets, also=", or with loss=True an empty list")
 
     @property
     def loss_shards(self) -> int | Literal["auto"]:
@@ -193,9 +191,9 @@ def check_compile(value: object, name: str) -> None:
         raise ValueError(f"{name} has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(known)}.")
 
 
-def _check_targets(targets: object) -> None:
+def _check_targets(targets: object, also: str = "") -> None:
     if callable(targets):
         return
     names: Any = [targets] if isinstance(targets, str) else targets
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f'targets={targets!r} must be "auto", or at least one class name or path glob.')
+        raise ValueError(f'targets={targets!r} must be "auto", or at least one class name or path glob{also}.')

@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before:
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta" and leaf.untyped_storage()._cdata not in before:
                 self._track(leaf.untyped_storage())
         return result
 

@@ -75,6 +75,18 @@ def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert init["tiling"]["compile"] == expected
 
 
+def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``; with it ``targets`` may be empty."""
+    for value, expected in (("true", True), ("8", 8)):
+        whole = config(
+            *(capsys, *STRATEGY, f"--trainer.strategy.tiling.loss={value}", "--trainer.strategy.tiling.targets=[]"),
+            f"--model.tiled_loss={value}",
+        )
+        assert whole["trainer"]["strategy"]["init_args"]["tiling"]["loss"] == expected
+        assert whole["trainer"]["strategy"]["init_args"]["tiling"]["targets"] == []
+        assert whole["model"]["init_args"]["tiled_loss"] == expected
+
+
 PARENTS = {
     "TiledSingleDeviceStrategy": ["device"],
     "TiledDDPStrategy": ["find_unused_parameters", "static_graph", "ddp_comm_hook", "start_method"],
@@ -110,6 +122,8 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
         ("--trainer.strategy.tiling.shards=4", "shards"),
         ("--trainer.strategy.tiling.compile={modes: default}", "modes"),
         ("--trainer.strategy.tiling.accumulate=float16", "accumulate"),
+        ("--trainer.strategy.tiling.loss=0", "loss"),
+        ("--model.tiled_loss=-1", "tiled_loss"),
         ("--data.seq_len=0", "seq_len"),
         ("--data.held_out=1.5", "held_out"),
     ],

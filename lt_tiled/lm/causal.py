@@ -66,7 +66,7 @@ class CausalLM(LightningModule):
                 " 'flex_attention', or leave attn_compile out."
             )
         check_compile(attn_compile or {}, "attn_compile")
-        tiling = Tiling(targets=None, loss=tiled_loss) if tiled_loss is not False else None
+        tiling = Tiling(targets=[], loss=tiled_loss) if tiled_loss is not False else None
         _require_transformers()
         self.save_hyperparameters()
         make_plain(self.hparams)

@@ -47,8 +47,6 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
         ValueError: If a target matches nothing, or ``"auto"`` finds nothing.
     """
     targets = tiling.targets
-    if targets is None:
-        return []
     if callable(targets):
         return [_whole(path, m) for path, m in find_named(model, targets, "Tiling")]
     names = [name for name in ([targets] if isinstance(targets, str) else targets) if name != "auto"]

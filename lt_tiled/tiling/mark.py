@@ -26,7 +26,7 @@ class CountedMark(Mark):
             what: The subject of the line.
             key: What else tells one line from another.
         """
-        if tokens > self.largest[0]:
+        if tokens >= self.largest[0]:
             self.largest = (tokens, len(bounds))
         if len(bounds) > 1:
             size = bounds[0][1] - bounds[0][0]

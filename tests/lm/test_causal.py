@@ -12,8 +12,10 @@ from torchmetrics.functional.text import perplexity
 
 from lt_tiled import TiledSingleDeviceStrategy, Tiling
 from lt_tiled._log import _said
+from lt_tiled.callbacks import TiledMLP, TilingReport
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import trainer
+from tests.meters import peak_bytes
 from tests.models import tiny_llama
 
 LLAMA = {
@@ -67,6 +69,50 @@ def test_test_and_predict(data: TextFiles) -> None:
     assert tested == pytest.approx(float(torch.exp(-predictions.mean())), rel=1e-4)
 
 
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda c: c["model_type"])
+def test_tiled_loss_changes_no_figure(config: dict[str, Any], data: TextFiles) -> None:
+    """Training loss, perplexity and log-probabilities are those of whole logits; a mixture's auxiliary loss is in the first alone."""
+    found = []
+    for tiled in (False, 3):
+        torch.manual_seed(0)
+        model, run = CausalLM(config, tiled_loss=tiled), trainer("tiled", limit_val_batches=1)
+        run.fit(model, datamodule=data)
+        loss = float(run.callback_metrics["train_loss"])
+        logprobs = torch.cat(run.predict(model, datamodule=data))
+        found.append((loss, run.validate(model, data, verbose=False)[0]["val_perplexity"]))
+        ids = next(iter(data.predict_dataloader()))["input_ids"]
+        with torch.no_grad():
+            true = model(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(logprobs[: len(ids)], true, rtol=1e-4, atol=1e-5)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("call", ["fit", "validate", "predict"])
+def test_logits_are_never_whole(call: str, data: TextFiles) -> None:
+    """By default, the peak of training, of evaluation and of prediction is lower by most of the whole logits in float32."""
+    peaks = []
+    for tiled in (False, 8):
+        model = CausalLM({**LLAMA, "vocab_size": 16384}, tiled_loss=tiled)
+        model.configure_model()
+        run = trainer("tiled", max_steps=1, limit_val_batches=1, limit_predict_batches=1, num_sanity_val_steps=0)
+        peaks.append(peak_bytes(lambda run=run, model=model: getattr(run, call)(model, datamodule=data)))
+    assert CausalLM(LLAMA).hparams["tiled_loss"] is True
+    assert peaks[0] - peaks[1] >= 4 * 64 * 16384 * 0.7
+
+
+def test_a_strategy_says_how_many_tiles(data: TextFiles) -> None:
+    """A number of tiles in the strategy's ``Tiling(loss=...)``, or in a callback's, counts while it holds the model; the report tells it."""
+    model, report = CausalLM(LLAMA), TilingReport()
+    ways = [(TiledSingleDeviceStrategy(tiling=Tiling(loss=5)), [], 5), ("tiled", [], 1), ("auto", [TiledMLP(targets=[], loss=2)], 2)]
+    for strategy, callbacks, tiles in ways:
+        trainer(strategy, callbacks=[report, *callbacks], limit_val_batches=0).fit(model, datamodule=data)
+        (row,) = report.report.losses
+        assert (row.path, row.kind, row.tokens, row.tiles) == ("model.lm_head", "LlamaForCausalLM", 128, tiles)
+
+
 def test_the_schedule_warms_up_and_falls() -> None:
     """The learning rate rises over ``warmup_steps`` and ends at a tenth of its peak."""
     model = CausalLM(LLAMA, learning_rate=1.0, warmup_steps=4)
@@ -89,6 +135,7 @@ def test_the_schedule_warms_up_and_falls() -> None:
         ({}, "exactly one of config"),
         ({"config": LLAMA, "path": "x"}, "exactly one of config"),
         ({"config": {"hidden_size": 8}}, r"config has no model_type, only \['hidden_size'\]"),
+        ({"config": LLAMA, "tiled_loss": 0}, "loss=0 must be False or True or a whole number of at least 1"),
         ({"path": "no/model"}, "path='no/model' is not a directory with a config.json"),
     ],
 )

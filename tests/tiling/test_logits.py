@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
 from tests.models import tiny_llama
@@ -139,6 +140,39 @@ def test_copies_and_release() -> None:
     assert [set(vars(m)) for m in model.modules()] == before
     with pytest.raises(ValueError, match=r"loss=True\) found no model of transformers in TransformerEncoder.*tiled_linear_cross_entropy"):
         prepare(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2), tiling=LOSS)
+
+
+def test_several_owners() -> None:
+    """Of two who want the loss in tiles the last number counts, each takes off its own, and a copy keeps what it was copied with."""
+    model = tiny_llama()
+
+    def tiles(m: nn.Module) -> list[int]:
+        return [row.tiles for row in Report.of(m).losses]
+
+    with prepare(model, tiling=Tiling(targets=[], loss=True)):
+        with prepare(model, tiling=Tiling(targets=[], loss=4)):
+            model(input_ids=IDS, labels=IDS)
+            clone = copy.deepcopy(model)
+            assert tiles(model) == [4]
+        longer = IDS.repeat(2, 1)
+        clone(input_ids=longer, labels=longer)
+        model(input_ids=longer, labels=longer)
+        assert (tiles(model), tiles(clone)) == ([1], [4])
+    assert tiles(model) == []
+    assert "forward" not in vars(model) | vars(model.lm_head)
+
+
+def test_loss_alone() -> None:
+    """``targets=[]`` tiles the loss and no module; with no loss either it is refused, as are counts of tiles that are none."""
+    model = tiny_llama()
+    with prepare(model, tiling=Tiling(targets=[], loss=2)) as prepared:
+        assert prepared.report().tiled == ()
+        assert prepared.report().summary() == "lt_tiled tiles the losses of 1 x LlamaForCausalLM"
+    with pytest.raises(ValueError, match=r"targets=\[\] must be .*with loss=True an empty list"):
+        Tiling(targets=[])
+    for count in (0, -1, 2.0, "auto"):
+        with pytest.raises(ValueError, match=f"loss={count!r} must be False or True or a whole number"):
+            Tiling(loss=count)
 
 
 def test_without_gradients() -> None:
