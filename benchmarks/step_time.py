@@ -14,6 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -71,15 +72,20 @@ def step_of(model: nn.Module, ids: torch.Tensor) -> Callable[[], float]:
     """A function that runs one step and returns its seconds."""
 
     def step() -> float:
-        synchronize(ids.device)
-        start = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        synchronize(ids.device)
-        seconds = time.perf_counter() - start
+        seconds = seconds_of(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward(), ids.device)
         model.zero_grad(set_to_none=True)
         return seconds
 
     return step
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    """How long a run takes."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def interleave(a: Callable[[], float], b: Callable[[], float], pairs: int) -> tuple[list[float], list[float]]:

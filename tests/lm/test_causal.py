@@ -104,9 +104,10 @@ def test_logits_are_never_whole(call: str, data: TextFiles) -> None:
 
 
 def test_a_strategy_says_how_many_tiles(data: TextFiles) -> None:
-    """A number of tiles in the strategy's ``Tiling(loss=...)``, or in a callback's, counts while it holds the model; the report tells it."""
+    """The number of tiles in a strategy's ``Tiling(loss=...)``, or a callback's, counts while it holds the model; the report tells it."""
     model, report = CausalLM(LLAMA), TilingReport()
-    ways = [(TiledSingleDeviceStrategy(tiling=Tiling(loss=5)), [], 5), ("tiled", [], 1), ("auto", [TiledMLP(targets=[], loss=2)], 2)]
+    fifth = TiledSingleDeviceStrategy(tiling=Tiling(loss=5))
+    ways = [(fifth, [], 5), ("tiled", [], 1), ("auto", [TiledMLP(targets=[], loss=2)], 2)]
     for strategy, callbacks, tiles in ways:
         trainer(strategy, callbacks=[report, *callbacks], limit_val_batches=0).fit(model, datamodule=data)
         (row,) = report.report.losses
