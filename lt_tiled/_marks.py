@@ -7,8 +7,11 @@ the copy, a pickled module comes back plain, and the keys, class and hooks of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
-from types import MethodType
+from functools import cache
+from inspect import Parameter, Signature, signature
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -78,10 +81,11 @@ def set_mark(module: nn.Module, mark: Mark, function: Callable[..., Any], innerm
         return
     above = [m for m in get_marks(module, Mark) if m is not mark and m.method == method] if innermost else []
     if above:
-        mark.replaced, above[0].replaced = above[0].replaced, MethodType(function, module)
+        mark.replaced = above[0].replaced
+        above[0].replaced = _bound(function, module, mark.replaced)
         return
     mark.replaced = current
-    module.__dict__[method] = MethodType(function, module)
+    module.__dict__[method] = _bound(function, module, current)
 
 
 def remove_mark(module: nn.Module, kind: type[Mark], function: Callable[..., Any]) -> None:
@@ -104,5 +108,31 @@ def remove_mark(module: nn.Module, kind: type[Mark], function: Callable[..., Any
     del module.__dict__[place_of(kind, method)]
 
 
+def _bound(function: Callable[..., Any], module: nn.Module, replaced: Callable[..., Any] | None) -> MethodType:
+    """The function as a method, with the signature of what it replaces: transformers and others read a model's arguments from it."""
+    if replaced is None:
+        cls: Any = type(module)
+        return MethodType(_with_signature(function, cls), module)
+    return MethodType(_copied(function, lambda: _with_self(signature(replaced))), module)
+
+
+@cache
+def _with_signature(function: Callable[..., Any], cls: Any) -> FunctionType:
+    return _copied(function, lambda: signature(getattr(cls, function.__name__)))
+
+
+def _copied(function: Callable[..., Any], read: Callable[[], Signature]) -> FunctionType:
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__dict__["stands_for"] = function
+    with suppress(TypeError, ValueError):  # a callable that tells no signature
+        copy.__dict__["__signature__"] = read()
+    return copy
+
+
+def _with_self(of: Signature) -> Signature:
+    return of.replace(parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *of.parameters.values()])
+
+
 def _is(method: Any, function: Callable[..., Any]) -> bool:
-    return getattr(method, "__func__", None) is function
+    return getattr(getattr(method, "__func__", None), "stands_for", None) is function

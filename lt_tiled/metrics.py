@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lt_tiled.tiling.cross_entropy import shifted
-from lt_tiled.tiling.loss import loss_bounds, tiled_token_logprobs
+from lt_tiled.tiling.loss import check_shapes, loss_bounds, tiled_token_logprobs
 
 
 class _OfHiddenStates(Metric):
@@ -34,9 +34,10 @@ class _OfHiddenStates(Metric):
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def _targets(self, labels: Tensor) -> Tensor:
-        labels = shifted(labels, self.ignore_index) if self.shift else labels
+        return shifted(labels, self.ignore_index) if self.shift else labels
+
+    def _count(self, labels: Tensor) -> None:
         self.count += (labels != self.ignore_index).sum()
-        return labels
 
 
 class TiledPerplexity(_OfHiddenStates):
@@ -54,8 +55,9 @@ class TiledPerplexity(_OfHiddenStates):
     def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
         """Add a batch: hidden states ``[..., H]``, the head's weight ``[V, H]``, labels ``[...]``."""
         labels = self._targets(labels)
-        options = {"num_shards": self.num_shards, "ignore_index": self.ignore_index}
-        self.total -= tiled_token_logprobs(hidden, weight, labels, bias, **options).sum()
+        found = tiled_token_logprobs(hidden, weight, labels, bias, num_shards=self.num_shards, ignore_index=self.ignore_index)
+        self.total -= found.sum()
+        self._count(labels)
 
     def compute(self) -> Tensor:
         """The perplexity of all tokens that count."""
@@ -73,7 +75,7 @@ class TiledTokenAccuracy(_OfHiddenStates):
         kwargs: Of ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: If ``top_k`` is not positive.
+        ValueError: If ``top_k`` is not a positive whole number.
     """
 
     is_differentiable = False
@@ -84,19 +86,22 @@ class TiledTokenAccuracy(_OfHiddenStates):
         self, top_k: int = 1, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(ignore_index, num_shards, shift, **kwargs)
-        if top_k < 1:
-            raise ValueError(f"top_k={top_k!r} must be at least 1.")
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise ValueError(f"top_k={top_k!r} must be a whole number of at least 1.")
         self.top_k = top_k
         self.add_state("hits", torch.tensor(0), dist_reduce_fx="sum")
 
     @torch.no_grad()
     def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
         """Add a batch: hidden states ``[..., H]``, the head's weight ``[V, H]``, labels ``[...]``."""
+        check_shapes(hidden, weight, labels, bias)
         labels = self._targets(labels).reshape(-1)
         rows = hidden.reshape(-1, hidden.shape[-1])
         for low, high in loss_bounds(self.num_shards, len(labels), len(weight)):
             best = F.linear(rows[low:high], weight, bias).topk(min(self.top_k, len(weight)), -1).indices
-            self.hits += (best == labels[low:high, None]).sum()
+            right = (best == labels[low:high, None]).any(-1)
+            self.hits += (right & (labels[low:high] != self.ignore_index)).sum()
+        self._count(labels)
 
     def compute(self) -> Tensor:
         """The share of hits among all tokens that count."""

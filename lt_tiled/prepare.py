@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -17,9 +18,11 @@ from lt_tiled.offload.hooks import Offloader
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.find import find_tileable
-from lt_tiled.tiling.logits import find_losses, mark_losses, unmark_losses
 from lt_tiled.tiling.mark import TileMark
+from lt_tiled.tiling.model_loss import find_losses, mark_losses, unmark_losses
 from lt_tiled.tiling.modules import mark_tiled, unmark
+
+Build = Callable[[Checkpointing, int | None], Offloader]
 
 
 class Prepared(AbstractContextManager["Prepared"]):
@@ -30,7 +33,12 @@ class Prepared(AbstractContextManager["Prepared"]):
     """
 
     def __init__(
-        self, model: nn.Module, tiling: Tiling | None, checkpointing: Checkpointing | None, ranks_per_node: int | None = None
+        self,
+        model: nn.Module,
+        tiling: Tiling | None,
+        checkpointing: Checkpointing | None,
+        ranks_per_node: int | None = None,
+        build: Build = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         tiled = find_tileable(model, tiling) if tiling else []
@@ -43,7 +51,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         self.offloader: Offloader | None = None
         try:
             if checkpointing is not None and checkpointing.offload is not None:
-                self.offloader = build_offloader(checkpointing, ranks_per_node)
+                self.offloader = build(checkpointing, ranks_per_node)
             for tileable in tiled:
                 if get_mark(tileable.module, TileMark, tileable.method) is None:  # else somebody tiled it, and it keeps what it has
                     assert tiling is not None

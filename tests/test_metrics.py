@@ -82,6 +82,23 @@ def test_logits_are_never_whole() -> None:
 
 
 def test_bad_top_k() -> None:
-    """``top_k`` of nothing is refused."""
-    with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
-        TiledTokenAccuracy(top_k=0)
+    """``top_k`` of nothing, or of a part, is refused."""
+    for value in (0, 1.5):
+        with pytest.raises(ValueError, match=f"top_k={value} must be a whole number of at least 1"):
+            TiledTokenAccuracy(top_k=value)  # type: ignore[arg-type]
+
+
+def test_ignored_class() -> None:
+    """Where the label to ignore is a class, its tokens neither count nor hit."""
+    metric = TiledTokenAccuracy(ignore_index=0, num_shards=2)
+    metric.update(torch.eye(4), torch.eye(4), torch.tensor([0, 0, 0, 3]))
+    assert float(metric.compute()) == 1.0
+
+
+def test_refused_batch() -> None:
+    """A batch whose shapes do not fit is refused, and counts for nothing."""
+    hidden, weight, labels, _ = batch(0)
+    for metric in (TiledPerplexity(), TiledTokenAccuracy()):
+        with pytest.raises(ValueError, match="labels have the shape"):
+            metric.update(hidden, weight, labels[:, 1:])
+        assert int(metric.count) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ from torchmetrics import MeanMetric
 
 from lt_tiled._find import NothingFound, plain_name
 from lt_tiled._log import inform, warn
+from lt_tiled._marks import get_mark
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.lm.flex import flex_attention
 from lt_tiled.policies import CompileOptions, Tiling, check_compile
 from lt_tiled.tiling.cross_entropy import shifted
-from lt_tiled.tiling.logits import find_losses, mark_losses
+from lt_tiled.tiling.model_loss import LossMark, find_losses, mark_losses
 
 
 class CausalLM(LightningModule):
@@ -158,12 +161,8 @@ class CausalLM(LightningModule):
             found.append(F.cross_entropy(rows, shifted(ids, -100).flatten(), reduction="none").view(ids.shape)[:, :-1])
             return found[-1].mean()
 
-        before = self.model.loss_function
-        self.model.loss_function = loss_function
-        try:
+        with _loss_function(self.model, loss_function):
             self.model(input_ids=ids, labels=ids, use_cache=False)
-        finally:
-            self.model.loss_function = before
         if not found:  # a model that computes its loss in a way of its own
             loss_function(self(ids))
         return found[0]
@@ -182,6 +181,21 @@ class CausalLM(LightningModule):
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@contextmanager
+def _loss_function(model: Any, function: Any) -> Iterator[None]:
+    """Let transformers' model, which an adapter's may hold, call a function for its loss."""
+    inner = next((m for m in model.modules() if get_mark(m, LossMark) is not None), model)
+    before = vars(inner).get("_loss_function")
+    inner.loss_function = function
+    try:
+        yield
+    finally:
+        if before is not None:
+            inner.loss_function = before
+        else:
+            del inner._loss_function  # where the property keeps it
 
 
 class _Perplexity(MeanMetric):

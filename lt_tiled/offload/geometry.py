@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # what the planner runs models on
 
 MAX_WASTE = 4
 """A view whose first and last entry lie further apart than this many times its own size is left where it is."""
@@ -40,7 +41,7 @@ class Geometry:
 
 def movable(tensor: Tensor) -> bool:
     """Whether the tensor is a plain one whose bytes say all: no subclass, no lazy conjugation, no sparse layout, not empty."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() == 0:
+    if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     if tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
         return False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,12 +27,16 @@ class CrossEntropy:
     """Adds ``z_loss * logsumexp(logits)**2`` for each token that counts (PaLM, arXiv:2204.02311)."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise ValueError(f"ignore_index={self.ignore_index!r} must be a whole number.")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing={self.label_smoothing!r} must be between 0 and 1.")
-        if self.logit_softcap is not None and not self.logit_softcap > 0:
-            raise ValueError(f"logit_softcap={self.logit_softcap!r} must be positive, or None for no cap.")
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss={self.z_loss!r} must not be negative.")
+        if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
+            raise ValueError(f"logit_softcap={self.logit_softcap!r} must be positive and finite, or None for no cap.")
+        if not math.isfinite(self.logit_scale):
+            raise ValueError(f"logit_scale={self.logit_scale!r} must be finite.")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss!r} must not be negative, and finite.")
 
     def counted(self, labels: Tensor) -> Tensor:
         """Which labels count."""
@@ -65,7 +69,8 @@ class CrossEntropy:
         total = logits.exp_().sum(-1, keepdim=True)
         normaliser = total.log().squeeze(-1)  # less the highest
         whole = normaliser + highest.squeeze(-1)
-        loss = normaliser - torch.lerp(picked, mean, self.label_smoothing)
+        smooth = self.label_smoothing  # not by lerp: a logit of -inf, less another, is nan
+        loss = normaliser - ((1 - smooth) * picked + smooth * mean if smooth else picked)
         if self.z_loss:
             loss = loss + self.z_loss * whole.square()
         loss = loss.where(counted, 0.0)

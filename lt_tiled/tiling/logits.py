@@ -1,26 +1,25 @@
-"""The loss of Hugging Face models, tile by tile, without a change to their code.
+"""The logits of a Hugging Face model's head while its loss is computed in tiles: not there yet, or never.
 
-While a causal model runs with labels its head computes nothing and returns :class:`PendingLogits`. What the model does to them before
-its loss (a scale, a cap, a cast, a view) joins, and ``F.cross_entropy`` of them runs in tiles: head, what joined, and loss. The head
-is called once more for that, through its hooks, so that engines gather its weights. Whatever else touches them gets whole logits.
+What the model does to them before its loss (a scale, a cap, a cast, a view) joins, and ``F.cross_entropy`` of them runs in tiles: head,
+what joined, and loss. The head is called once more for that, through its hooks, so that engines gather its weights. Whatever else touches
+them gets whole logits.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._find import NothingFound, walk
 from lt_tiled._log import inform_once
-from lt_tiled._marks import Mark, get_mark, get_marks, remove_mark, set_mark
+from lt_tiled._marks import Mark, get_mark
+from lt_tiled.tiling.closed import check_closed, kept_tensors
 from lt_tiled.tiling.cross_entropy import CrossEntropy
 from lt_tiled.tiling.loss import LossTiles, loss_bounds
 from lt_tiled.tiling.mark import CountedMark
@@ -28,7 +27,7 @@ from lt_tiled.tiling.weights import substituted, trainable_weights
 from lt_tiled.tiling.work import Work
 
 
-class _SharedMark(Mark):
+class SharedMark(Mark):
     """Set by several owners, and there until the last of them takes it off."""
 
     def __init__(self, name: str) -> None:
@@ -43,23 +42,15 @@ class _SharedMark(Mark):
         return copy
 
 
-class LossMark(_SharedMark):
-    """On a model that computes its own loss from the logits of its head."""
-
-    attribute = "_lt_tiled_loss"
-
-    def head(self, module: nn.Module) -> nn.Module:
-        """The model's head as it is now: peft may have put another in its place."""
-        return module.get_output_embeddings()  # type: ignore[operator,no-any-return]
-
-
-class HeadMark(CountedMark, _SharedMark):
+class HeadMark(CountedMark, SharedMark):
     """On that head."""
 
     attribute = "_lt_tiled_head"
 
     wanted = False
     """While the model runs with labels."""
+    checked = False
+    """Whether a tile has shown that nothing else than the hidden states and the head's own weights wants a gradient."""
 
     @property
     def num_shards(self) -> int | Literal["auto"]:
@@ -73,7 +64,9 @@ class NoLogits:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, name: Any = None, *_: Any) -> Any:
+        if isinstance(name, str) and name.startswith("_"):  # copying and pickling ask for what an object may lack
+            raise AttributeError(name)
         raise AttributeError(
             f"{self._name} computed its loss in tiles, so there are no whole logits. Call it without labels for logits, use"
             " lt_tiled.metrics, or turn this off with Tiling(loss=False)."
@@ -83,7 +76,7 @@ class NoLogits:
 
 
 @dataclass(frozen=True)
-class _OnHead:
+class OnHead:
     """What a head that is called with it runs on itself."""
 
     function: Callable[[nn.Module, Tensor], Tensor]
@@ -130,7 +123,7 @@ class PendingLogits:
                 )
             inform_once(f"whole logits {name}", f"the loss of {name} is not tiled: its code uses whole logits ({because})")
             steps, shape = self.steps, self.like.shape
-            self.whole = self.head(self.hidden, _OnHead(lambda head, hidden: _applied(_own(head)(hidden), steps).view(shape)))
+            self.whole = self.head(self.hidden, OnHead(lambda head, hidden: _applied(_own(head)(hidden), steps).view(shape)))
         return self.whole
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +136,8 @@ class PendingLogits:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         pending = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, PendingLogits))
-        if pending.whole is None:
+        alone = all(t is pending for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, PendingLogits))
+        if pending.whole is None and alone:
             if func is F.cross_entropy and (loss := _loss(pending, *args, **kwargs)) is not None:
                 return loss
             if (joined := _joined(pending, func, args, kwargs)) is not None:
@@ -162,11 +156,15 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda *args: _dispatch(function, *args)
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     for _side in (f"__{_name}__", f"__r{_name}__"):
         setattr(PendingLogits, _side, _operator(_side))
-for _name in ("__getitem__", "__neg__", "__iter__", "__len__", "__lt__", "__gt__", "__le__", "__ge__"):
+for _name in ("__getitem__", "__setitem__", "__neg__", "__abs__", "__invert__", "__iter__", "__len__", "__and__", "__or__", "__xor__"):
     setattr(PendingLogits, _name, _operator(_name))
+for _name in ("__lt__", "__gt__", "__le__", "__ge__", "__eq__", "__ne__"):
+    setattr(PendingLogits, _name, _operator(_name))
+
+PendingLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 _DESCRIBES = ("size", "dim", "numel", "is_floating_point", "is_complex", "nelement", "element_size", "stride", "ndimension")
 _ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}
@@ -216,20 +214,25 @@ def _loss(
 
     def compute(head: nn.Module, hidden: Tensor) -> Tensor:
         own = _own(head)
-        weights = trainable_weights(Work(own, (head,))) if torch.is_grad_enabled() else []
+        mark, work = _mark_of(head), Work(own, (head,))
+        weights = trainable_weights(work) if torch.is_grad_enabled() else []
 
         def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+            before = {} if mark.checked else kept_tensors(work)
             with substituted(weights, leaves):
-                return _applied(own(rows), steps)
+                found = _applied(own(rows), steps)
+            if found.requires_grad and not mark.checked:
+                check_closed(found, [cast("Tensor", rows._base), *leaves], work, before, f"the head of {mark.name}")
+                mark.checked = True
+            return found
 
-        mark = _mark_of(head)
         tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, mark.num_shards)
         rows = hidden.reshape(-1, hidden.shape[-1])
         mark.note(len(rows), loss_bounds(mark.num_shards, len(rows), shape[-1]), f"the loss of {mark.name}")
         loss = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], shape[-1])
         return loss.view(target.shape) if reduction == "none" else loss
 
-    return pending.head(pending.hidden, _OnHead(compute))  # type: ignore[no-any-return]
+    return pending.head(pending.hidden, OnHead(compute))  # type: ignore[no-any-return]
 
 
 def _mark_of(head: nn.Module) -> HeadMark:
@@ -246,93 +249,3 @@ def _applied(logits: Tensor, steps: Sequence[Step]) -> Tensor:
     for step in steps:
         logits = step.function(logits)
     return logits
-
-
-def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    mark = self.__dict__[HeadMark.attribute]
-    if len(args) == 2 and isinstance(args[1], _OnHead):
-        return args[1].function(self, args[0])
-    if not mark.wanted or kwargs or len(args) != 1 or torch.compiler.is_compiling():
-        return mark.inner(self, *args, **kwargs)
-    (hidden,) = args
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    shape: tuple[int, ...] = (*hidden.shape[:-1], int(self.out_features))  # type: ignore[arg-type]
-    return PendingLogits(self, hidden, (), torch.empty(shape, dtype=dtype, device="meta"))
-
-
-def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    mark = self.__dict__[LossMark.attribute]
-    head = get_mark(mark.head(self), HeadMark)
-    given = inspect.signature(type(self).forward).bind_partial(self, *args, **kwargs).arguments if args else kwargs
-    if head is None or given.get("labels") is None or torch.compiler.is_compiling():
-        return mark.inner(self, *args, **kwargs)
-    before, head.wanted = head.wanted, True
-    try:
-        output = mark.inner(self, *args, **kwargs)
-    finally:
-        head.wanted = before
-    return _without_logits(output, mark.name)
-
-
-def _without_logits(output: Any, name: str) -> Any:
-    def instead(value: Any) -> Any:
-        if not isinstance(value, PendingLogits):
-            return value
-        return NoLogits(name) if value.whole is None else value.whole
-
-    if isinstance(output, dict):  # transformers' ModelOutput
-        for key, value in list(output.items()):
-            if isinstance(value, PendingLogits):
-                output[key] = instead(value)
-        return output
-    return tuple(map(instead, output)) if isinstance(output, tuple) else output
-
-
-_head_forward.__name__ = _model_forward.__name__ = "forward"  # what pickle looks up on the class
-
-
-def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The models of transformers, in a model, that compute their loss from labels and the logits of a linear head.
-
-    Raises:
-        NothingFound: If there is none.
-    """
-    found = [(path, m) for path, m in [("", model), *walk(model)] if _head_of(m) is not None]
-    if not found:
-        raise NothingFound(
-            f"Tiling(loss=True) found no model of transformers in {type(model).__name__} that computes a loss from labels: use"
-            " lt_tiled.tiled_linear_cross_entropy in your own loss, or leave loss=True out."
-        )
-    return found
-
-
-def _head_of(module: nn.Module) -> nn.Module | None:
-    get = getattr(module, "get_output_embeddings", None)
-    if get is None or not hasattr(module, "loss_function") or "labels" not in inspect.signature(type(module).forward).parameters:
-        return None
-    head = get()
-    return head if isinstance(getattr(head, "out_features", None), int) else None
-
-
-def mark_losses(found: Sequence[tuple[str, nn.Module]], num_shards: int | Literal["auto"], owner: object) -> None:
-    """Let these models compute their losses in tiles, for the owner to undo. If several ask, the last number of tiles counts."""
-    for _, module in found:
-        head, name = _head_of(module), type(module).__name__
-        assert head is not None
-        if get_mark(module, LossMark) is None:
-            set_mark(module, LossMark(name), _model_forward, innermost=True)
-        if get_mark(head, HeadMark) is None:
-            set_mark(head, HeadMark(name), _head_forward)
-        for mark in (*get_marks(module, LossMark), *get_marks(head, HeadMark)):
-            mark.owners[owner] = num_shards
-
-
-def unmark_losses(model: nn.Module, owner: object) -> None:
-    """Undo :func:`mark_losses`."""
-    for _, module in [("", model), *walk(model)]:
-        for kind, function in ((LossMark, _model_forward), (HeadMark, _head_forward)):
-            for mark in get_marks(module, kind):
-                mark.owners.pop(owner, None)
-                if not mark.owners:
-                    remove_mark(module, kind, function)

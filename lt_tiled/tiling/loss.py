@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.cross_entropy import CrossEntropy, shifted
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS, Bounds, tile_bounds
-from lt_tiled.tiling.recompute import AutocastState, PackCounter
+from lt_tiled.tiling.recompute import AutocastState, PackCounter, RandomState, random_state_kept
 from lt_tiled.tiling.weights import gradient_sums
 
 Reduction = Literal["mean", "sum", "none"]
@@ -77,7 +77,7 @@ def tiled_linear_cross_entropy(
     Raises:
         ValueError: If shapes do not fit or a value is out of bounds.
     """
-    _check(hidden, weight, labels, bias)
+    check_shapes(hidden, weight, labels, bias)
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
     tiles = LossTiles(kind, reduction, num_shards, accumulate)
     labels = shifted(labels, ignore_index) if shift else labels
@@ -91,7 +91,19 @@ def loss_bounds(num_shards: int | Literal["auto"], tokens: int, vocabulary: int)
     return tile_bounds(Tiling(tile_tokens=max(MIN_TILE_TOKENS, TILE_LOGITS // max(vocabulary, 1))), tokens, 1)
 
 
-def tiled_token_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+def tiled_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_shards: int | Literal["auto"] = "auto",
+    ignore_index: int = -100,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: bool = False,
+    accumulate: Literal["float32", "param"] = "float32",
+) -> Tensor:
     """The log-probability of each label, with the logits of one tile of tokens at a time: for DPO and other preference losses.
 
     Args:
@@ -99,8 +111,12 @@ def tiled_token_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, bias: T
         weight: ``[V, H]``.
         labels: Integers of shape ``[...]``.
         bias: ``[V]``.
-        options: ``num_shards``, ``ignore_index``, ``logit_softcap``, ``logit_scale``, ``shift``, ``accumulate`` of
-            :func:`tiled_linear_cross_entropy`.
+        num_shards: See :func:`tiled_linear_cross_entropy`, as for the other arguments.
+        ignore_index: The label of tokens that do not count.
+        logit_softcap: The cap of the logits.
+        logit_scale: Their scale.
+        shift: Token ``t`` predicts label ``t + 1``.
+        accumulate: The dtype of the weight gradients' sums.
 
     Returns:
         Of the labels' shape, zero for ignored labels.
@@ -108,7 +124,16 @@ def tiled_token_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, bias: T
     Raises:
         ValueError: If shapes do not fit or a value is out of bounds.
     """
-    return -tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **options)
+    return -tiled_linear_cross_entropy(
+        *(hidden, weight, labels, bias),
+        num_shards=num_shards,
+        ignore_index=ignore_index,
+        reduction="none",
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        shift=shift,
+        accumulate=accumulate,
+    )
 
 
 class TiledLinearCrossEntropy(nn.Module):
@@ -161,11 +186,13 @@ class LossTiles:
         """
         if count is not None and self.reduction != "mean":
             raise ValueError(f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave count out.")
-        if isinstance(count, str) and count != "global":
-            raise ValueError(f"count={count!r} must be a number, 'global', or None for the labels that count here.")
-        flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float) and count >= 0
+        if count is not None and not number and (isinstance(count, Tensor) or count != "global"):
+            raise ValueError(f"count={count!r} must be a number of at least 0, 'global', or None for the labels that count here.")
+        flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
         bounds = loss_bounds(self.num_shards, len(flat_labels), vocabulary)
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
+        divisor = divisor.to(_wide(hidden))
         call = _LossCall(self, head, bounds, flat_labels, divisor, AutocastState.now(hidden.device), torch.is_grad_enabled())
         loss: Tensor = _TiledLoss.apply(call, flat, *weights)
         return loss.view(labels.shape) if self.reduction == "none" else loss
@@ -177,7 +204,7 @@ class LossTiles:
                 dist.all_reduce(counted)
                 counted /= dist.get_world_size()
             return counted
-        return torch.as_tensor(count, dtype=torch.float32, device=labels.device)
+        return torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
 
 
 @dataclass
@@ -191,6 +218,13 @@ class _LossCall:
     divisor: Tensor
     autocast: AutocastState | None
     grad: bool
+    random: RandomState | None = None
+    """Before the forward, for a second one."""
+
+    def scale(self, hidden: Tensor) -> Tensor | None:
+        """What float16 gradients are multiplied by until the backward: sums would leave its range, and means fall below it."""
+        dtype = self.autocast.dtype if self.autocast is not None and self.autocast.enabled else hidden.dtype
+        return _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1) if dtype == torch.float16 else None
 
     def run(
         self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool], incoming: Tensor | None = None
@@ -204,7 +238,7 @@ class _LossCall:
             incoming: The gradient of each token's loss.
         """
         differentiate = any(wants)
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wide = _wide(hidden)
         per_token = self.tiles.reduction == "none"
         losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide)
         slope = torch.zeros_like(hidden) if wants[0] else None
@@ -226,6 +260,8 @@ class _LossCall:
                 if slope is not None and parts[0] is not None:
                     slope[low:high] = parts[0]
                 del parts
+        if self.autocast is not None and self.autocast.enabled:
+            torch.clear_autocast_cache()  # which holds casts of the leaves, that nobody else can use
         totals = iter([torch.zeros_like(w) if s.sum is None else s.sum for w, s in zip(learn, sums, strict=True)])
         found = [next(totals) if wanted else None for wanted in wants[1:]]
         return losses, [slope, *found]
@@ -236,7 +272,7 @@ class _LossCall:
         """One tile: the loss of each token, and the gradients of the inputs; its logits are gone when this returns."""
         with torch.set_grad_enabled(bool(inputs)), PackCounter():
             logits = self.head(rows.view_as(rows), leaves)
-        values, wide = logits.detach(), torch.float64 if logits.dtype == torch.float64 else torch.float32
+        values, wide = logits.detach(), _wide(logits)
         values = values if values.dtype == wide and self.head is _linear else values.to(wide, copy=True)  # a head may save its output
         loss, gradient = self.tiles.kind.of(values, labels, bool(inputs))
         if gradient is None:
@@ -252,14 +288,19 @@ class _TiledLoss(torch.autograd.Function):
         ctx.call, ctx.wants = call, [call.grad and wanted for wanted in ctx.needs_input_grad[1:]]
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, *weights)
+            call.random = RandomState.now(hidden.device) if any(ctx.wants) else None
             return call.run(hidden, weights, [False] * len(ctx.wants))[0]
-        loss, gradients = call.run(hidden, weights, ctx.wants)
+        scale = call.scale(hidden)
+        loss, gradients = call.run(hidden, weights, ctx.wants, None if scale is None else scale.expand(len(call.labels)))
         ctx.dtypes = [t.dtype for t in (hidden, *weights)]
-        # Sums over many tokens would leave float16's range, and divided by them fall below it; bfloat16's is wide enough.
-        ctx.divided = [g is not None and g.dtype != dtype == torch.bfloat16 for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        divide = 1 / call.divisor
-        kept = [_scaled(g, divide, torch.bfloat16) if done and g is not None else g for g, done in zip(gradients, ctx.divided, strict=True)]
-        ctx.save_for_backward(*kept)
+        # No label counts: the loss is nan, and the gradients are zeros, as untiled.
+        factor = 1 / call.divisor.where(call.divisor != 0, 1.0) / (1.0 if scale is None else scale)
+        # Sums of 16-bit weights in float32 are rounded now, to half their memory, where the dtype's range is wide enough.
+        done = [g is not None and g.dtype != dtype == torch.bfloat16 for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        ctx.factors = [torch.ones_like(factor) if d else factor for d in done]
+        ctx.save_for_backward(
+            *(_scaled(g, factor, torch.bfloat16) if d and g is not None else g for g, d in zip(gradients, done, strict=True))
+        )
         return loss / call.divisor
 
     @staticmethod
@@ -268,15 +309,19 @@ class _TiledLoss(torch.autograd.Function):
         call: _LossCall = ctx.call
         if call.tiles.reduction == "none":
             hidden, *weights = ctx.saved_tensors
-            with call.autocast.context() if call.autocast else nullcontext():
+            with call.autocast.context() if call.autocast else nullcontext(), random_state_kept(hidden.device, call.random):
                 gradients = call.run(hidden, weights, ctx.wants, incoming)[1]
             return (None, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, (hidden, *weights), strict=True)))
-        divisor = call.divisor.where(call.divisor != 0, 1.0)  # no label counts: the loss is nan, and the gradients are zeros, as untiled
         scaled = (
-            None if g is None else _scaled(g, incoming if done else incoming / divisor, dtype)
-            for g, done, dtype in zip(ctx.saved_tensors, ctx.divided, ctx.dtypes, strict=True)
+            None if g is None else _scaled(g, incoming * factor, dtype)
+            for g, factor, dtype in zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
         )
         return (None, *scaled)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """In what losses of it are computed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -284,19 +329,30 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.dtype == dtype and dtype in (torch.float32, torch.float64):
         return gradient * factor.to(dtype)
     result = torch.empty_like(gradient, dtype=dtype)
+    if gradient.dim() == 0:
+        return result.copy_(gradient.float() * factor)
     for rows, into in zip(gradient.split(_ROWS), result.split(_ROWS), strict=True):
         into.copy_(rows.float() * factor)
     return result
 
 
 _ROWS = 4096
+_HALF_SCALE = 2.0**15
+"""As gradient scalers begin with, so that a label's gradient is at most half of what float16 holds."""
 
 
 def _linear(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return F.linear(hidden, *weights)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    """Refuse hidden states, labels and a head that do not fit together.
+
+    Raises:
+        ValueError: With the shapes, and those that would fit.
+    """
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are {labels.dtype}: they must be whole numbers: probabilities as labels are not tiled.")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be {list(hidden.shape[:-1])}."
@@ -307,5 +363,3 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) 
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has the shape {list(bias.shape)} and must be [{weight.shape[0]}], one entry for each row of weight.")
-    if labels.is_floating_point():
-        raise ValueError(f"labels are {labels.dtype}, and must be whole numbers: probabilities as labels are not tiled.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
 
@@ -33,11 +33,12 @@ class RandomState:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 
     def same_as(self, other: RandomState) -> bool:
-        if not torch.equal(self.cpu, other.cpu):
-            return False
-        if self.accelerator is None or other.accelerator is None:
-            return self.accelerator is other.accelerator
-        return torch.equal(self.accelerator, other.accelerator)
+        with _disable_current_modes():  # states are real tensors, also where a model runs on fake ones
+            if not torch.equal(self.cpu, other.cpu):
+                return False
+            if self.accelerator is None or other.accelerator is None:
+                return self.accelerator is other.accelerator
+            return torch.equal(self.accelerator, other.accelerator)
 
 
 @contextmanager

@@ -220,3 +220,24 @@ def test_compile_options_without_flex_attention() -> None:
         CausalLM(LLAMA, attn_compile={"mode": "default"})
     with pytest.raises(ValueError, match=r"attn_compile has no argument 'modes'"):
         CausalLM(LLAMA, attn_implementation="flex_attention", attn_compile={"modes": "default"})
+
+
+def test_evaluation_through_an_adapter(data: TextFiles) -> None:
+    """With an adapter around the model, evaluation runs it once, tiled, with its perplexity, and leaves its loss as it was."""
+    from peft import LoraConfig, get_peft_model
+
+    class Adapted(CausalLM):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+    model = Adapted(LLAMA)
+    model.configure_model()
+    calls: list[Any] = []
+    model.model.get_base_model().model.embed_tokens.register_forward_hook(lambda *args: calls.append(args))
+    ids = torch.arange(64)[None]
+    with torch.no_grad():
+        losses = model._token_losses(ids)
+        assert len(calls) == 1
+        assert float(losses.mean()) == pytest.approx(float(model.model(input_ids=ids, labels=ids).loss), rel=1e-5)
+    assert all("_loss_function" not in vars(m) and "loss_function" not in vars(m) for m in model.modules())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled._log import _said
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
@@ -201,3 +204,91 @@ def test_a_custom_function_on_the_logits_is_refused() -> None:
     model._loss_function = lambda logits, labels, **kwargs: Kernel.apply(logits)
     with prepare(model, tiling=LOSS), pytest.raises(RuntimeError, match=r"LlamaForCausalLM: a custom autograd Function.*loss=False"):
         model(input_ids=IDS, labels=IDS)
+
+
+def test_hooks_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    """Hooks of a user on the head, which change or watch logits, get whole ones, once; the loss and its gradients are right."""
+    for register in (
+        lambda head: head.register_forward_hook(lambda module, args, output: output * 0.5),
+        lambda head: head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    ):
+        _said.clear()
+        model = tiny_llama().double()
+        register(model.lm_head)
+        true = run(model, {"input_ids": IDS, "labels": IDS})
+        with caplog.at_level("INFO", "lt_tiled"), prepare(model, tiling=LOSS):
+            assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-12
+        assert "the loss of LlamaForCausalLM is not tiled: somebody's hooks on its head" in caplog.text
+
+
+def test_a_head_that_uses_other_weights() -> None:
+    """A head that reads a weight which is not its own, and would get no gradient, is refused at its first call."""
+
+    class Borrowing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.other[0])
+
+    model = tiny_llama()
+    head = Borrowing(32, 64, bias=False)
+    head.other = [model.model.embed_tokens.weight]
+    model.lm_head = head
+    with prepare(model, tiling=LOSS), pytest.raises(ValueError, match=r"head of LlamaForCausalLM: its output depends on a tensor of shape"):
+        model(input_ids=IDS, labels=IDS)
+
+
+def test_generation_and_signature() -> None:
+    """A prepared model's forward shows its own arguments, so that ``generate`` makes the mask for padded prompts that it makes untiled."""
+    torch.manual_seed(0)
+    model = tiny_llama(pad_token_id=0, eos_token_id=1, bos_token_id=2).eval()
+    signature = inspect.signature(model.forward)
+    prompt = torch.tensor([[0, 0, 0, 20, 63], [7, 8, 9, 20, 63]])
+    plain = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    with prepare(model, tiling=Tiling(3, loss=True, self_check=False), checkpointing=Checkpointing()):
+        assert inspect.signature(model.forward) == signature
+        assert inspect.signature(model.model.layers[0].mlp.forward) == inspect.signature(
+            type(model.model.layers[0].mlp)(model.config).forward
+        )
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), plain)
+
+
+def test_two_logits_in_one_loss() -> None:
+    """A loss that multiplies the logits by others of the same head, or calls the model without labels, has the right values."""
+    model = tiny_llama().double()
+    inner = model.loss_function
+
+    def own(logits: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+        other = model.lm_head(torch.ones(2, 48, 32, dtype=torch.float64))
+        assert isinstance(model(input_ids=IDS).logits, Tensor)
+        return inner(logits * other, labels, **kwargs)
+
+    model.loss_function = own
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with prepare(model, tiling=LOSS):
+        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+
+
+def test_operators_on_logits() -> None:
+    """Whatever Python's operators do with logits before a loss, they do it with whole ones."""
+
+    def masked(logits: Any) -> Any:
+        logits[..., 5:7] = -1.0
+        return logits
+
+    ways: list[Any] = [masked, abs, lambda x: x % 0.7, lambda x: (x != 0) * x, lambda x: (x == x) * x]
+    for way in ways:
+        model = tiny_llama().double()
+        inner = model.loss_function
+        model.loss_function = lambda logits, labels, inner=inner, way=way, **kwargs: inner(way(logits), labels, **kwargs)
+        true = run(model, {"input_ids": IDS, "labels": IDS})
+        with prepare(model, tiling=LOSS):
+            assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+
+
+def test_absent_logits_can_be_copied() -> None:
+    """An output whose logits are absent can be copied and pickled."""
+    model = tiny_llama()
+    with prepare(model, tiling=LOSS):
+        logits = model(input_ids=IDS, labels=IDS).logits
+    for copied in (copy.copy(logits), copy.deepcopy(logits), pickle.loads(pickle.dumps(logits))):
+        with pytest.raises(AttributeError, match="computed its loss in tiles"):
+            copied.shape  # noqa: B018

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_tiled import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
-from tests.meters import flops, peak_bytes
+from lt_tiled.tiling.cross_entropy import CrossEntropy
+from lt_tiled.tiling.loss import LossTiles
+from tests.meters import LiveBytes, flops, peak_bytes
 from tests.models import H
 from tests.parity import randn
 
@@ -232,9 +235,9 @@ def test_module_form() -> None:
         ({"reduction": "max"}, r"reduction='max' must be"),
         ({"num_shards": 0}, r"num_shards=0 must be"),
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
-        ({"count": "local"}, r"count='local' must be a number, 'global', or None"),
+        ({"count": "local"}, r"count='local' must be a number of at least 0, 'global', or None"),
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
-        ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32, and must be whole numbers"),
+        ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32: they must be whole numbers"),
         ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
         ({"bias": torch.zeros(3)}, r"bias has the shape \[3\] and must be \[37\]"),
     ],
@@ -244,3 +247,91 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     hidden, weight, labels, bias = some()
     with pytest.raises(ValueError, match=message):
         tiled_linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_label_that_counts_in_16_bits(dtype: torch.dtype) -> None:
+    """With all labels ignored the gradients of 16-bit weights are zeros, not nan."""
+    hidden, weight, labels, bias = some(dtype)
+    labels.fill_(-100)
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3)
+    assert bool(loss.isnan())
+    for gradient in torch.autograd.grad(loss, [hidden, weight, bias]):
+        assert not bool(gradient.any())
+
+
+def test_float16_over_many_tokens() -> None:
+    """In float16 a mean over more tokens than its range holds has torch's gradients, in any number of tiles."""
+    torch.manual_seed(0)
+    hidden = torch.rand(80000, 2).half().requires_grad_()
+    weight = torch.randn(3, 2).half().requires_grad_()
+    labels = torch.zeros(80000, dtype=torch.long)
+    scale = 65536.0  # a gradient scaler's
+    exact = [hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    true = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels) * scale, exact)
+    for shards in (1, 16):
+        for accumulate in ("float32", "param"):
+            loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards, accumulate=accumulate) * scale
+            found = torch.autograd.grad(loss, [hidden, weight])
+            assert max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, true, strict=True)) <= 2e-3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_impossible_labels(smoothing: float) -> None:
+    """A label whose logit is -inf has torch's loss, inf, and others have theirs."""
+    hidden, weight, labels, bias = some()
+    with torch.no_grad():
+        bias[labels.flatten()[-1]] = -torch.inf
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    found = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3, **options)
+    torch.testing.assert_close(found, untiled(hidden, weight, labels, bias, **options), equal_nan=True)
+    assert bool(found.isinf().any())
+
+
+def test_a_random_head() -> None:
+    """A head with dropout draws the same in the forward and where the backward of ``"none"`` computes logits again."""
+    hidden, weight, labels, _ = some()
+    found = []
+    for reduction in ("sum", "none"):
+        torch.manual_seed(0)
+        tiles = LossTiles(CrossEntropy(), reduction, 3)
+        loss = tiles.loss(lambda rows, weights: F.linear(F.dropout(rows, 0.5), *weights), hidden, labels, [weight], weight.shape[0]).sum()
+        torch.manual_seed(1)
+        found.append([loss, *torch.autograd.grad(loss, [hidden, weight])])
+    assert error(found[1], found[0]) <= 1e-12
+
+
+def test_weights_without_dimensions() -> None:
+    """A head with a scale of no dimension in bfloat16 gets a gradient for it."""
+    hidden, weight, labels, _ = some(torch.bfloat16)
+    scale = torch.tensor(0.7, dtype=torch.bfloat16, requires_grad=True)
+    tiles = LossTiles(CrossEntropy(), "mean", 3)
+    loss = tiles.loss(lambda rows, weights: F.linear(rows, weights[0]) * weights[1], hidden, labels, [weight, scale], weight.shape[0])
+    (found,) = torch.autograd.grad(loss, scale)
+    (true,) = torch.autograd.grad(F.cross_entropy((F.linear(hidden, weight) * scale).float().flatten(0, 1), labels.flatten()), scale)
+    assert float(found) == pytest.approx(float(true), rel=2e-2)
+
+
+def test_autocast_keeps_no_casts() -> None:
+    """Of several losses in one autocast context, no copy of the weights outlives its loss."""
+    hidden, weight, labels, _ = some(torch.float32)
+    with LiveBytes() as meter, torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        alive = []
+        for _ in range(3):
+            tiled_linear_cross_entropy(hidden, weight, labels)
+            alive.append(meter.now)
+    assert alive[2] == alive[0]
+    with LiveBytes() as meter, torch.autocast("cpu", dtype=torch.bfloat16):
+        alive = []
+        for _ in range(3):
+            float(tiled_linear_cross_entropy(hidden, weight, labels).detach())
+            alive.append(meter.now)
+    assert alive[2] == alive[0]
+
+
+@pytest.mark.parametrize("options", [{"logit_softcap": math.inf}, {"z_loss": math.nan}, {"logit_scale": math.nan}, {"ignore_index": 1.5}])
+def test_values_that_are_none(options: dict[str, Any]) -> None:
+    """What would make every loss nan is refused by name."""
+    hidden, weight, labels, _ = some()
+    with pytest.raises(ValueError, match=next(iter(options))):
+        tiled_linear_cross_entropy(hidden, weight, labels, **options)
