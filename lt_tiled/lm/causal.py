@@ -92,7 +92,7 @@ class CausalLM(LightningModule):
         attention = self.hparams["attn_implementation"]
         if attention == "flex_attention":
             attention = flex_attention(self.attn_compile)
-        if self.hparams["path"] is not None:
+        if self.hparams["path"] is not None and torch.get_default_device().type != "meta":  # where weights would be of no use
             self.model = AutoModelForCausalLM.from_pretrained(
                 self.hparams["path"], attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()
             )

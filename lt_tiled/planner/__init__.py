@@ -1,0 +1,1 @@
+"""Memory before the run: a step simulated on fake tensors, the longest sequence that fits, and the cheapest settings."""

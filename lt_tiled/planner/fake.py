@@ -1,0 +1,116 @@
+"""Models without memory: fake weights in the place of real ones, and tiers that move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lt_tiled.offload.hooks import Offloader
+from lt_tiled.offload.tiers import Loading, Stored, TierName
+from lt_tiled.policies import Checkpointing, parse_bytes
+
+
+@contextmanager
+def without_memory() -> Iterator[FakeTensorMode]:
+    """Tensors that are made inside are fake."""
+    with ExitStack() as stack:
+        if find_spec("transformers") is not None:
+            # It looks into position ids for packed sequences, and on fake ones builds a mask for the case that there are any; a
+            # prediction is about unpacked ones: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
+            stack.enter_context(mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None))
+        yield stack.enter_context(FakeTensorMode())
+
+
+def fake_weights(model: nn.Module) -> None:
+    """Put fake tensors on the CPU in the place of a model's weights and buffers, those on the meta device included; call it inside."""
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in known:
+                    known[id(tensor)] = _fake(tensor)
+                held[name] = known[id(tensor)]  # type: ignore[assignment]
+        for name, value in list(module.__dict__.items()):  # what is no buffer, such as the state of a metric
+            if isinstance(value, Tensor):
+                module.__dict__[name] = _fake(value)
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
+
+
+class _Nowhere:
+    """Bytes that were moved, and come back as new ones. They leave as late as the offloader lets them."""
+
+    def __init__(self, tier: TierName, nbytes: int) -> None:
+        self.tier: TierName = tier
+        self.nbytes = nbytes
+        self._waited_for = False
+
+    def settled(self) -> bool:
+        return self._waited_for
+
+    def settle(self, seconds: float) -> None:
+        self._waited_for = True
+
+    def load(self) -> Loading:
+        return _Back(torch.empty(self.nbytes, dtype=torch.uint8))
+
+    def free(self) -> None:
+        pass
+
+
+class _Back:
+    def __init__(self, raw: Tensor) -> None:
+        self.raw = raw
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> Tensor:
+        return self.raw
+
+
+class _FakeTier:
+    def __init__(self, tier: TierName, budget: int | None) -> None:
+        self.tier: TierName = tier
+        self.left = budget
+
+    def store(self, raw: Tensor) -> Stored | None:
+        if self.left is not None:
+            if raw.nbytes > self.left:
+                return None
+            self.left -= raw.nbytes
+        return _Nowhere(self.tier, raw.nbytes)
+
+    def free_buffers(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:
+    """An offloader with the policy's tiers and budgets that moves nothing; it begins anew with each graph."""
+    tiers: dict[str, _FakeTier | None] = {"cpu": None, "disk": None}
+    for name, budget in (("cpu", policy.cpu_budget), ("disk", policy.disk_budget)):
+        if name in (policy.offload or ""):
+            limit = None if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
+            tiers[name] = _FakeTier("cpu" if name == "cpu" else "disk", limit)
+    return Offloader(
+        ram=tiers["cpu"],  # type: ignore[arg-type]
+        disk=tiers["disk"],  # type: ignore[arg-type]
+        prefetch=policy.prefetch,
+        keep_last=policy.keep_last,
+        min_bytes=parse_bytes(policy.min_bytes, "min_bytes"),
+        compress=policy.compress,
+    )

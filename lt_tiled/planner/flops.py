@@ -1,0 +1,48 @@
+"""Floating point operations of the matrix products and attentions of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+class Flops(TorchDispatchMode):
+    """Counts by torch's formulas. ``FlopCounterMode`` counts the same and follows modules by hooks that keep tensors alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in _ATTENTION:
+            self.total += _ATTENTION[packet](*args, **(kwargs or {}))
+        elif packet in flop_registry:
+            formula: Any = flop_registry[packet]
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:
+    """Two products of ``[S, D]`` and ``[S, K]`` for each head; kernels leave the upper half of a causal mask out."""
+    batch, heads, tokens, width = query.shape
+    return int(4 * batch * heads * tokens * key.shape[-2] * width // (2 if is_causal else 1))
+
+
+def _attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, dropout_p: Any, is_causal: Any, **_: Any
+) -> int:
+    """Five products, as the scores' is done again."""
+    return _attention(query, key, value, dropout_p, is_causal) * 5 // 2
+
+
+_ATTENTION = {  # the kernels of the CPU, for which torch has no formula
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,0 +1,171 @@
+"""A configuration as something to simulate: a LightningModule, one of its batches, and what its Trainer would do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lt_tiled.callbacks._preparing import PreparingCallback
+from lt_tiled.planner.engines import engine_of
+from lt_tiled.planner.simulate import CannotSimulate, Settings, Simulation, Subject, simulate
+
+_PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "32": (torch.float32, None),
+    "64": (torch.float64, None),
+    "bf16": (torch.float32, torch.bfloat16),
+    "16": (torch.float32, torch.float16),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+}
+"""The dtype of the weights, and that of mixed precision."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run trains, and how.
+
+    Attributes:
+        module: On the meta device, configured.
+        batch: A batch of its training data, on the meta device.
+        settings: What the Trainer and its strategy would do.
+    """
+
+    module: LightningModule
+    batch: Any
+    settings: Settings
+
+    @property
+    def tokens(self) -> int:
+        """The length of the batch's sequences."""
+        return _length(self.batch)
+
+    def simulate(self, tokens: int | None = None, **changes: Any) -> Simulation:
+        """Simulate a step.
+
+        Args:
+            tokens: Of each sequence, if not those of the batch.
+            changes: Fields of the settings.
+
+        Raises:
+            CannotSimulate: With the operation that needs values.
+            ValueError: If the batch has no sequences to lengthen.
+        """
+        length = self.tokens
+        if tokens is not None and length == 0:
+            raise ValueError("The batch has no tensor with two dimensions, whose second could be made longer: leave --seq out.")
+
+        def step() -> Tensor:
+            batch = pytree.tree_map_only(Tensor, lambda t: _lengthened(t, length, tokens or length), self.batch)
+            found = self.module.training_step(batch, 0)
+            loss = found["loss"] if isinstance(found, Mapping) else found
+            if not isinstance(loss, Tensor):
+                raise CannotSimulate(
+                    f"{type(self.module).__name__}.training_step returned {type(loss).__name__} and no loss: modules that optimize by hand"
+                    " cannot be simulated."
+                )
+            return loss
+
+        return simulate(Subject(self.module, step, self._optimizer), replace(self.settings, **changes))
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        found, _ = _init_optimizers_and_lr_schedulers(self.module)
+        if len(found) != 1:
+            raise CannotSimulate(f"{type(self.module).__name__} has {len(found)} optimizers: a plan is of a module with one.")
+        return found[0]
+
+
+def make_job(
+    module: LightningModule, datamodule: LightningDataModule | None, trainer: Mapping[str, Any], devices: int | None = None
+) -> Job:
+    """Configure a module as its Trainer would, without weights.
+
+    Args:
+        module: Made under ``torch.device("meta")``.
+        datamodule: Its data; ``None`` for the module's own.
+        trainer: The arguments of the Trainer.
+        devices: How many, if not those of the Trainer.
+
+    Raises:
+        ValueError: If an argument is not understood.
+    """
+    ranks = _ranks(trainer) if devices is None else devices
+    weights, autocast = _precision(trainer)
+    strategy = trainer.get("strategy", "auto")
+    if isinstance(strategy, str):
+        strategy = StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else strategy
+    callbacks = trainer.get("callbacks") or []
+    policies = [strategy, *(c for c in (callbacks if isinstance(callbacks, Sequence) else [callbacks]) if isinstance(c, PreparingCallback))]
+    batch = _configured(module, datamodule, weights)
+    settings = Settings(
+        tiling=next((t for p in policies if (t := getattr(p, "tiling", None)) is not None), None),
+        checkpointing=next((c for p in policies if (c := getattr(p, "checkpointing", None)) is not None), None),
+        engine=engine_of(strategy, ranks, weights),
+        autocast=autocast,
+        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
+        clip=bool(trainer.get("gradient_clip_val")),
+        foreach=trainer.get("accelerator", "auto") != "cpu",
+    )
+    return Job(module, batch, settings)
+
+
+def _configured(module: LightningModule, datamodule: LightningDataModule | None, weights: torch.dtype) -> Any:
+    """Take the module through the hooks that come before a first step, and return a batch."""
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, **quiet)
+    module.trainer = stub
+    stub.strategy.connect(module)
+    if datamodule is not None:
+        stub.datamodule = datamodule  # type: ignore[attr-defined]
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+    else:
+        module.prepare_data()
+    module.setup("fit")
+    batch = next(iter((module if datamodule is None else datamodule).train_dataloader()))
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(weights)
+        with torch.device("meta"):
+            module.configure_model()
+    finally:
+        torch.set_default_dtype(default)
+    module.to(weights)
+    # What is logged needs a loop, which there is none of.
+    module.__dict__.update(log=_nothing, log_dict=_nothing)
+    return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), batch)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of ``self.log``."""
+
+
+def _ranks(trainer: Mapping[str, Any]) -> int:
+    devices = trainer.get("devices", 1)
+    per_node = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 1
+    return max(per_node, 1) * int(trainer.get("num_nodes", 1))
+
+
+def _precision(trainer: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:
+    name = str(trainer.get("precision") or "32").removesuffix("-mixed")
+    known = _PRECISIONS.get(name, _PRECISIONS.get(name.removesuffix("-true")))
+    if known is None:
+        raise ValueError(f"precision={name!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
+    return known
+
+
+def _length(batch: Any) -> int:
+    return next((t.shape[1] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 1), 0)
+
+
+def _lengthened(tensor: Tensor, length: int, tokens: int) -> Tensor:
+    """A fake tensor like another, with as many tokens where that has its sequence's length."""
+    shape = [tensor.shape[0], *(tokens if size == length else size for size in tensor.shape[1:])] if tensor.dim() > 1 else tensor.shape
+    return torch.zeros(shape, dtype=tensor.dtype, device="cpu")

@@ -1,0 +1,3 @@
+"""The engines' ranks."""
+
+from tests.engines.conftest import on_ranks as on_ranks

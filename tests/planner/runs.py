@@ -1,0 +1,92 @@
+"""Real training runs with every byte booked, and predictions of the same."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+
+from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.planner.job import make_job
+from lt_tiled.planner.ledger import Ledger
+from tests.lit import trainer
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+TOKENS = 2048
+
+
+class Adapted(CausalLM):
+    """With LoRA on attention and MLP, and frozen otherwise."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            targets = ["q_proj", "v_proj", "down_proj"]
+            self.model = get_peft_model(self.model, LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM"))
+
+
+class Resizing(Ledger):
+    """Sees storages that FSDP empties and fills again, too."""
+
+    def __enter__(self) -> Resizing:
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            if (allocation := self._live.get(storage._cdata)) is not None:
+                self.now += size - allocation.nbytes
+                allocation.nbytes = size
+                self.peak = max(self.peak, self.now)
+            return original(storage, size)
+
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._patch.stop()
+
+
+class Watch(pl.Callback):
+    """Reads the peak of the third step, which is like all that follow."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def on_train_batch_start(self, run: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        if index == 2:
+            self.ledger.restart_peak()
+
+    def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+        if index == 2:
+            self.peak = self.ledger.peak
+
+
+def measured(strategy: Any, module: type[CausalLM] = CausalLM, **kwargs: Any) -> int:
+    """The peak of live bytes of a real step, from before the model was made."""
+    with Resizing() as ledger:
+        watch = Watch(ledger)
+        run = trainer(strategy(), devices=dist.get_world_size() if dist.is_initialized() else 1, callbacks=[watch], limit_val_batches=0)
+        run.fit(module(**kwargs), datamodule=TextFiles(seq_len=TOKENS))
+    return watch.peak
+
+
+def predicted(strategy: Any, devices: int = 1, module: type[CausalLM] = CausalLM, **kwargs: Any) -> int:
+    """The same without a run."""
+    with torch.device("meta"):
+        model = module(**kwargs)
+    return make_job(model, TextFiles(seq_len=TOKENS), {"strategy": strategy(), "accelerator": "cpu", "devices": devices}).simulate().peak
