@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -28,6 +30,19 @@ def inform_once(key: str, message: str) -> None:
     if key not in _said:
         _said.add(key)
         inform(message)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Say nothing, and remember nothing as said: what runs inside is tried, and not what the user will run."""
+    level, before = _logger.level, set(_said)
+    _logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _logger.setLevel(level)
+        _said.clear()
+        _said.update(before)
 
 
 def _say(level: int, message: str) -> None:

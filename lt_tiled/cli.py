@@ -1,20 +1,55 @@
-"""The command line: ``lt-tiled fit``, ``validate``, ``test`` and ``predict`` of ``LightningCLI``."""
+"""The command line: ``lt-tiled fit``, ``validate``, ``test`` and ``predict`` of ``LightningCLI``, and ``plan``."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 from jsonargparse import set_parsing_settings
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningCLI
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled.callbacks import TilingReport
+from lt_tiled.planner.command import run_plan
+
+
+class PlanningTrainer(Trainer):
+    """A Trainer in whose name ``plan`` takes its arguments; nothing else is different."""
+
+    plan = staticmethod(run_plan)
+
+
+class TiledCLI(LightningCLI):
+    """Adds ``plan``, for which modules are made without memory and no Trainer is made."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "plan": {"config", "trainer", "model", "datamodule"}}
+
+    def instantiate_classes(self) -> None:
+        with torch.device("meta") if self.subcommand == "plan" else nullcontext():
+            super().instantiate_classes()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        if self.subcommand != "plan":
+            return super().instantiate_trainer(**kwargs)
+        return SimpleNamespace(plan=self._plan)  # type: ignore[return-value]
+
+    def _plan(self, **kwargs: Any) -> None:
+        config = self.config[self.subcommand].as_dict()
+        run_plan(config, self._get(self.config_init, "trainer", default={}), **kwargs)
 
 
 def main(args: ArgsType = None) -> None:
     """Run the command line on ``args``, by default those of the process."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields of the policies show their help
-    LightningCLI(
+    TiledCLI(
         args=args,
+        trainer_class=PlanningTrainer,
         trainer_defaults={"callbacks": [TilingReport()]},
         parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
         save_config_kwargs={"overwrite": True},

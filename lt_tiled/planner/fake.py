@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.offload.hooks import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
@@ -24,7 +26,20 @@ def without_memory() -> Iterator[FakeTensorMode]:
             # It looks into position ids for packed sequences, and on fake ones builds a mask for the case that there are any; a
             # prediction is about unpacked ones: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
             stack.enter_context(mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None))
-        yield stack.enter_context(FakeTensorMode())
+        mode = stack.enter_context(FakeTensorMode())
+        stack.enter_context(_GroupedProducts())
+        yield mode
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """The products of mixtures of experts in every dtype that the kernels take: torch's fake one takes bfloat16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        left, right = args[0], args[1]
+        groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
+        return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
 
 
 def fake_weights(model: nn.Module) -> None:

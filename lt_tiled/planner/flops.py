@@ -21,8 +21,8 @@ class Flops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        if packet in _ATTENTION:
-            self.total += _ATTENTION[packet](*args, **(kwargs or {}))
+        if packet in _OWN:
+            self.total += _OWN[packet](*args, **(kwargs or {}))
         elif packet in flop_registry:
             formula: Any = flop_registry[packet]
             self.total += formula(*args, **(kwargs or {}), out_val=result)
@@ -42,7 +42,13 @@ def _attention_backward(
     return _attention(query, key, value, dropout_p, is_causal) * 5 // 2
 
 
-_ATTENTION = {  # the kernels of the CPU, for which torch has no formula
+def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Each row of ``left`` by one matrix of ``right``, or each column by one row."""
+    return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+_OWN: dict[Any, Any] = {  # what torch has no formula for: the CPU's attention, and mixtures of experts
+    aten._grouped_mm: _grouped,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,16 +44,22 @@ class Job:
     settings: Settings
 
     @property
+    def name(self) -> str:
+        """Of the model: of that inside of the module, if there is one."""
+        inner = max(self.module.children(), key=lambda m: sum(p.numel() for p in m.parameters()), default=self.module)
+        return type(inner).__name__
+
+    @property
     def tokens(self) -> int:
         """The length of the batch's sequences."""
         return _length(self.batch)
 
-    def simulate(self, tokens: int | None = None, **changes: Any) -> Simulation:
+    def simulate(self, tokens: int | None = None, settings: Settings | None = None) -> Simulation:
         """Simulate a step.
 
         Args:
             tokens: Of each sequence, if not those of the batch.
-            changes: Fields of the settings.
+            settings: If not those of the job.
 
         Raises:
             CannotSimulate: With the operation that needs values.
@@ -73,7 +80,7 @@ class Job:
                 )
             return loss
 
-        return simulate(Subject(self.module, step, self._optimizer), replace(self.settings, **changes))
+        return simulate(Subject(self.module, step, self._optimizer), settings or self.settings)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         found, _ = _init_optimizers_and_lr_schedulers(self.module)
@@ -119,6 +126,8 @@ def make_job(
 def _configured(module: LightningModule, datamodule: LightningDataModule | None, weights: torch.dtype) -> Any:
     """Take the module through the hooks that come before a first step, and return a batch."""
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # of what nobody runs
     stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, **quiet)
     module.trainer = stub
     stub.strategy.connect(module)

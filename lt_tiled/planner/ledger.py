@@ -120,6 +120,6 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors that hold memory: of a wrapper, such as a DTensor, those inside of it."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            wrapper: Any = leaf if is_traceable_wrapper_subclass(leaf) else None
-            inner = [] if wrapper is None else [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
-            yield from _plain_tensors(inner) if inner else (leaf,)
+            known: Any = leaf  # as the narrowed type would have no other members
+            wrapped = is_traceable_wrapper_subclass(known)
+            yield from _plain_tensors([getattr(leaf, name) for name in known.__tensor_flatten__()[0]]) if wrapped else (leaf,)

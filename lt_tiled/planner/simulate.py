@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lt_tiled._log import quiet
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import SINGLE, Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
@@ -18,6 +20,9 @@ from lt_tiled.planner.ledger import Allocation, Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.prepare import Prepared
+
+PARTS = ("weights", "gradients", "optimizer", "gathered", "communication", "boundaries", "attention", "MLP", "loss", "rest")
+"""What memory is for, in the order in which it is shown."""
 
 
 class CannotSimulate(RuntimeError):
@@ -80,6 +85,24 @@ class Simulation:
     """Of the forward, the backward and what it recomputes."""
     offloaded: OffloadStats | None
 
+    def parts_at(self, moment: int) -> dict[str, int]:
+        """The bytes of each part that were alive then, those of none left out."""
+        sums = dict.fromkeys(PARTS, 0)
+        for a in self.allocations:
+            if a.born <= moment and (a.died is None or a.died > moment):
+                sums[a.part] += a.nbytes
+        return {part: nbytes for part, nbytes in sums.items() if nbytes}
+
+    def over_time(self) -> dict[str, list[int]]:
+        """The bytes of each part at every moment of the step, from the forward on."""
+        start = self.phases["forward"]
+        changes = {part: [0] * (self.end - start + 2) for part in PARTS}
+        for a in self.allocations:
+            changes[a.part][max(a.born, start) - start] += a.nbytes
+            if a.died is not None and a.died <= self.end:
+                changes[a.part][a.died - start] -= a.nbytes
+        return {part: list(accumulate(row))[:-1] for part, row in changes.items() if any(row)}
+
 
 def simulate(subject: Subject, settings: Settings) -> Simulation:
     """Run a step of a training that is under way: optimizer state and the last step's gradients are there.
@@ -88,7 +111,7 @@ def simulate(subject: Subject, settings: Settings) -> Simulation:
         CannotSimulate: With the operation that needs values.
         ValueError: If the policies do not fit the model.
     """
-    with without_memory():
+    with without_memory(), quiet():
         where = Whereabouts(subject.model)
         with Ledger(where.now) as ledger, where:
             where.ledger = ledger

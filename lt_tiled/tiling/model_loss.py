@@ -6,7 +6,8 @@ While a causal model runs with labels its head computes nothing and returns :cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -125,3 +126,16 @@ def unmark_losses(model: nn.Module, owner: object) -> None:
                 mark.owners.pop(owner, None)
                 if not mark.owners:
                     remove_mark(module, kind, function)
+
+
+@contextmanager
+def untiled_losses(model: nn.Module) -> Iterator[None]:
+    """Let the marks of a model's heads do nothing for a while."""
+    marks = [mark for _, m in [("", model), *walk(model)] for mark in get_marks(m, HeadMark)]
+    for mark in marks:
+        mark.active = False
+    try:
+        yield
+    finally:
+        for mark in marks:
+            mark.active = True
