@@ -15,6 +15,7 @@ import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.planner.command import run_plan
+from lt_tiled.planner.simulate import CannotSimulate
 
 
 class PlanningTrainer(Trainer):
@@ -40,8 +41,11 @@ class TiledCLI(LightningCLI):
         return SimpleNamespace(plan=self._plan)  # type: ignore[return-value]
 
     def _plan(self, **kwargs: Any) -> None:
-        config = self.config[self.subcommand].as_dict()
-        run_plan(config, self._get(self.config_init, "trainer", default={}), **kwargs)
+        self._dump_config()
+        try:
+            run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
+        except (ValueError, CannotSimulate) as error:
+            raise SystemExit(f"lt-tiled plan: {error}") from error
 
 
 def main(args: ArgsType = None) -> None:

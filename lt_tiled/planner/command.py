@@ -47,7 +47,7 @@ def run_plan(
     """Predict the memory of a training step from its configuration, without weights, a GPU or a network.
 
     Args:
-        config: The configuration as it was parsed.
+        config: The configuration as YAML holds it.
         trainer: The Trainer's arguments, with their objects made.
         model: The module, on the meta device.
         datamodule: Its data, of which one batch is read.
@@ -76,7 +76,7 @@ def run_plan(
     elif find == "max-seq":
         found = longest(job, limit)
     else:
-        found = cheapest(job, limit, seq or job.tokens)
+        found = cheapest(job, limit, int(seq or job.tokens))  # a plain number, for YAML
     console.print(found.render(tflops))
     if limit is not None:
         left = limit - found.peak
@@ -104,10 +104,9 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
         found: The plan.
         strategy: The first's strategy, as an object or a name.
     """
-    given = config.get("trainer", {}).get("strategy")
-    init = dict(given.get("init_args", {})) if isinstance(given, Mapping) else {}
+    init: dict[str, Any] = {}  # the rest of the first configuration's stays
     if found.settings.engine.name.startswith("zero"):
-        init.setdefault("stage", int(found.settings.engine.name[-1]))
+        init["stage"] = int(found.settings.engine.name[-1])
     made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies() else strategy
     ours = isinstance(made, Strategy) and type(made).__module__.startswith("lt_tiled")
     path = f"lt_tiled.{type(made).__name__}" if ours else _STRATEGIES[found.settings.engine.name]
@@ -117,7 +116,7 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     result: dict[str, Any] = {"trainer": {"strategy": {"class_path": path, "init_args": init}}}
     data = config.get("data") or {}
     if "seq_len" in data.get("init_args", {}):
-        result["data"] = {"class_path": data["class_path"], "init_args": {**data["init_args"], "seq_len": found.tokens}}
+        result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}
     return result
 
 

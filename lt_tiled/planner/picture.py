@@ -49,13 +49,15 @@ def draw_step(plans: Mapping[str, Plan], path: str | Path, memory: int | None = 
         for phase, moment in plan.simulation.phases.items():
             x = (moment - start) / max(end - start, 1) * width
             axis.axvline(x, color="#2e3440", linewidth=0.5, linestyle=":")
-            axis.text(x, top * 1.02, f" {phase}", fontsize=7, rotation=30, va="bottom")
+            axis.text(x, top * 1.02, f" {phase}", fontsize=7, va="bottom", ha="left" if phase != "optimizer" else "right")
         axis.set_ylim(0, top * 1.25)
         if memory:
             axis.axhline(memory / 2**30, color="#2e3440", linewidth=1, linestyle="--")
     axes[0].set_ylabel("GiB")
     shown = [part for part in COLORS if any(part in p.simulation.over_time() for p in plans.values())]
-    figure.legend([_patch(COLORS[part]) for part in shown], shown, loc="outside lower center", ncols=len(shown), fontsize=8, frameon=False)
+    figure.legend(
+        [_patch(COLORS[part]) for part in shown], shown, loc="outside lower center", ncols=min(len(shown), 5), fontsize=8, frameon=False
+    )
     figure.savefig(path)
 
 

@@ -39,7 +39,7 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, 
         return Plan(job.name, tokens or job.tokens, chosen, job.simulate(tokens, chosen))
 
 
-def longest(job: Job, memory: int, settings: Settings | None = None, granule: int = 256) -> Plan:
+def longest(job: Job, memory: int, settings: Settings | None = None, granule: int = 256, tokens: int | None = None) -> Plan:
     """The longest sequence whose step fits.
 
     Args:
@@ -47,6 +47,7 @@ def longest(job: Job, memory: int, settings: Settings | None = None, granule: in
         memory: Bytes of a device.
         settings: If not those of the job.
         granule: The length is a multiple of it.
+        tokens: Where to begin, if not at the length of the job.
 
     Raises:
         DoesNotFit: If not even the shortest fits.
@@ -54,7 +55,7 @@ def longest(job: Job, memory: int, settings: Settings | None = None, granule: in
     best, low, high = plan(job, granule, settings), granule, None
     if best.peak > memory:
         raise DoesNotFit(f"{granule} tokens already take {gib(best.peak)}, more than {gib(memory)}: give more memory or devices.")
-    slope, tokens = 0.0, max(job.tokens // granule * granule, 2 * granule)
+    slope, tokens = 0.0, max((tokens or job.tokens) // granule * granule, 2 * granule)
     while True:
         tried = plan(job, tokens, settings)
         if tried.peak <= memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
@@ -38,7 +39,8 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         self._parts |= {id(m): "MLP" for m in _feed_forwards(model)}
         self._past_blocks = False
         self._stack: list[int] = []
-        self._of_node: dict[int, Place] = {}
+        self._numbers: list[int] = []
+        self._places: list[Place] = []
         self._hooks = ExitStack()
 
     def __enter__(self) -> Whereabouts:
@@ -55,23 +57,31 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         self._stack.clear()
         if phase == "forward":
             self._past_blocks = False
+        self._note()
 
     def now(self) -> Place:
         """What is running."""
         node = None if self._stack else torch._C._current_autograd_node()
-        place = self._forward() if node is None else self._of_node.get(node._sequence_nr(), self._forward())
-        if torch.is_grad_enabled():
-            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = place  # of the node that records this operation, if one does
-        return place
+        return self._in_forward() if node is None else self._of_node(node._sequence_nr())
 
-    def _forward(self) -> Place:
+    def _in_forward(self) -> Place:
         module = self._stack[-1] if self._stack else 0
         around = "optimizer" if self.phase == "optimizer" else "loss" if self._past_blocks else "rest"
         return Place(self._parts.get(module, around), self._paths.get(module, ""))
 
+    def _of_node(self, number: int) -> Place:
+        index = bisect_right(self._numbers, number) - 1
+        return self._places[index] if 0 <= number < _ACCUMULATES and index >= 0 else Place("gradients", "")
+
+    def _note(self) -> None:
+        """Nodes that are made from now on belong to what is running now."""
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._places.append(self.now())
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         # What is in none of the model's modules, a loss for one, belongs to what calls it.
         self._stack.append(id(module) if id(module) in self._paths else self._stack[-1] if self._stack else 0)
+        self._note()
         if self.ledger is not None and id(module) in self._blocks and get_mark(module, BlockMark) is not None:
             for given in split_arguments(args, {})[0]:
                 if given.is_floating_point() and given.dim() > 1:
@@ -81,6 +91,11 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         if self._stack:
             self._stack.pop()
         self._past_blocks |= id(module) in self._blocks
+        self._note()
+
+
+_ACCUMULATES = 2**63
+"""Nodes that accumulate a weight's gradient have a number above all others."""
 
 
 def _feed_forwards(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,70 @@
+"""The longest sequence of Llama-8B on one H200, feature by feature: predicted, beside what ALST's authors published.
+
+Run ``python -m benchmarks.ladder`` (about ten minutes on two cores; nothing of the model is in memory). As theirs, every rung has
+checkpointed blocks, ZeRO-3 on one GPU, and weights and optimizer state in RAM. Published lengths: arXiv:2506.13996, section 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lt_tiled import Checkpointing, TiledDeepSpeedStrategy, Tiling
+from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.plan import gib
+from lt_tiled.planner.search import longest
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
+    ("checkpointed", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
+    ("+ tiled loss", {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing()}, True, "300K"),
+    ("+ inputs in RAM", {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing(offload="cpu")}, True, "650K"),
+    ("+ tiled MLP", {"tiling": Tiling(tile_tokens=32768, loss=True), "checkpointing": Checkpointing(offload="cpu")}, True, "1.2M"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", type=float, default=141e9, help="bytes")
+    parser.add_argument("--layers", type=int, default=32)
+    args = parser.parse_args()
+    logging.getLogger("lightning").setLevel(logging.WARNING)
+    table = Table(title=f"Llama-8B, bfloat16, on {args.memory / 1e9:.0f} GB", caption_justify="left")
+    for heading in ("", "predicted", "published", "what holds the peak"):
+        table.add_column(
+            heading, justify="right" if heading in ("predicted", "published") else "left", no_wrap=heading != "what holds the peak"
+        )
+    for name, settings, tiled, published in RUNGS:
+        job = job_of(tiled, args.layers)
+        found = longest(job, int(args.memory), replace(job.settings, **settings), granule=4096, tokens=32768)
+        parts = sorted(found.parts.items(), key=lambda item: -item[1])[:4]
+        held = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts)
+        table.add_row(name, f"{found.tokens / 1024:.0f}K", published, f"{held}; in the {found.phase}")
+    Console().print(table)
+
+
+def job_of(tiled_loss: bool, layers: int) -> Job:
+    """The run."""
+    with torch.device("meta"):
+        module = CausalLM({**LLAMA_8B, "num_hidden_layers": layers}, tiled_loss=tiled_loss)
+    strategy = TiledDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)
+    return make_job(module, TextFiles(), {"strategy": strategy, "precision": "bf16-true", "devices": 1})
+
+
+if __name__ == "__main__":
+    main()
