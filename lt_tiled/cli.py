@@ -15,7 +15,7 @@ import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.planner.command import run_plan
-from lt_tiled.planner.simulate import CannotSimulate
+from lt_tiled.planner.fake import CannotSimulate
 
 
 class PlanningTrainer(Trainer):

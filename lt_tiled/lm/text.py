@@ -60,10 +60,11 @@ class TextFiles(LightningDataModule):
         self.num_workers = num_workers
         self.vocab_size = 256
         self._windows: dict[str, Tensor] = {}
+        self._cut_at = 0
 
     def setup(self, stage: str) -> None:
-        """Read and cut the text. Every rank reads it: it is the same on all."""
-        if self._windows:
+        """Read and cut the text, anew where ``seq_len`` was changed. Every rank reads it: it is the same on all."""
+        if self._cut_at == self.seq_len:
             return
         tokens = self._tokenize(read_text(self._files(), self.max_bytes))
         count = len(tokens) // self.seq_len
@@ -76,6 +77,7 @@ class TextFiles(LightningDataModule):
         windows = tokens[: count * self.seq_len].view(count, self.seq_len)
         parts = windows.split([count - 2 * held, held, held])
         self._windows = dict(zip(("train", "val", "test"), parts, strict=True))
+        self._cut_at = self.seq_len
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return self._loader("train", shuffle=True)

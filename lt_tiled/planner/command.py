@@ -89,7 +89,7 @@ def run_plan(
             Path(output).write_text(text)
             console.print(f"Written to {output}: add it to fit's as a second --config.")
     if plot is not None:
-        draw_step({"without lt_tiled": _plain(job, found), "with lt_tiled": found}, plot, limit)
+        draw_step({"without lt_tiled": _plain(job, found).simulation, "with lt_tiled": found.simulation}, plot, limit)
         console.print(f"Drawn: {plot}")
     if plot_lengths is not None:
         draw_lengths(_peaks(job, found.tokens), plot_lengths, limit)

@@ -68,7 +68,7 @@ class Held:
 SINGLE = Engine()
 
 
-def engine_of(strategy: Any, ranks: int, weights: torch.dtype) -> Engine:
+def engine_of(strategy: Any, ranks: int) -> Engine:
     """The engine of a strategy, by its class: Lightning's own, and those of this package."""
     names = {cls.__name__ for cls in type(strategy).__mro__}
     if "DeepSpeedStrategy" in names:

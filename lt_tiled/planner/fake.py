@@ -10,36 +10,63 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.offload.hooks import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
+from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
+
+aten = torch.ops.aten
+
+
+class CannotSimulate(RuntimeError):
+    """A module does something that needs values, which fake tensors do not have."""
 
 
 @contextmanager
-def without_memory() -> Iterator[FakeTensorMode]:
-    """Tensors that are made inside are fake."""
+def without_memory(where: Whereabouts) -> Iterator[None]:
+    """Tensors that are made inside are fake.
+
+    Args:
+        where: Says what is running, for errors.
+    """
     with ExitStack() as stack:
         if find_spec("transformers") is not None:
             # It looks into position ids for packed sequences, and on fake ones builds a mask for the case that there are any; a
             # prediction is about unpacked ones: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
             stack.enter_context(mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None))
-        mode = stack.enter_context(FakeTensorMode())
-        stack.enter_context(_GroupedProducts())
-        yield mode
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(_Kernels(where))
+        yield
 
 
-class _GroupedProducts(TorchDispatchMode):
-    """The products of mixtures of experts in every dtype that the kernels take: torch's fake one takes bfloat16 alone."""
+class _Kernels(TorchDispatchMode):
+    """What torch's fake kernels do not do, or say too little of."""
+
+    def __init__(self, where: Whereabouts) -> None:
+        super().__init__()
+        self.where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+        if func is aten._local_scalar_dense.default and not self.where.in_module:
+            return 1.0 if args[0].is_floating_point() else 1  # of a training step that notes its loss
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which torch's fake one wants
+            left, right = args[0], args[1]
+            groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
+            return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
+        try:
             return func(*args, **(kwargs or {}))
-        left, right = args[0], args[1]
-        groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
-        return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise CannotSimulate(
+                f"{func} in {self.where.now().path or 'the training step'} needs the values of tensors, which a simulation does not have."
+            ) from error
 
 
 def fake_weights(model: nn.Module) -> None:

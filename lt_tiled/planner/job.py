@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.callbacks._preparing import PreparingCallback
 from lt_tiled.planner.engines import engine_of
-from lt_tiled.planner.simulate import CannotSimulate, Settings, Simulation, Subject, simulate
+from lt_tiled.planner.fake import CannotSimulate
+from lt_tiled.planner.simulate import Settings, Simulation, Subject, simulate
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -52,7 +53,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """The length of the batch's sequences."""
-        return _length(self.batch)
+        return length_of(self.batch)
 
     def simulate(self, tokens: int | None = None, settings: Settings | None = None) -> Simulation:
         """Simulate a step.
@@ -70,7 +71,7 @@ class Job:
             raise ValueError("The batch has no tensor with two dimensions, whose second could be made longer: leave --seq out.")
 
         def step() -> Tensor:
-            batch = pytree.tree_map_only(Tensor, lambda t: _lengthened(t, length, tokens or length), self.batch)
+            batch = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, length, tokens or length), self.batch)
             found = self.module.training_step(batch, 0)
             loss = found["loss"] if isinstance(found, Mapping) else found
             if not isinstance(loss, Tensor):
@@ -103,42 +104,50 @@ def make_job(
     Raises:
         ValueError: If an argument is not understood.
     """
-    ranks = _ranks(trainer) if devices is None else devices
-    weights, autocast = _precision(trainer)
     strategy = trainer.get("strategy", "auto")
     if isinstance(strategy, str):
         strategy = StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else strategy
     callbacks = trainer.get("callbacks") or []
-    policies = [strategy, *(c for c in (callbacks if isinstance(callbacks, Sequence) else [callbacks]) if isinstance(c, PreparingCallback))]
-    batch = _configured(module, datamodule, weights)
-    settings = Settings(
-        tiling=next((t for p in policies if (t := getattr(p, "tiling", None)) is not None), None),
-        checkpointing=next((c for p in policies if (c := getattr(p, "checkpointing", None)) is not None), None),
-        engine=engine_of(strategy, ranks, weights),
-        autocast=autocast,
+    settings = settings_of(
+        strategy,
+        callbacks if isinstance(callbacks, Sequence) else [callbacks],
+        ranks=_ranks(trainer) if devices is None else devices,
+        precision=trainer.get("precision") or "32",
         accumulate=int(trainer.get("accumulate_grad_batches") or 1),
         clip=bool(trainer.get("gradient_clip_val")),
         foreach=trainer.get("accelerator", "auto") != "cpu",
     )
-    return Job(module, batch, settings)
+    batch = _first_batch(module, datamodule)
+    configure(module, str(trainer.get("precision") or "32"))
+    return Job(module, meta(batch), settings)
 
 
-def _configured(module: LightningModule, datamodule: LightningDataModule | None, weights: torch.dtype) -> Any:
-    """Take the module through the hooks that come before a first step, and return a batch."""
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # of what nobody runs
-    stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, **quiet)
-    module.trainer = stub
-    stub.strategy.connect(module)
-    if datamodule is not None:
-        stub.datamodule = datamodule  # type: ignore[attr-defined]
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-    else:
-        module.prepare_data()
-    module.setup("fit")
-    batch = next(iter((module if datamodule is None else datamodule).train_dataloader()))
+def settings_of(strategy: Any, callbacks: Sequence[Any], ranks: int, precision: Any, **others: Any) -> Settings:
+    """What a strategy, and callbacks beside it, do.
+
+    Args:
+        strategy: An object, or ``"auto"``.
+        callbacks: All of the Trainer's.
+        ranks: Of all nodes.
+        precision: As of the Trainer.
+        others: Further fields of the settings.
+
+    Raises:
+        ValueError: If the precision is not understood.
+    """
+    policies = [strategy, *(c for c in callbacks if isinstance(c, PreparingCallback))]
+    return Settings(
+        tiling=next((t for p in policies if (t := getattr(p, "tiling", None)) is not None), None),
+        checkpointing=next((c for p in policies if (c := getattr(p, "checkpointing", None)) is not None), None),
+        engine=engine_of(strategy, ranks),
+        autocast=_dtypes(str(precision))[1],
+        **others,
+    )
+
+
+def configure(module: LightningModule, precision: str) -> None:
+    """Let a module make its model without memory, and log nothing."""
+    weights = _dtypes(precision)[0]
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(weights)
@@ -147,9 +156,42 @@ def _configured(module: LightningModule, datamodule: LightningDataModule | None,
     finally:
         torch.set_default_dtype(default)
     module.to(weights)
-    # What is logged needs a loop, which there is none of.
-    module.__dict__.update(log=_nothing, log_dict=_nothing)
+    module.__dict__.update(log=_nothing, log_dict=_nothing)  # which need a loop, and there is none
+
+
+def meta(batch: Any) -> Any:
+    """A batch without its values."""
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), batch)
+
+
+def stub_trainer(module: LightningModule) -> Trainer:
+    """A Trainer that a module can ask what modules ask, and that runs nothing."""
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, **quiet)
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    module.trainer = stub
+    stub.strategy.connect(module)
+    return stub
+
+
+def _first_batch(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
+    """Take the module and its data through the hooks that come before a first step, with a Trainer that runs nothing."""
+    stub = stub_trainer(module)
+    if datamodule is not None:
+        stub.datamodule = datamodule  # type: ignore[attr-defined]
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+    else:
+        module.prepare_data()
+    module.setup("fit")
+    return next(iter((module if datamodule is None else datamodule).train_dataloader()))
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -162,19 +204,30 @@ def _ranks(trainer: Mapping[str, Any]) -> int:
     return max(per_node, 1) * int(trainer.get("num_nodes", 1))
 
 
-def _precision(trainer: Mapping[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:
-    name = str(trainer.get("precision") or "32").removesuffix("-mixed")
+def _dtypes(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
+    name = precision.removesuffix("-mixed")
     known = _PRECISIONS.get(name, _PRECISIONS.get(name.removesuffix("-true")))
     if known is None:
-        raise ValueError(f"precision={name!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
+        raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
     return known
 
 
-def _length(batch: Any) -> int:
+def length_of(batch: Any) -> int:
+    """The length of a batch's sequences: the second dimension of its first tensor with two; 0 if there is none."""
     return next((t.shape[1] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 1), 0)
 
 
-def _lengthened(tensor: Tensor, length: int, tokens: int) -> Tensor:
-    """A fake tensor like another, with as many tokens where that has its sequence's length."""
-    shape = [tensor.shape[0], *(tokens if size == length else size for size in tensor.shape[1:])] if tensor.dim() > 1 else tensor.shape
-    return torch.zeros(shape, dtype=tensor.dtype, device="cpu")
+def lengthened(tensor: Tensor, length: int, tokens: int) -> Tensor:
+    """A tensor with as many tokens in the dimensions, but for the first, that have its sequence's length: its own, over and over."""
+    for dim, size in enumerate(_shape(tensor, length, tokens)):
+        if size != tensor.shape[dim]:
+            tensor = torch.cat([tensor] * -(-size // tensor.shape[dim]), dim).narrow(dim, 0, size)
+    return tensor
+
+
+def _shape(tensor: Tensor, length: int, tokens: int) -> list[int]:
+    return [tokens if dim and size == length else size for dim, size in enumerate(tensor.shape)]
+
+
+def _fake_like(tensor: Tensor, length: int, tokens: int) -> Tensor:
+    return torch.zeros(_shape(tensor, length, tokens), dtype=tensor.dtype, device="cpu")

@@ -98,6 +98,13 @@ class Ledger(TorchDispatchMode):
 
         return release
 
+    def book(self, tensor: Tensor, part: str) -> None:
+        """Book a tensor that was there before."""
+        for plain in _plain_tensors(tensor):
+            if self._books(plain):
+                self._track(plain.untyped_storage())
+                self.name(plain, part)
+
     def name(self, tensor: Tensor, part: str) -> None:
         """Say what a tensor's storage is for, whatever made it."""
         if (allocation := self._live.get(tensor.untyped_storage()._cdata)) is not None:

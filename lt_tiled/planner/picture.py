@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lt_tiled.planner.plan import Plan, gib
+from lt_tiled.planner.plan import gib
+from lt_tiled.planner.simulate import Simulation
 
 COLORS = {
     "weights": "#4c566a",
@@ -25,11 +26,11 @@ POINTS = 2000
 """Moments that a picture shows; of those between two, the highest."""
 
 
-def draw_step(plans: Mapping[str, Plan], path: str | Path, memory: int | None = None) -> None:
-    """Memory over a step, stacked by what holds it, one panel for each plan, all to the same scale.
+def draw_step(runs: Mapping[str, Simulation], path: str | Path, memory: int | None = None) -> None:
+    """Memory over a step, stacked by what holds it, one panel for each run, all to the same scale.
 
     Args:
-        plans: By title.
+        runs: By title, simulated or recorded ones.
         path: A file whose ending names the format: ``.png``, ``.svg``, ``.pdf``.
         memory: Bytes of a device, drawn as a line.
 
@@ -37,16 +38,16 @@ def draw_step(plans: Mapping[str, Plan], path: str | Path, memory: int | None = 
         ModuleNotFoundError: If matplotlib is not installed.
         ValueError: If the ending names no format.
     """
-    figure, axes = _panels(len(plans), path)
-    top = max([p.peak for p in plans.values()] + ([memory] if memory else [])) / 2**30
-    for axis, (title, plan) in zip(axes, plans.items(), strict=True):
-        rows = _thinned(plan.simulation.over_time())
+    figure, axes = _panels(len(runs), path)
+    top = max([r.peak for r in runs.values()] + ([memory] if memory else [])) / 2**30
+    for axis, (title, run) in zip(axes, runs.items(), strict=True):
+        rows = _thinned(run.over_time())
         width = len(next(iter(rows.values())))
         axis.stackplot(range(width), [[v / 2**30 for v in row] for row in rows.values()], colors=[COLORS[p] for p in rows])
-        axis.set_title(f"{title}\npeak {gib(plan.peak)}", fontsize=10)
+        axis.set_title(f"{title}\npeak {gib(run.peak)}", fontsize=10)
         axis.set_xticks([])
-        start, end = plan.simulation.phases["forward"], plan.simulation.end
-        for phase, moment in plan.simulation.phases.items():
+        start, end = run.phases["forward"], run.end
+        for phase, moment in run.phases.items():
             x = (moment - start) / max(end - start, 1) * width
             axis.axvline(x, color="#2e3440", linewidth=0.5, linestyle=":")
             axis.text(x, top * 1.02, f" {phase}", fontsize=7, va="bottom", ha="left" if phase != "optimizer" else "right")
@@ -54,7 +55,7 @@ def draw_step(plans: Mapping[str, Plan], path: str | Path, memory: int | None = 
         if memory:
             axis.axhline(memory / 2**30, color="#2e3440", linewidth=1, linestyle="--")
     axes[0].set_ylabel("GiB")
-    shown = [part for part in COLORS if any(part in p.simulation.over_time() for p in plans.values())]
+    shown = [part for part in COLORS if any(part in r.over_time() for r in runs.values())]
     figure.legend(
         [_patch(COLORS[part]) for part in shown], shown, loc="outside lower center", ncols=min(len(shown), 5), fontsize=8, frameon=False
     )

@@ -25,10 +25,6 @@ PARTS = ("weights", "gradients", "optimizer", "gathered", "communication", "boun
 """What memory is for, in the order in which it is shown."""
 
 
-class CannotSimulate(RuntimeError):
-    """A model does something that needs values, which fake tensors do not have."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is simulated.
@@ -111,19 +107,10 @@ def simulate(subject: Subject, settings: Settings) -> Simulation:
         CannotSimulate: With the operation that needs values.
         ValueError: If the policies do not fit the model.
     """
-    with without_memory(), quiet():
-        where = Whereabouts(subject.model)
-        with Ledger(where.now) as ledger, where:
-            where.ledger = ledger
-            try:
-                return _run(subject, settings, where, ledger)
-            except Exception as error:
-                if (name := _needs_values(error)) is None:
-                    raise
-                raise CannotSimulate(
-                    f"{type(subject.model).__name__} cannot be simulated: {name} in {where.now().path or 'the step'} needs the values of"
-                    f" tensors, and a simulation has none ({error})."
-                ) from error
+    where = Whereabouts(subject.model)
+    with quiet(), without_memory(where), Ledger(where.now) as ledger, where:
+        where.ledger = ledger
+        return _run(subject, settings, where, ledger)
 
 
 def _run(subject: Subject, settings: Settings, where: Whereabouts, ledger: Ledger) -> Simulation:
@@ -194,14 +181,3 @@ def _name_gradients(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
 
 def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
-
-
-def _needs_values(error: BaseException) -> str | None:
-    """The operation that fake tensors cannot do, if that is the error."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | UnsupportedOperatorException):
-        return str(error.func)
-    if isinstance(error, RuntimeError) and "data pointer" in str(error):
-        return "reading a tensor's memory"
-    return None

@@ -51,6 +51,11 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
+    @property
+    def in_module(self) -> bool:
+        """Whether a module's forward runs, or a recompute of it."""
+        return bool(self._stack)
+
     def begin(self, phase: str) -> None:
         """Enter the forward, the backward or the optimizer's step."""
         self.phase = phase

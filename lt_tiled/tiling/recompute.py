@@ -81,7 +81,8 @@ class PackCounter(torch.autograd.graph.saved_tensors_hooks):
 
         def pack(tensor: Tensor) -> Tensor:
             self.count += 1
-            return tensor
+            # An output that its own node holds through a hook would keep the node for ever, if nobody runs the graph backward.
+            return tensor if tensor.is_leaf else tensor.detach()
 
         super().__init__(pack, lambda packed: packed)
 

@@ -1,0 +1,194 @@
+"""The longest sequence that trains, by trying."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lt_tiled._log import inform
+from lt_tiled._types import PositiveInt
+from lt_tiled.memory import PeakMemory
+from lt_tiled.planner.job import length_of, lengthened
+from lt_tiled.planner.plan import gib
+from lt_tiled.policies import parse_bytes
+
+
+class SequenceLengthFinder(Callback):
+    """Finds the longest sequence whose training step fits, before the run: the counterpart of Lightning's ``BatchSizeFinder``.
+
+    A batch of the run's data is made longer and shorter; each length is tried by a forward, a backward and an optimizer step with a
+    learning rate of zero. Weights, random numbers and the optimizer are as before when the run begins. Lengths double until one does
+    not fit, and the rest is bisection. The result is set as ``attribute`` of the data, which is then set up anew.
+
+    Args:
+        start: The first length.
+        limit: No length is longer; ``None`` for as long as memory lasts.
+        granule: The result is a multiple of it.
+        memory: What must not be exceeded, in bytes or as ``"80GiB"``; ``None`` for what the device has.
+        attribute: The name of the length in the datamodule, or else in the module.
+
+    Raises:
+        ValueError: If a value is out of bounds, or neither has that attribute.
+        RuntimeError: If not even the first length fits.
+    """
+
+    def __init__(
+        self,
+        start: PositiveInt = 1024,
+        limit: PositiveInt | None = None,
+        granule: PositiveInt = 256,
+        memory: int | str | None = None,
+        attribute: str = "seq_len",
+    ) -> None:
+        for name, value in (("start", start), ("granule", granule), ("limit", limit)):
+            if value is not None and (isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if limit is not None and limit < start:
+            raise ValueError(f"limit={limit} is shorter than start={start}: raise it, or begin with less.")
+        self.start, self.limit, self.granule, self.attribute = int(start), None if limit is None else int(limit), int(granule), attribute
+        self.memory = None if memory is None else parse_bytes(memory, "memory")
+        self.found: int | None = None
+        """The longest length that fits."""
+        self.peaks: dict[int, int] = {}
+        """By length, the peak of its step in bytes; of those that fit."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        holder = self._holder(trainer, pl_module)
+        batch = next(iter((trainer.datamodule or pl_module).train_dataloader()))  # type: ignore[attr-defined]
+        batch = trainer.strategy.batch_to_device(batch)
+        trial = _Trial(trainer, pl_module, batch, self.memory)
+        self.peaks = {}
+        try:
+            self.found = self._search(trial)
+        finally:
+            trial.restore()
+        inform(f"SequenceLengthFinder: {self.found} tokens fit ({gib(self.peaks[self.found])}); {self.attribute} is set to it")
+        setattr(holder, self.attribute, self.found)
+        if trainer.datamodule is not None:  # type: ignore[attr-defined]
+            trainer.datamodule.setup("fit")  # type: ignore[attr-defined]
+
+    def _holder(self, trainer: pl.Trainer, module: LightningModule) -> Any:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        for holder in (data, module):
+            if holder is not None and hasattr(holder, self.attribute):
+                return holder
+        raise ValueError(
+            f"Neither the datamodule ({type(data).__name__}) nor {type(module).__name__} has an attribute {self.attribute!r}, the length of"
+            " its sequences: name yours with SequenceLengthFinder(attribute=...), and let train_dataloader use it."
+        )
+
+    def _search(self, trial: _Trial) -> int:
+        low, high = 0, None
+        length = self.start
+        while high is None or high - low > self.granule:
+            fits = trial.run(length, self.peaks)
+            inform(f"SequenceLengthFinder: {length} tokens {'fit' if fits else 'do not fit'}")
+            low, high = (length, high) if fits else (low, length)
+            if not low:
+                if length <= self.granule:
+                    raise RuntimeError(f"Not even {length} tokens fit: a step takes more memory than there is. Tile or offload more.")
+                length = max(length // 2 // self.granule * self.granule, self.granule)
+            elif high is None:
+                if self.limit is not None and low >= self.limit:
+                    return low
+                length = min(2 * low, self.limit or 2 * low)
+            else:
+                length = max((low + high) // 2 // self.granule * self.granule, low + self.granule)
+                if length >= high:
+                    return low
+        return low
+
+
+class _Trial:
+    """Steps on longer batches that leave nothing behind."""
+
+    def __init__(self, trainer: pl.Trainer, module: LightningModule, batch: Any, memory: int | None) -> None:
+        self.trainer, self.module, self.batch, self.limit = trainer, module, batch, memory
+        self.length = length_of(batch)
+        if not self.length:
+            raise ValueError("The batch has no tensor with two dimensions, whose second could be made longer.")
+        self.device = trainer.strategy.root_device
+        self.memory = PeakMemory(self.device)
+        self._random = torch.get_rng_state(), torch.get_device_module(self.device).get_rng_state() if self.device.type == "cuda" else None
+        self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
+        self._log = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
+        module.__dict__.update(log=_nothing, log_dict=_nothing)  # there is no loop yet
+        self._rates = [(group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        for group, _ in self._rates:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+
+    def run(self, tokens: int, peaks: dict[int, int]) -> bool:
+        """Whether a step on sequences of that length fits on every rank."""
+        batch = pytree.tree_map_only(Tensor, lambda t: lengthened(t, self.length, tokens), self.batch)
+        fits = True
+        self.memory.reset()
+        try:
+            self._step(batch)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            fits = False
+        peak = self.memory.read()
+        fits = fits and (self.limit is None or peak <= self.limit)
+        del batch
+        self._free()
+        if _distributed_is_initialized():
+            fits = self.trainer.strategy.reduce_boolean_decision(fits, all=True)
+        if fits:
+            peaks[tokens] = peak
+        return fits
+
+    def _step(self, batch: Any) -> None:
+        strategy = self.trainer.strategy
+        self.module.train()
+        found = strategy.training_step(batch, 0)
+        loss = found["loss"] if isinstance(found, Mapping) else found
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"training_step returned {type(loss).__name__} and no loss: modules that optimize by hand cannot be tried.")
+        optimizer = self.trainer.optimizers[0]
+        optimizer.zero_grad()
+        strategy.backward(loss, optimizer)
+        del loss, found
+        optimizer.step()
+
+    def _free(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Leave everything as it was found."""
+        for group, rate in self._rates:
+            group["lr"] = rate
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for name, before_log in self._log.items():
+            if before_log is None:
+                self.module.__dict__.pop(name, None)
+            else:
+                self.module.__dict__[name] = before_log
+        torch.set_rng_state(self._random[0])
+        if self._random[1] is not None:
+            torch.get_device_module(self.device).set_rng_state(self._random[1])
+        self._free()
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return is_oom_error(error) or "can't allocate memory" in str(error)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of ``self.log``."""

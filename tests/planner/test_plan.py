@@ -1,0 +1,270 @@
+"""Plans: what they say, what they find, and what they refuse."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled import Checkpointing, TiledDDPStrategy, TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling
+from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.planner.engines import engine_of
+from lt_tiled.planner.fake import CannotSimulate
+from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.picture import draw_lengths, draw_step
+from lt_tiled.planner.plan import describe
+from lt_tiled.planner.search import DoesNotFit, cheapest, longest, plan
+from tests.lit import LitTiny
+from tests.models import tiny_llama
+from tests.planner.runs import LLAMA, measured
+
+MIB = 2**20
+
+
+def job(strategy: Any = None, module: Any = None, **trainer: Any) -> Job:
+    """A job of a small Llama."""
+    with torch.device("meta"):
+        module = module() if module is not None else CausalLM(LLAMA)
+    data = TextFiles(seq_len=2048) if isinstance(module, CausalLM) else None
+    return make_job(module, data, {"strategy": strategy or TiledSingleDeviceStrategy(), "accelerator": "cpu", **trainer})
+
+
+def test_parts_are_the_peak() -> None:
+    """The parts add up to the peak, weights and optimizer state are their exact sizes, and the peak has a phase and a place."""
+    found = plan(job())
+    assert sum(found.parts.values()) == found.peak
+    weights = sum(p.nbytes for p in tiny_llama(**{k: v for k, v in LLAMA.items() if k != "model_type"}).parameters())
+    assert found.parts["weights"] == pytest.approx(weights, rel=0.01)
+    assert found.parts["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert found.phase in ("forward", "backward")
+    assert found.place.startswith("model.")
+
+
+def test_features_lower_the_part_that_they_are_for() -> None:
+    """A tiled loss lowers what the loss ever holds, recompute what attention does, tiles what the MLP does, and all lower the peak."""
+    base = job()
+
+    def held(part: str, whole_loss: bool = False, **settings: Any) -> tuple[int, int]:
+        run = plan(base, 8192, base.settings.__class__(**settings), whole_loss).simulation
+        return max(run.over_time()[part]), run.peak
+
+    plain, loss = held("loss", whole_loss=True), held("loss", tiling=Tiling(targets=[], loss=8))
+    assert loss[0] <= plain[0] / 2
+    assert held("attention", checkpointing=Checkpointing())[0] <= held("attention")[0] * 2 / 3
+    recompute, tiled = held("MLP", checkpointing=Checkpointing()), held("MLP", checkpointing=Checkpointing(), tiling=Tiling(8))
+    assert tiled[0] <= recompute[0] / 4
+    assert plain[1] > recompute[1] > tiled[1]
+
+
+def test_flops_are_exact() -> None:
+    """Recompute adds one forward of the blocks to the FLOPs, tiles and a tiled loss nothing."""
+    base = job()
+    plain, recompute, tiled = (
+        plan(base, 2048, base.settings.__class__(tiling=t, checkpointing=c)).simulation.flops
+        for t, c in ((None, None), (None, Checkpointing()), (Tiling(8, loss=4), Checkpointing()))
+    )
+    head = 3 * 2 * 2048 * LLAMA["hidden_size"] * LLAMA["vocab_size"]
+    last = 3 * 2 * 2048 * LLAMA["intermediate_size"] * LLAMA["hidden_size"]  # of each layer, whose value no backward needs
+    attention = 3 * 4 * 2048 * 2048 * LLAMA["hidden_size"] // 2
+    forward = (plain - head - attention * 7 // 2) // 3
+    assert recompute - plain == forward + attention - last
+    assert tiled == recompute
+
+
+def test_offloaded_bytes_and_bandwidth() -> None:
+    """What goes to a tier is the boundaries' exact size, and the bandwidth that hides it follows from the forward's FLOPs."""
+    found = plan(job(TiledSingleDeviceStrategy(checkpointing=Checkpointing(offload="disk", min_bytes=0))))
+    moved = found.simulation.offloaded
+    assert moved is not None
+    assert moved.disk_bytes == (LLAMA["num_hidden_layers"] - 1) * 2048 * LLAMA["hidden_size"] * 4
+    seconds = found.simulation.forward_flops / 1e12
+    assert found.bandwidth(tflops=1.0) == pytest.approx(moved.disk_bytes / seconds / 1e9)
+
+
+def test_longest() -> None:
+    """The longest sequence that is found fits, and one that is 3 % longer does not."""
+    base = job()
+    memory = 96 * MIB
+    found = longest(base, memory)
+    assert found.tokens % 256 == 0
+    assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak
+    with pytest.raises(DoesNotFit, match=r"256 tokens already take .*more than 4.0 MiB: give more memory"):
+        longest(base, 4 * MIB)
+
+
+def test_cheapest() -> None:
+    """Where memory is plenty nothing is set; as it falls the settings come in the order of what they cost; then there are none."""
+    base = job()
+    tokens = 8192
+    needed = [
+        plan(base, tokens, base.settings.__class__(tiling=t, checkpointing=c)).peak for t, c in ((None, None), (None, Checkpointing()))
+    ]
+    lavish, tight = (cheapest(base, memory, tokens) for memory in (needed[0], needed[1] * 3 // 4))
+    assert (lavish.settings.tiling, lavish.settings.checkpointing) == (None, None)
+    assert tight.settings.tiling is not None
+    assert tight.settings.checkpointing == Checkpointing()
+    assert tight.peak <= needed[1] * 3 // 4
+    fewer = tight.settings.tiling.num_shards // 2
+    if fewer > 1:
+        assert (
+            plan(base, tokens, tight.settings.__class__(tiling=Tiling(fewer, loss=True), checkpointing=Checkpointing())).peak
+            > needed[1] * 3 // 4
+        )
+    with pytest.raises(DoesNotFit, match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices"):
+        cheapest(base, MIB, tokens)
+
+
+def test_found_settings_hold_in_a_run() -> None:
+    """A real step with the settings that were found stays within the memory that they were found for."""
+    memory = 36 * MIB
+    found = cheapest(job(), memory, 2048)
+    chosen = partial(TiledSingleDeviceStrategy, tiling=found.settings.tiling, checkpointing=found.settings.checkpointing or False)
+    assert measured(chosen, config=LLAMA) <= memory * 1.02
+
+
+def test_weights_are_not_needed(tmp_path: Path) -> None:
+    """A model is planned from its ``config.json`` alone."""
+    tiny_llama(vocab_size=512).config.save_pretrained(tmp_path / "model")
+    assert plan(job(module=lambda: CausalLM(path=str(tmp_path / "model")))).peak > 0
+
+
+class Peeking(LitTiny):
+    """Looks at a value in the forward."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.blocks[1].register_forward_hook(lambda module, args, output: output if float(output.sum()) > 0 else output * 2)
+
+
+class Vectors(LitTiny):
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+
+
+def test_what_cannot_be_simulated() -> None:
+    """A module that looks at values is refused with the operation and the place; one without sequences cannot be lengthened."""
+    with pytest.raises(CannotSimulate, match=r"aten._local_scalar_dense.default in net needs the values"):
+        job(module=Peeking).simulate()
+    with pytest.raises(ValueError, match="no tensor with two dimensions"):
+        job(module=Vectors).simulate(64)
+
+
+class Doubled(LitTiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net.parameters(), 1.0), torch.optim.SGD(self.net.head.parameters(), 1.0)]
+
+
+class ByHand(LitTiny):
+    def training_step(self, ids: Tensor, index: int) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(("module", "message"), [(Doubled, "has 2 optimizers"), (ByHand, "returned NoneType and no loss")])
+def test_modules_that_optimize_by_hand(module: Any, message: str) -> None:
+    """What has no single loss and optimizer is refused by name."""
+    with pytest.raises(CannotSimulate, match=message):
+        job(module=module).simulate()
+
+
+def test_own_module() -> None:
+    """A module of the user's own, with data of its own, is planned for its length and for others."""
+    base = job(module=LitTiny)
+    assert base.tokens == 24
+    assert base.simulate(96).peak > base.simulate().peak
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "autocast"),
+    [("bf16-true", 2, None), ("bf16-mixed", 4, torch.bfloat16), ("16-mixed", 4, torch.float16), ("32-true", 4, None), (None, 4, None)],
+)
+def test_precision(precision: str | None, weights: int, autocast: torch.dtype | None) -> None:
+    """Weights have the dtype of the precision, and mixed precision runs under autocast."""
+    base = job(precision=precision)
+    numbers = sum(p.numel() for p in base.module.parameters())
+    found = plan(base)
+    assert base.settings.autocast == autocast
+    assert found.parts["weights"] == pytest.approx(weights * numbers, rel=0.01)
+
+
+def test_unknown_precision() -> None:
+    """A precision that cannot be planned is refused with those that can."""
+    with pytest.raises(ValueError, match=r"precision='transformer-engine' cannot be planned: set it to one of 32"):
+        job(precision="transformer-engine")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "name"),
+    [
+        ("auto", 1, "single"),
+        ("auto", 4, "ddp"),
+        (TiledDDPStrategy(), 2, "ddp"),
+        (pl.strategies.FSDPStrategy(), 2, "fsdp"),
+        (pl.strategies.ModelParallelStrategy(), 2, "fsdp2"),
+        (TiledDeepSpeedStrategy(stage=2), 2, "zero2"),
+        (TiledDeepSpeedStrategy(stage=3), 2, "zero3"),
+    ],
+)
+def test_engines_by_strategy(strategy: Any, ranks: int, name: str) -> None:
+    """The engine is that of the strategy, Lightning's own included."""
+    assert (engine_of(strategy, ranks).name, engine_of(strategy, ranks).ranks) == (name, ranks)
+
+
+def test_more_ranks_hold_less() -> None:
+    """Weights, gradients and optimizer state of a rank shrink with their number under ZeRO-3, and what is offloaded is not there."""
+    peaks = {}
+    for ranks in (1, 2, 8):
+        base = job(TiledDeepSpeedStrategy(stage=3), devices=ranks, precision="bf16-true")
+        peaks[ranks] = plan(base).parts
+    assert peaks[1]["weights"] == pytest.approx(8 * peaks[8]["weights"], rel=0.05)
+    assert peaks[1]["optimizer"] == pytest.approx(8 * peaks[8]["optimizer"], rel=0.05)
+    away = plan(job(TiledDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True))).parts
+    assert away.get("weights", 0) + away.get("optimizer", 0) < MIB / 16
+
+
+def test_a_plan_leaves_the_module_as_it_was() -> None:
+    """After a simulation no forward is replaced, also after one that failed, and the same job gives the same peak again."""
+    base = job(module=LitTiny)
+    first = base.simulate().peak
+    assert all("forward" not in vars(m) for m in base.module.modules())
+    with pytest.raises(ValueError, match="nothing"):
+        base.simulate(None, base.settings.__class__(tiling=Tiling(targets="nothing")))
+    assert base.simulate().peak == first
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_pictures(ending: str, tmp_path: Path) -> None:
+    """Both pictures are drawn in each format; an unknown one, or a directory that is not there, is refused before any work."""
+    found = plan(job())
+    draw_step({"with": found.simulation, "again": found.simulation}, tmp_path / f"step.{ending}", 64 * MIB)
+    draw_lengths({"tiled": [(1024, found.peak), (2048, 2 * found.peak)]}, tmp_path / f"lengths.{ending}", 64 * MIB)
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
+    for name in ("step", "lengths"):
+        assert (tmp_path / f"{name}.{ending}").read_bytes().startswith(start)
+    for path, message in ((tmp_path / "step.jpeg2", "must end in"), (tmp_path / "no" / "step.png", "not there")):
+        with pytest.raises(ValueError, match=message):
+            draw_step({"with": found.simulation}, path)
+
+
+def test_the_picture_ends_where_the_parts_do() -> None:
+    """At each moment of the picture the parts add up to the memory of that moment, and the highest is the peak."""
+    run = plan(job()).simulation
+    rows = run.over_time()
+    totals = [sum(values) for values in zip(*rows.values(), strict=True)]
+    assert max(totals) == run.peak
+    assert min(min(row) for row in rows.values()) >= 0
+
+
+def test_the_line_of_settings() -> None:
+    """The settings are described in a line."""
+    base = job(TiledDDPStrategy(tiling=4, checkpointing="disk"), devices=2)
+    assert describe(base.settings) == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk but the last 1"
+    assert isinstance(base.module, nn.Module)
