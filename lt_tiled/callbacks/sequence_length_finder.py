@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,6 +30,9 @@ class SequenceLengthFinder(Callback):
     A batch of the run's data is made longer and shorter; each length is tried by a forward, a backward and an optimizer step with a
     learning rate of zero. Weights, random numbers and the optimizer are as before when the run begins. Lengths double until one does
     not fit, and the rest is bisection. The result is set as ``attribute`` of the data, which is then set up anew.
+
+    Ranks of DDP try each by itself and agree on what fits on all. Those of sharding engines wait for each other within a step: there memory
+    must end on all of them at the same length, as it does for batches of one shape.
 
     Args:
         start: The first length.
@@ -156,7 +161,9 @@ class _Trial:
             raise ValueError(f"training_step returned {type(loss).__name__} and no loss: modules that optimize by hand cannot be tried.")
         optimizer = self.trainer.optimizers[0]
         optimizer.zero_grad()
-        strategy.backward(loss, optimizer)
+        # Without the ranks' reduction: one whose memory ended before it would leave the others waiting.
+        with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
+            strategy.backward(loss, optimizer)
         del loss, found
         optimizer.step()
 

@@ -1,0 +1,148 @@
+"""The longest sequence that trains, by trying."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lt_tiled import TiledSingleDeviceStrategy
+from lt_tiled.callbacks import SequenceLengthFinder
+from lt_tiled.lm import CausalLM, TextFiles
+from tests.lit import LitTiny, trainer
+from tests.planner.runs import LLAMA
+from tests.world import World
+
+
+class Long(LitTiny):
+    """Its sequences have an attribute for their length; past a limit a step runs out of memory."""
+
+    def __init__(self, fits: int = 10**9) -> None:
+        super().__init__()
+        self.seq_len = 24
+        self.fits = fits
+        self.lengths: list[int] = []
+
+    def training_step(self, ids: Any, index: int) -> Any:
+        self.lengths.append(ids.shape[1])
+        if ids.shape[1] > self.fits:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+            )
+        return super().training_step(ids, index)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(8)[:, None].expand(8, self.seq_len) % 32, batch_size=2)
+
+
+@pytest.mark.parametrize("fits", [100, 256, 700, 1000])
+def test_doubling_and_bisection(fits: int) -> None:
+    """The length is the longest multiple of the granule that fits, found by doubling and halving, and the run trains on it."""
+    module = Long(fits)
+    finder = SequenceLengthFinder(start=64, granule=16)
+    trainer("tiled", callbacks=[finder], limit_val_batches=0).fit(module)
+    assert finder.found == module.seq_len == fits // 16 * 16
+    assert module.lengths[-3:] == [finder.found] * 3
+    assert len(module.lengths) - 3 <= 12
+    assert max(finder.peaks) == finder.found
+
+
+def test_a_start_that_does_not_fit_and_a_limit() -> None:
+    """A first length that is too long is halved; no length is longer than the limit; where nothing fits that is said."""
+    module = Long(40)
+    trainer("tiled", callbacks=[SequenceLengthFinder(start=512, granule=8)], limit_val_batches=0).fit(module)
+    assert module.seq_len == 40
+    module = Long()
+    trainer("tiled", callbacks=[SequenceLengthFinder(start=32, limit=100, granule=8)], limit_val_batches=0).fit(module)
+    assert module.seq_len == 100
+    with pytest.raises(RuntimeError, match="Not even 8 tokens fit"):
+        trainer("tiled", callbacks=[SequenceLengthFinder(start=64, granule=8)], limit_val_batches=0).fit(Long(4))
+
+
+def test_it_leaves_nothing_behind() -> None:
+    """Losses of the run are those of a run that begins at that length: weights, random numbers and the optimizer are as before."""
+    plain, tried = Long(), Long(200)
+    plain.seq_len = 192
+    trainer("tiled", limit_val_batches=0).fit(plain)
+    trainer("tiled", callbacks=[SequenceLengthFinder(start=64, granule=64)], limit_val_batches=0).fit(tried)
+    assert tried.seq_len == 192
+    assert tried.losses[-3:] == plain.losses
+
+
+def test_other_errors_are_not_hidden() -> None:
+    """An error that is not about memory ends the search, and the module logs as before."""
+    module = Long()
+    module.steps_fail_at = 0
+    with pytest.raises(ArithmeticError, match="the step failed"):
+        trainer("tiled", callbacks=[SequenceLengthFinder(start=64)], limit_val_batches=0).fit(module)
+    assert "log" not in vars(module)
+
+
+def test_data_of_a_datamodule() -> None:
+    """The length of a datamodule is set, and its data cut anew."""
+    data = TextFiles(seq_len=256)
+    finder = SequenceLengthFinder(start=128, limit=512)
+    run = trainer(TiledSingleDeviceStrategy(tiling=2), callbacks=[finder], max_steps=1, limit_val_batches=0)
+    run.fit(CausalLM(LLAMA), datamodule=data)
+    assert data.seq_len == 512
+    assert next(iter(run.train_dataloader))["input_ids"].shape == (1, 512)
+
+
+def ranks_agree() -> tuple[int, list[int]]:
+    rank = torch.distributed.get_rank()
+    module = Long((200, 90)[rank])
+    trainer("tiled_ddp", devices=2, callbacks=[SequenceLengthFinder(start=64, granule=16)], limit_val_batches=0).fit(module)
+    return module.seq_len, module.lengths[-3:]
+
+
+def test_ranks_agree(world: World) -> None:
+    """What does not fit on one rank is taken for none."""
+    assert world(ranks_agree) == [(80, [80] * 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"start": 0}, "start=0"), ({"granule": -1}, "granule=-1"), ({"start": 64, "limit": 32}, "limit=32 is shorter than start=64")],
+)
+def test_bad_input(arguments: dict[str, Any], message: str) -> None:
+    """Bounds are checked when the callback is made."""
+    with pytest.raises(ValueError, match=message):
+        SequenceLengthFinder(**arguments)
+
+
+def test_no_such_attribute() -> None:
+    """Data whose length has another name is refused with the remedy."""
+    with pytest.raises(ValueError, match=r"LitTiny has an attribute 'seq_len'.*SequenceLengthFinder\(attribute=...\)"):
+        trainer("tiled", callbacks=[SequenceLengthFinder()], limit_val_batches=0).fit(LitTiny())
+
+
+PROGRAM = """
+import resource
+from lt_tiled.callbacks import SequenceLengthFinder
+from lt_tiled.lm import CausalLM, TextFiles
+from tests.lit import trainer
+from tests.planner.runs import LLAMA
+
+model = CausalLM({**LLAMA, "intermediate_size": 4096})
+finder = SequenceLengthFinder(start=512, granule=512)
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+trainer("auto", callbacks=[finder], max_steps=1, limit_val_batches=0).fit(model, datamodule=TextFiles(seq_len=512))
+print("found", finder.found)
+"""
+
+
+def test_memory_that_really_ends() -> None:
+    """In a process whose memory is limited, the allocator's own errors are recovered from, and the run trains on what was found."""
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=170, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("found ")[1]) >= 512
+    assert "do not fit" in done.stderr
