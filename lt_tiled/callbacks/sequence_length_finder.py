@@ -153,16 +153,15 @@ class _Trial:
         return fits
 
     def _step(self, batch: Any) -> None:
-        strategy = self.trainer.strategy
+        strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
         self.module.train()
-        found = strategy.training_step(batch, 0)
-        loss = found["loss"] if isinstance(found, Mapping) else found
-        if not isinstance(loss, Tensor):
-            raise ValueError(f"training_step returned {type(loss).__name__} and no loss: modules that optimize by hand cannot be tried.")
-        optimizer = self.trainer.optimizers[0]
-        optimizer.zero_grad()
         # Without the ranks' reduction: one whose memory ended before it would leave the others waiting.
         with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
+            found = strategy.training_step(batch, 0)
+            loss = found["loss"] if isinstance(found, Mapping) else found
+            if not isinstance(loss, Tensor):
+                raise ValueError(f"training_step returned {type(loss).__name__} and no loss: what optimizes by hand cannot be tried.")
+            optimizer.zero_grad()
             strategy.backward(loss, optimizer)
         del loss, found
         optimizer.step()

@@ -1,0 +1,86 @@
+"""``lt-tiled plan`` from its configuration to what it prints, draws and writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lt_tiled.cli import main
+from tests.test_cli import QUICKSTART, config
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What the command prints."""
+    main(["plan", "--config", QUICKSTART, "--trainer.accelerator=cpu", *args])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def refused(*args: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--config", QUICKSTART, *args])
+    return str(stop.value.code)
+
+
+def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints what holds the peak, where it stands, the FLOPs, and whether it fits."""
+    text = planned(capsys, "--seq=8192", "--memory=1GiB", "--trainer.strategy.init_args.checkpointing=disk", "--tflops=1")
+    for expected in (
+        "LlamaForCausalLM, 8192 tokens",
+        "│ weights │",
+        "│ attention │",
+        "predicted peak of a rank",
+        "ddp, num_shards=auto, checkpointing with inputs on disk but the last 1",
+        "The peak stands in the ",
+        "TFLOP a step",
+        "to RAM and 12.0 MiB to disk a step, hidden behind the forward by",
+        "It fits into 1.00 GiB, with ",
+    ):
+        assert expected in text
+    assert "more than 16.0 MiB" in planned(capsys, "--memory=16MiB")
+
+
+def test_sharded_over_other_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--devices`` says how many ranks there would be, of any engine, without one of them."""
+    strategy = ("--trainer.strategy=lt_tiled.TiledDeepSpeedStrategy", "--trainer.strategy.stage=3")
+    assert "zero3 over 64 ranks" in planned(capsys, *strategy, "--devices=64")
+
+
+def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``--find settings`` writes is taken by ``fit`` as a second config, which changes nothing else of the first."""
+    text = planned(capsys, "--seq=16384", "--memory=170MiB", "--find=settings", "--output=found.yaml")
+    assert "Written to found.yaml" in text
+    found = yaml.safe_load(Path("found.yaml").read_text())
+    both = config(capsys, "--config", QUICKSTART, "--config", "found.yaml")
+    init = both["trainer"]["strategy"]["init_args"]
+    assert found["trainer"]["strategy"]["init_args"]["tiling"]["num_shards"] == init["tiling"]["num_shards"]
+    assert both["data"]["init_args"]["seq_len"] == 16384
+    first = config(capsys, "--config", QUICKSTART)
+    assert both["model"] == first["model"]
+    assert {k: v for k, v in both["trainer"].items() if k != "strategy"} == {k: v for k, v in first["trainer"].items() if k != "strategy"}
+
+
+def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--find max-seq`` prints the longest length, and both pictures are drawn."""
+    text = planned(capsys, "--memory=100MiB", "--find=max-seq", "--plot=step.svg", "--plot_lengths=lengths.png")
+    assert "It fits into 100.0 MiB" in text
+    assert "seq_len: " in text
+    assert Path("step.svg").stat().st_size > 10_000
+    assert Path("lengths.png").stat().st_size > 10_000
+
+
+def test_what_cannot_be_planned() -> None:
+    """Arguments that lack something, and lengths that fit with no settings, end the command with a line that says so."""
+    assert "find='max-seq' needs to know what has to fit: give --memory" in refused("--find=max-seq")
+    assert "'step.jpeg2' must end in" in refused("--plot=step.jpeg2")
+    assert "do not fit into 1.0 MiB with any settings" in refused("--find=settings", "--memory=1MiB")
+    assert "memory='lots' is not a number of bytes" in refused("--memory=lots")
+
+
+def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model and data of the user's own are planned by their import path."""
+    main(["plan", "--model=tests.lit.LitTiny", "--trainer.strategy=tiled", "--trainer.accelerator=cpu", "--seq=512"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "TinyLM, 512 tokens" in text
+    assert "single, num_shards=auto, checkpointing" in text
