@@ -31,8 +31,8 @@ class Tiling:
     """
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
-    """Tiles per call. ``"auto"`` uses ``ceil(tokens / hidden)`` tiles of at least 1024 tokens each, and one tile for
-    short inputs."""
+    """Tiles per call. ``"auto"`` uses as many as lower the peak, ``ceil(4 * wide / hidden)`` of a feed-forward part, of at least 1024
+    tokens each, and one tile for short inputs."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile: the other way to say it. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"

@@ -53,7 +53,7 @@ class TiledCall:
             return
         self.device = hidden.device
         self.shape = TokenShape(hidden.shape[:-1])
-        self.bounds = tile_bounds(mark.tiling, self.shape.tokens, hidden.shape[-1])
+        self.bounds = tile_bounds(mark.tiling, self.shape.tokens, hidden.shape[-1], mark.widths[1] if mark.widths else None)
         self.per_token = [self.shape.covers(t) for t in self.inputs]
         self.wants_grad = [t.requires_grad for t in self.inputs]
         self.autocast = AutocastState.now(self.device)

@@ -21,17 +21,26 @@ MIN_TILE_TOKENS = 1024
 Bounds = tuple[int, int]
 
 
-def tile_bounds(tiling: Tiling, tokens: int, hidden: int) -> list[Bounds]:
+def tile_bounds(tiling: Tiling, tokens: int, hidden: int, wide: int | None = None) -> list[Bounds]:
     """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one, to which a lone token does not fall.
 
-    ``"auto"`` follows the rule of Arctic Long Sequence Training (arXiv:2506.13996), ``ceil(tokens / hidden)`` shards, with a floor
-    of :data:`MIN_TILE_TOKENS`. A tile holds two tokens or more: one does not tell the layout of an output, and compiled code is
-    compiled anew for sizes of one.
+    ``"auto"`` makes ``ceil(4 * wide / hidden)`` tiles: then a tile's widest tensor is a quarter as large as the hidden states of all tokens,
+    and all that a tile holds is less than what attention adds at its own peak; more tiles do not lower the peak of a block
+    (``pytest tests/planner/test_auto.py``). Where the width is not known it follows Arctic Long Sequence Training (arXiv:2506.13996),
+    ``ceil(tokens / hidden)``. No tile has less than :data:`MIN_TILE_TOKENS`. A tile holds two tokens or more: one does not tell the
+    layout of an output, and compiled code is compiled anew for sizes of one.
+
+    Args:
+        tiling: The policy.
+        tokens: Of the call.
+        hidden: The width of the hidden states.
+        wide: The width between the projections of a feed-forward part.
     """
     if tiling.tile_tokens is not None:
         size = tiling.tile_tokens
     else:
-        shards = max(1, min(ceil(tokens / hidden), tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
+        auto = ceil(4 * wide / hidden) if wide else ceil(tokens / hidden)
+        shards = max(1, min(auto, tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
         size = ceil(tokens / shards)
     size = max(size, 2)
     cuts = [*range(0, tokens, size), tokens] if tokens else [0]
