@@ -24,8 +24,8 @@ Bounds = tuple[int, int]
 def tile_bounds(tiling: Tiling, tokens: int, hidden: int, wide: int | None = None) -> list[Bounds]:
     """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one, to which a lone token does not fall.
 
-    ``"auto"`` makes ``ceil(4 * wide / hidden)`` tiles: then a tile's widest tensor is a quarter as large as the hidden states of all tokens,
-    and all that a tile holds is less than what attention adds at its own peak; more tiles do not lower the peak of a block
+    ``"auto"`` makes ``ceil(4 * wide / hidden)`` tiles: a tile's widest tensor is then a quarter as large as the hidden states of all
+    tokens, all that a tile holds is less than what attention adds at its own peak, and more tiles do not lower the peak of a block
     (``pytest tests/planner/test_auto.py``). Where the width is not known it follows Arctic Long Sequence Training (arXiv:2506.13996),
     ``ceil(tokens / hidden)``. No tile has less than :data:`MIN_TILE_TOKENS`. A tile holds two tokens or more: one does not tell the
     layout of an output, and compiled code is compiled anew for sizes of one.

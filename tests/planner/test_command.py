@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lt_tiled.cli import main
-from tests.test_cli import QUICKSTART, config
+from tests.test_cli import QUICKSTART, ROOT, config
 
 
 def planned(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -76,6 +76,15 @@ def test_what_cannot_be_planned() -> None:
     assert "'step.jpeg2' must end in" in refused("--plot=step.jpeg2")
     assert "do not fit into 1.0 MiB with any settings" in refused("--find=settings", "--memory=1MiB")
     assert "memory='lots' is not a number of bytes" in refused("--memory=lots")
+
+
+def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """The config of Llama 3 8B is planned on any machine; its weights' shards on 8 ranks are their exact size, in bfloat16."""
+    main(["plan", "--config", str(ROOT / "configs" / "plan" / "llama_8b.yaml"), "--seq=2048"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "zero3 over 8 ranks, num_shards=auto, checkpointing with inputs on cpu but the last 1" in text
+    numbers = 2 * 128256 * 4096 + 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096
+    assert f"│ weights │ {2 * numbers / 8 / 2**30:.2f} GiB │" in text
 
 
 def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
