@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,9 @@ from lt_tiled.planner.engines import SINGLE, Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.flops import Flops
 from lt_tiled.planner.ledger import Allocation, Ledger
+from lt_tiled.planner.shards import FSDP, FSDP2, Held
 from lt_tiled.planner.where import Whereabouts
+from lt_tiled.planner.zero import Zero, Zero3
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.prepare import Prepared
 
@@ -124,7 +126,7 @@ def _run(subject: Subject, settings: Settings, where: Whereabouts, ledger: Ledge
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
                 group["foreach"] = True
-        with engine.apply(model, optimizer, ledger) as held:
+        with _engine(engine, model, optimizer, ledger) as held:
             _prime(optimizer, ledger, where)
             held.stepped()
             ledger.restart_peak()
@@ -155,6 +157,22 @@ def _run(subject: Subject, settings: Settings, where: Whereabouts, ledger: Ledge
             end = ledger.clock
     alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
     return Simulation(ledger.peak, ledger.peak_at, phases, end, alive, forward, counter.total, offloaded)
+
+
+@contextmanager
+def _engine(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> Iterator[Held]:
+    """Book what an engine holds while the step runs, and let the optimizer step on shards where there are some."""
+    if engine.name in _ENGINES:
+        with _ENGINES[engine.name](engine, model, optimizer, ledger).applied() as held:
+            yield held
+        return
+    buckets = 0 if engine.name == "single" or engine.views else sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    release = ledger.hold(buckets, "communication")
+    yield Held()
+    release()
+
+
+_ENGINES: dict[str, type[FSDP2 | Zero]] = {"fsdp": FSDP, "fsdp2": FSDP2, "zero1": Zero, "zero2": Zero, "zero3": Zero3}
 
 
 def _prime(optimizer: torch.optim.Optimizer, ledger: Ledger, where: Whereabouts) -> None:
