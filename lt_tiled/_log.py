@@ -32,6 +32,13 @@ def inform_once(key: str, message: str) -> None:
         inform(message)
 
 
+def warn_once(key: str, message: str) -> None:
+    """Warn the first time that a key comes up in this process."""
+    if key not in _said:
+        _said.add(key)
+        warn(message)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Say nothing, and remember nothing as said: what runs inside is tried, and not what the user will run."""

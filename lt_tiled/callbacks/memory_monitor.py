@@ -18,7 +18,6 @@ from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeInt
 from lt_tiled.memory import PeakMemory
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.planner.fake import CannotSimulate
 from lt_tiled.planner.job import Job, configure, meta, settings_of, stub_trainer
 from lt_tiled.planner.picture import check_format, draw_step
 from lt_tiled.planner.plan import gib
@@ -36,7 +35,8 @@ class MemoryMonitor(Callback):
     Args:
         plot: Where the picture of a step goes, ``.png``, ``.svg`` or ``.pdf``: memory over time as it was, and as it was predicted. With a
             Trainer only.
-        step: Which step of the run is in the picture, from 0; the optimizer's state is there from the second.
+        step: Which batch of the run is in the picture, from 0, or the first after it on which the optimizer steps; its state is there
+            from the second step.
 
     Raises:
         ValueError: If ``plot`` ends in no format that can be drawn.
@@ -70,12 +70,13 @@ class MemoryMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.peak = self._steps = 0
+        self.measured = self.predicted = None
         self._meter = _Meter(pl_module, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._meter is not None
         self._meter.start(_tokens(batch))
-        if self.plot is not None and self._steps == self.step and trainer.is_global_zero:
+        if self.plot is not None and self._steps >= self.step and self.measured is None and trainer.is_global_zero:
             self._batch = meta(batch)
             self._recording = Recording(pl_module, trainer.model, trainer.optimizers, trainer.strategy.root_device)
             self._recording.start()
@@ -91,14 +92,15 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._meter is not None
         if self._recording is not None:
-            self.measured, self._recording = self._recording.stop(), None
+            recorded, self._recording = self._recording.stop(), None
+            self.measured = recorded if "optimizer" in recorded.phases else None  # else the next one that steps
         metrics = self._meter.stop()
         self.peak = max(self.peak, self._meter.peak)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._steps += 1
         if every and self._steps % every == 0:
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step - 1)
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as Lightning counts them
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.plot is None or not trainer.is_global_zero:
@@ -132,10 +134,12 @@ class MemoryMonitor(Callback):
                 clip=bool(trainer.gradient_clip_val),
                 foreach=trainer.strategy.root_device.type == "cuda",
             )
-            stub_trainer(twin)
-            configure(twin, precision)
+            stub_trainer(twin).datamodule = trainer.datamodule  # type: ignore[attr-defined]
+            with torch.device("meta"):
+                twin.setup("fit")
+            configure(twin, str(precision), settings.engine)
             return Job(twin, self._batch, settings).simulate()
-        except (CannotSimulate, ValueError) as error:
+        except Exception as error:  # a module may need anything of a run; the run itself is through
             warn(f"MemoryMonitor has no prediction: {error}")
             return None
 

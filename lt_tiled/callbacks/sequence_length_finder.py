@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,15 +11,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torchmetrics import Metric
 
 from lt_tiled._log import inform
 from lt_tiled._types import PositiveInt
+from lt_tiled.callbacks._preparing import PreparingCallback
 from lt_tiled.memory import PeakMemory
-from lt_tiled.planner.job import length_of, lengthened
+from lt_tiled.planner.job import first_batch, length_of, lengthened, loss_of, step_arguments
 from lt_tiled.planner.plan import gib
 from lt_tiled.policies import parse_bytes
 
@@ -27,9 +30,10 @@ from lt_tiled.policies import parse_bytes
 class SequenceLengthFinder(Callback):
     """Finds the longest sequence whose training step fits, before the run: the counterpart of Lightning's ``BatchSizeFinder``.
 
-    A batch of the run's data is made longer and shorter; each length is tried by a forward, a backward and an optimizer step with a
-    learning rate of zero. Weights, random numbers and the optimizer are as before when the run begins. Lengths double until one does
-    not fit, and the rest is bisection. The result is set as ``attribute`` of the data, which is then set up anew.
+    A batch of the run's data is made longer and shorter, and each length tried by a forward and a backward, with the optimizer's state in
+    place. Weights, buffers, metrics, random numbers and the optimizer are as before when the run begins. Lengths double until one does not
+    fit, and the rest is bisection. The result is set as ``attribute`` of the data, which is then set up anew. A schedule that counts the
+    steps of the run was made before that: give ``max_steps``.
 
     Ranks of DDP try each by itself and agree on what fits on all. Those of sharding engines wait for each other within a step: there memory
     must end on all of them at the same length, as it does for batches of one shape.
@@ -37,7 +41,7 @@ class SequenceLengthFinder(Callback):
     Args:
         start: The first length.
         limit: No length is longer; ``None`` for as long as memory lasts.
-        granule: The result is a multiple of it.
+        granule: How exactly the longest length is found.
         memory: What must not be exceeded, in bytes or as ``"80GiB"``; ``None`` for what the device has.
         attribute: The name of the length in the datamodule, or else in the module.
 
@@ -68,21 +72,38 @@ class SequenceLengthFinder(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         holder = self._holder(trainer, pl_module)
-        batch = next(iter((trainer.datamodule or pl_module).train_dataloader()))  # type: ignore[attr-defined]
-        batch = trainer.strategy.batch_to_device(batch)
-        trial = _Trial(trainer, pl_module, batch, self.memory)
-        self.peaks = {}
-        try:
-            self.found = self._search(trial)
-        finally:
-            trial.restore()
+        self._refuse_later_callbacks(trainer)
+        with isolate_rng():
+            batch = first_batch(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+            trial = _Trial(trainer, pl_module, trainer.strategy.batch_to_device(batch), self.memory)
+            self.peaks = {}
+            try:
+                self.found = self._search(trial)
+            finally:
+                trial.restore()
         inform(f"SequenceLengthFinder: {self.found} tokens fit ({gib(self.peaks[self.found])}); {self.attribute} is set to it")
         setattr(holder, self.attribute, self.found)
         if trainer.datamodule is not None:  # type: ignore[attr-defined]
             trainer.datamodule.setup("fit")  # type: ignore[attr-defined]
+        # A schedule that counts the run's steps has loaded the data already; as Lightning's BatchSizeFinder, let it be loaded anew.
+        trainer.fit_loop._combined_loader = None
+
+    def _refuse_later_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks[callbacks.index(self) :]:
+            if isinstance(callback, PreparingCallback):
+                raise ValueError(
+                    f"{type(callback).__name__} stands behind SequenceLengthFinder, which would try the model without it: put it before, or"
+                    " let the strategy do it."
+                )
 
     def _holder(self, trainer: pl.Trainer, module: LightningModule) -> Any:
         data = trainer.datamodule  # type: ignore[attr-defined]
+        if not trainer.fit_loop._data_source.is_module():
+            raise ValueError(
+                "The data loaders were given to fit, and their length cannot be set: give a datamodule, or a module, that makes them, with"
+                f" an attribute {self.attribute!r} for the length of its sequences."
+            )
         for holder in (data, module):
             if holder is not None and hasattr(holder, self.attribute):
                 return holder
@@ -123,17 +144,36 @@ class _Trial:
             raise ValueError("The batch has no tensor with two dimensions, whose second could be made longer.")
         self.device = trainer.strategy.root_device
         self.memory = PeakMemory(self.device)
-        self._random = torch.get_rng_state(), torch.get_device_module(self.device).get_rng_state() if self.device.type == "cuda" else None
-        self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
+        self._buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in metrics]
         self._log = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
         module.__dict__.update(log=_nothing, log_dict=_nothing)  # there is no loop yet
-        self._rates = [(group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        for group, _ in self._rates:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        self._make_state()
+
+    def _make_state(self) -> None:
+        """Let the optimizer have its state, by a step of no size with gradients of zero. DeepSpeed's has it from the start."""
+        if isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            return
+        for optimizer in self.trainer.optimizers:
+            rates = [(group, group["lr"]) for group in optimizer.param_groups]
+            weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            try:
+                for group, rate in rates:
+                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+                for weight in weights:
+                    weight.backward(torch.zeros_like(weight))
+                optimizer.step()
+            except TypeError:  # LBFGS wants a closure, and has little state
+                pass
+            finally:
+                for group, rate in rates:
+                    group["lr"] = rate
+                optimizer.zero_grad()
 
     def run(self, tokens: int, peaks: dict[int, int]) -> bool:
         """Whether a step on sequences of that length fits on every rank."""
-        batch = pytree.tree_map_only(Tensor, lambda t: lengthened(t, self.length, tokens), self.batch)
+        batch = apply_to_collection(self.batch, Tensor, lengthened, self.length, tokens)
         fits = True
         self.memory.reset()
         try:
@@ -154,17 +194,11 @@ class _Trial:
 
     def _step(self, batch: Any) -> None:
         strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
-        self.module.train()
         # Without the ranks' reduction: one whose memory ended before it would leave the others waiting.
         with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
-            found = strategy.training_step(batch, 0)
-            loss = found["loss"] if isinstance(found, Mapping) else found
-            if not isinstance(loss, Tensor):
-                raise ValueError(f"training_step returned {type(loss).__name__} and no loss: what optimizes by hand cannot be tried.")
+            loss = loss_of(strategy.training_step(*step_arguments(self.module, batch)), self.module)
             optimizer.zero_grad()
             strategy.backward(loss, optimizer)
-        del loss, found
-        optimizer.step()
 
     def _free(self) -> None:
         for optimizer in self.trainer.optimizers:
@@ -175,20 +209,21 @@ class _Trial:
 
     def restore(self) -> None:
         """Leave everything as it was found."""
-        for group, rate in self._rates:
-            group["lr"] = rate
-        for optimizer in self.trainer.optimizers:
-            optimizer.state.clear()
-        for buffer, before in self._buffers:
+        if not isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.clear()
+        for module, name, buffer, before in self._buffers:
+            module._buffers[name] = buffer
             buffer.copy_(before)
+        for metric, state, count in self._metrics:
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, None
         for name, before_log in self._log.items():
             if before_log is None:
                 self.module.__dict__.pop(name, None)
             else:
                 self.module.__dict__[name] = before_log
-        torch.set_rng_state(self._random[0])
-        if self._random[1] is not None:
-            torch.get_device_module(self.device).set_rng_state(self._random[1])
         self._free()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +13,12 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from rich.console import Console
 
 from lt_tiled._types import PositiveFloat, PositiveInt
+from lt_tiled.callbacks._preparing import PreparingCallback
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
 from lt_tiled.planner.plan import Plan, gib
 from lt_tiled.planner.search import cheapest, ladder, longest, plan
-from lt_tiled.policies import Checkpointing, Tiling, parse_bytes
+from lt_tiled.policies import Checkpointing, parse_bytes
 
 _STRATEGIES = {
     "single": "lt_tiled.TiledSingleDeviceStrategy",
@@ -66,6 +67,10 @@ def run_plan(
     limit = None if memory is None else parse_bytes(memory, "memory")
     if find is not None and limit is None:
         raise ValueError(f"find={find!r} needs to know what has to fit: give --memory, such as --memory 80GiB.")
+    if find == "max-seq" and seq is not None:
+        raise ValueError(f"find='max-seq' looks for the length, and seq={seq} gives one: leave one of them out.")
+    if find is not None and any(isinstance(c, PreparingCallback) for c in trainer.get("callbacks") or []):
+        raise ValueError("What is found is written as a strategy's settings, and callbacks have some too: give them to the strategy.")
     for picture in (plot, plot_lengths):
         if picture is not None:
             check_format(picture)
@@ -97,7 +102,7 @@ def run_plan(
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:
-    """What a configuration needs to run as a plan says, for a second ``--config``.
+    """What a configuration needs to run as a plan says, for a second ``--config``: all fields, as those of the first would stay.
 
     Args:
         config: The first.
@@ -105,24 +110,21 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
         strategy: The first's strategy, as an object or a name.
     """
     init: dict[str, Any] = {}  # the rest of the first configuration's stays
+    if isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies():
+        init.update(StrategyRegistry[strategy]["init_params"])  # what its name stands for
     if found.settings.engine.name.startswith("zero"):
         init["stage"] = int(found.settings.engine.name[-1])
     made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies() else strategy
     ours = isinstance(made, Strategy) and type(made).__module__.startswith("lt_tiled")
     path = f"lt_tiled.{type(made).__name__}" if ours else _STRATEGIES[found.settings.engine.name]
     checkpointing = found.settings.checkpointing
-    init["tiling"] = None if found.settings.tiling is None else _changed(found.settings.tiling)
-    init["checkpointing"] = False if checkpointing is None else _changed(checkpointing) or True
+    init["tiling"] = None if found.settings.tiling is None else asdict(found.settings.tiling)
+    init["checkpointing"] = False if checkpointing is None else asdict(checkpointing)
     result: dict[str, Any] = {"trainer": {"strategy": {"class_path": path, "init_args": init}}}
     data = config.get("data") or {}
     if "seq_len" in data.get("init_args", {}):
         result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}
     return result
-
-
-def _changed(policy: Tiling | Checkpointing) -> dict[str, Any]:
-    values = {f.name: (getattr(policy, f.name), f.default) for f in fields(policy)}
-    return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}
 
 
 def _plain(job: Job, found: Plan) -> Plan:

@@ -24,8 +24,15 @@ class Engine:
     """Whether DeepSpeed keeps optimizer state in RAM."""
     offload_weights: bool = False
     """Whether ZeRO-3 keeps the shards in RAM."""
+    mixed: bool = False
+    """Whether FSDP gathers 16-bit weights of float32 shards."""
     live: int = 0
     """Entries of weights that ZeRO-3 keeps gathered: the smaller of ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``."""
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether mixed precision gathers and keeps 16-bit weights, beside float32 ones that the optimizer steps on."""
+        return self.name == "fsdp" or self.name.startswith("zero")
 
 
 SINGLE = Engine()

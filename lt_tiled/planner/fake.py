@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.offload.hooks import Offloader
@@ -67,6 +68,12 @@ class _Kernels(TorchDispatchMode):
             raise CannotSimulate(
                 f"{func} in {self.where.now().path or 'the training step'} needs the values of tensors, which a simulation does not have."
             ) from error
+        except AssertionError as error:
+            if "FakeTensor" not in str(error):
+                raise
+            raise CannotSimulate(
+                f"{func} in {self.where.now().path or 'the training step'} uses a tensor that is no weight, buffer or attribute."
+            ) from error
 
 
 def fake_weights(model: nn.Module) -> None:
@@ -81,8 +88,12 @@ def fake_weights(model: nn.Module) -> None:
                     known[id(tensor)] = _fake(tensor)
                 held[name] = known[id(tensor)]  # type: ignore[assignment]
         for name, value in list(module.__dict__.items()):  # what is no buffer, such as the state of a metric
-            if isinstance(value, Tensor):
-                module.__dict__[name] = _fake(value)
+            holds = name not in _OWN and isinstance(value, Tensor | list | tuple | dict)
+            if holds and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                module.__dict__[name] = pytree.tree_map_only(Tensor, lambda t: known[id(t)] if id(t) in known else _fake(t), value)
+
+
+_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def _fake(tensor: Tensor) -> Tensor:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lt_tiled._log import warn
 from lt_tiled.callbacks._preparing import PreparingCallback
-from lt_tiled.planner.engines import engine_of
+from lt_tiled.planner.engines import Engine, engine_of
 from lt_tiled.planner.fake import CannotSimulate
 from lt_tiled.planner.simulate import Settings, Simulation, Subject, simulate
 
@@ -71,15 +74,8 @@ class Job:
             raise ValueError("The batch has no tensor with two dimensions, whose second could be made longer: leave --seq out.")
 
         def step() -> Tensor:
-            batch = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, length, tokens or length), self.batch)
-            found = self.module.training_step(batch, 0)
-            loss = found["loss"] if isinstance(found, Mapping) else found
-            if not isinstance(loss, Tensor):
-                raise CannotSimulate(
-                    f"{type(self.module).__name__}.training_step returned {type(loss).__name__} and no loss: modules that optimize by hand"
-                    " cannot be simulated."
-                )
-            return loss
+            batch = apply_to_collection(self.batch, Tensor, _fake_like, length, tokens or length)
+            return loss_of(self.module.training_step(*step_arguments(self.module, batch)), self.module)
 
         return simulate(Subject(self.module, step, self._optimizer), settings or self.settings)
 
@@ -105,20 +101,34 @@ def make_job(
         ValueError: If an argument is not understood.
     """
     strategy = trainer.get("strategy", "auto")
-    if isinstance(strategy, str):
-        strategy = StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else strategy
+    if isinstance(strategy, str) and strategy != "auto":
+        if strategy not in StrategyRegistry.available_strategies():
+            raise ValueError(f"strategy={strategy!r} is not known: give one of {', '.join(StrategyRegistry.available_strategies())}.")
+        strategy = StrategyRegistry.get(strategy)
     callbacks = trainer.get("callbacks") or []
+    precision = str(trainer.get("precision") or "32")
     settings = settings_of(
         strategy,
         callbacks if isinstance(callbacks, Sequence) else [callbacks],
         ranks=_ranks(trainer) if devices is None else devices,
-        precision=trainer.get("precision") or "32",
+        precision=precision,
         accumulate=int(trainer.get("accumulate_grad_batches") or 1),
         clip=bool(trainer.get("gradient_clip_val")),
         foreach=trainer.get("accelerator", "auto") != "cpu",
     )
-    batch = _first_batch(module, datamodule)
-    configure(module, str(trainer.get("precision") or "32"))
+    if devices is None and str(trainer.get("devices", "auto")) in ("auto", "-1") and settings.engine.name not in ("single", "ddp"):
+        warn("devices='auto' is planned as one, which shards nothing: say how many with --devices.")
+    stub = stub_trainer(module)
+    if datamodule is not None:
+        stub.datamodule = datamodule  # type: ignore[attr-defined]
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+    else:
+        module.prepare_data()
+    with torch.device("meta"):
+        module.setup("fit")
+    batch = first_batch(module, datamodule)
+    configure(module, precision, settings.engine)
     return Job(module, meta(batch), settings)
 
 
@@ -136,18 +146,20 @@ def settings_of(strategy: Any, callbacks: Sequence[Any], ranks: int, precision: 
         ValueError: If the precision is not understood.
     """
     policies = [strategy, *(c for c in callbacks if isinstance(c, PreparingCallback))]
+    engine = engine_of(strategy, ranks)
+    engine = replace(engine, mixed=engine.name == "fsdp" and str(precision).endswith("mixed"))
     return Settings(
         tiling=next((t for p in policies if (t := getattr(p, "tiling", None)) is not None), None),
         checkpointing=next((c for p in policies if (c := getattr(p, "checkpointing", None)) is not None), None),
-        engine=engine_of(strategy, ranks),
-        autocast=_dtypes(str(precision))[1],
+        engine=engine,
+        autocast=_dtypes(str(precision), engine)[1],
         **others,
     )
 
 
-def configure(module: LightningModule, precision: str) -> None:
+def configure(module: LightningModule, precision: str, engine: Engine) -> None:
     """Let a module make its model without memory, and log nothing."""
-    weights = _dtypes(precision)[0]
+    weights = _dtypes(precision, engine)[0]
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(weights)
@@ -161,7 +173,27 @@ def configure(module: LightningModule, precision: str) -> None:
 
 def meta(batch: Any) -> Any:
     """A batch without its values."""
-    return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), batch)
+    return apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
+
+
+def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+    """What a module's ``training_step`` takes."""
+    return (batch, 0) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
+
+
+def loss_of(found: Any, module: LightningModule) -> Tensor:
+    """The loss in what a ``training_step`` returned.
+
+    Raises:
+        CannotSimulate: If there is none.
+    """
+    loss = found["loss"] if isinstance(found, Mapping) else found
+    if not isinstance(loss, Tensor):
+        raise CannotSimulate(
+            f"{type(module).__name__}.training_step returned {type(loss).__name__} and no loss: what optimizes by hand cannot be"
+            " simulated or tried."
+        )
+    return loss
 
 
 def stub_trainer(module: LightningModule) -> Trainer:
@@ -181,17 +213,15 @@ def stub_trainer(module: LightningModule) -> Trainer:
     return stub
 
 
-def _first_batch(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
-    """Take the module and its data through the hooks that come before a first step, with a Trainer that runs nothing."""
-    stub = stub_trainer(module)
-    if datamodule is not None:
-        stub.datamodule = datamodule  # type: ignore[attr-defined]
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-    else:
-        module.prepare_data()
-    module.setup("fit")
-    return next(iter((module if datamodule is None else datamodule).train_dataloader()))
+def first_batch(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
+    """A batch of the training data, as ``training_step`` gets it, on the CPU."""
+    loader = (module if datamodule is None else datamodule).train_dataloader()
+    several = isinstance(loader, Mapping | Sequence)
+    batch = next(iter(CombinedLoader(loader, "max_size_cycle")))[0] if several else next(iter(loader))
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        own = datamodule is not None and getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook)
+        batch = getattr(datamodule if own else module, hook)(batch, 0)
+    return batch
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -200,21 +230,27 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _ranks(trainer: Mapping[str, Any]) -> int:
     devices = trainer.get("devices", 1)
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
     per_node = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 1
     return max(per_node, 1) * int(trainer.get("num_nodes", 1))
 
 
-def _dtypes(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
+def _dtypes(precision: str, engine: Engine) -> tuple[torch.dtype, torch.dtype | None]:
     name = precision.removesuffix("-mixed")
     known = _PRECISIONS.get(name, _PRECISIONS.get(name.removesuffix("-true")))
     if known is None:
         raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
-    return known
+    weights, autocast = known
+    # Their own mixed precision: weights are 16 bits wide where they are gathered, and float32 where they are stepped on.
+    return (autocast, None) if autocast is not None and engine.casts_weights else (weights, autocast)
 
 
 def length_of(batch: Any) -> int:
     """The length of a batch's sequences: the second dimension of its first tensor with two; 0 if there is none."""
-    return next((t.shape[1] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 1), 0)
+    lengths: list[int] = []
+    apply_to_collection(batch, Tensor, lambda t: lengths.extend(t.shape[1:2]))
+    return lengths[0] if lengths else 0
 
 
 def lengthened(tensor: Tensor, length: int, tokens: int) -> Tensor:

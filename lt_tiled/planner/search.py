@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from lt_tiled._find import NothingFound
+from lt_tiled._log import warn_once
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.plan import Plan, describe, gib
 from lt_tiled.planner.simulate import Settings
@@ -14,6 +15,8 @@ from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
 from lt_tiled.tiling.model_loss import find_losses, untiled_losses
 
+LIMIT = 2**24
+"""No search goes beyond this many tokens: where a step's memory hardly depends on the length, something else ends it."""
 CLOSE = 0.02
 """A search for a length ends within this share of the longest."""
 
@@ -35,8 +38,18 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, 
         CannotSimulate: With the operation that needs values.
     """
     chosen = settings or job.settings
+    _warn_of_positions(job, tokens or job.tokens)
     with untiled_losses(job.module) if whole_loss else nullcontext():
         return Plan(job.name, tokens or job.tokens, chosen, job.simulate(tokens, chosen))
+
+
+def _warn_of_positions(job: Job, tokens: int) -> None:
+    for module in job.module.modules():
+        most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        if isinstance(most, int) and tokens > most:
+            name = type(module).__name__
+            warn_once(f"positions {most}", f"{name} says that it has {most} positions, fewer than the {tokens} tokens of a plan.")
+            return
 
 
 def longest(job: Job, memory: int, settings: Settings | None = None, granule: int = 256, tokens: int | None = None) -> Plan:
@@ -63,11 +76,11 @@ def longest(job: Job, memory: int, settings: Settings | None = None, granule: in
             best, low = tried, tokens
         else:
             slope, high = (tried.peak - best.peak) / (tokens - low), tokens
-        if high is not None and high - low <= max(granule, int(CLOSE * low)):
+        if low >= LIMIT or (high is not None and high - low <= max(granule, int(CLOSE * low))):
             return best
         # Memory is nearly linear in the length between two kinks: go to where the line meets the limit, at most eight times as far.
         guess = low + int((memory - best.peak) / slope) if slope > 0 else 8 * low
-        bound = 8 * low if high is None else high - granule
+        bound = min(8 * low, LIMIT) if high is None else high - granule
         tokens = max(low + granule, min(guess, bound) // granule * granule)
         if high is not None and tokens >= high:
             return best

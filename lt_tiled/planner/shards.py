@@ -53,6 +53,9 @@ class FSDP2(Held):
     What ``fully_shard`` allocates, in the order of its code (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     """
 
+    shard_dtype: torch.dtype | None = None
+    """Where it is another than that of the gathered weights."""
+
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
         self.units = self.find_units()
@@ -87,7 +90,7 @@ class FSDP2(Held):
         """What the optimizer steps on."""
         rows = weight.shape[0] if weight.dim() else 1
         shape = (-(-rows // self.engine.ranks), *weight.shape[1:])
-        shard = nn.Parameter(torch.empty(shape, dtype=weight.dtype), weight.requires_grad)
+        shard = nn.Parameter(torch.empty(shape, dtype=self.shard_dtype or weight.dtype), weight.requires_grad)
         self.ledger.name(shard, "weights")
         return shard
 
@@ -183,6 +186,10 @@ class FSDP2(Held):
 
 class FSDP(FSDP2):
     """What ``FullyShardedDataParallel`` allocates (torch/distributed/fsdp/_runtime_utils.py): one flat tensor for each unit."""
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+        super().__init__(engine, model, optimizer, ledger)
+        self.shard_dtype = torch.float32 if engine.mixed else None
 
     def gather_in_forward(self, unit: Unit) -> None:
         unit.gathered = self.ledger.hold(unit.nbytes, "gathered", unit.path)

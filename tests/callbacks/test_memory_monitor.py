@@ -105,3 +105,32 @@ def test_an_exception_in_the_step_of_the_picture(tmp_path: Path) -> None:
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     trainer("tiled", callbacks=[monitor], limit_val_batches=0).fit(LitTiny())
     assert (tmp_path / "a.png").exists()
+
+
+class NeedsARun(LitTiny):
+    """Asks its optimizer in the step, which a simulation has none of."""
+
+    def training_step(self, ids: Any, index: int) -> Any:
+        assert self.optimizers().param_groups
+        return super().training_step(ids, index)
+
+
+def test_a_module_that_cannot_be_predicted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose module cannot be simulated ends as it would, with a picture of what was measured and the reason."""
+    monitor = MemoryMonitor(plot=str(tmp_path / "a.png"))
+    with caplog.at_level("WARNING", "lt_tiled"):
+        trainer("tiled", callbacks=[monitor], limit_val_batches=0).fit(NeedsARun())
+    assert (monitor.measured is None, monitor.predicted) == (False, None)
+    assert "MemoryMonitor has no prediction" in caplog.text
+    assert (tmp_path / "a.png").exists()
+
+
+def test_accumulation(tmp_path: Path) -> None:
+    """With several batches for each step of the optimizer, the picture is of a batch on which it steps, and the prediction holds."""
+    monitor = MemoryMonitor(plot=str(tmp_path / "a.png"))
+    run = trainer(TiledSingleDeviceStrategy(tiling=4), callbacks=[monitor], max_steps=3, accumulate_grad_batches=2, limit_val_batches=0)
+    run.fit(CausalLM(LLAMA), datamodule=TextFiles(seq_len=1024))
+    assert monitor.measured is not None
+    assert monitor.predicted is not None
+    assert "optimizer" in monitor.measured.phases
+    assert monitor.predicted.peak == pytest.approx(monitor.measured.peak, rel=0.02)

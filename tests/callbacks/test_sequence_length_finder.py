@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lt_tiled import TiledSingleDeviceStrategy
-from lt_tiled.callbacks import SequenceLengthFinder
+from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import LitTiny, trainer
 from tests.planner.runs import LLAMA
@@ -124,7 +125,7 @@ def test_no_such_attribute() -> None:
 
 PROGRAM = """
 import resource
-from lt_tiled.callbacks import SequenceLengthFinder
+from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import trainer
 from tests.planner.runs import LLAMA
@@ -146,3 +147,53 @@ def test_memory_that_really_ends() -> None:
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("found ")[1]) >= 512
     assert "do not fit" in done.stderr
+
+
+class Careful(Long):
+    """Holds what a search might change: a loss that is not always a number, frozen parts, counts, a schedule over the run's steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure_model()
+        self.net.blocks[0].eval()
+        self.metric = MeanMetric()
+        self.register_buffer("count", torch.zeros(()))
+        self.tried = 0
+
+    def training_step(self, ids: Any) -> Any:
+        self.metric.update(1.0)
+        self.count = self.count + 1
+        loss = super().training_step(ids, 0)
+        self.tried += 1
+        return loss * (float("nan") if self.tried == 1 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def test_a_careful_module() -> None:
+    """After a loss of nan no weight is nan; frozen parts stay so; metrics and buffers count the run alone; its data have the new length."""
+    module = Careful()
+    trainer("tiled", callbacks=[SequenceLengthFinder(start=64, limit=128, granule=64)], limit_val_batches=0).fit(module)
+    assert module.seq_len == 128
+    assert module.lengths[-3:] == [128] * 3
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+    assert not module.net.blocks[0].training
+    assert int(module.count) == module.metric._update_count == 3
+
+
+def test_loaders_that_cannot_be_changed() -> None:
+    """Loaders that were given to ``fit`` are refused with the remedy."""
+    loader = DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)
+    with pytest.raises(ValueError, match=r"loaders were given to fit.*attribute 'seq_len'"):
+        trainer("tiled", callbacks=[SequenceLengthFinder()], limit_val_batches=0).fit(Long(), train_dataloaders=loader)
+
+
+def test_the_order_of_callbacks() -> None:
+    """A callback that tiles and stands behind the finder, which would try the model without it, is refused; before it, it counts."""
+    with pytest.raises(ValueError, match="TiledMLP stands behind SequenceLengthFinder"):
+        trainer("auto", callbacks=[SequenceLengthFinder(), TiledMLP(2)], limit_val_batches=0).fit(Long())
+    module = Long()
+    trainer("auto", callbacks=[TiledMLP(2), SequenceLengthFinder(start=64, limit=64)], limit_val_batches=0).fit(module)
+    assert module.forwards_replaced == {2}

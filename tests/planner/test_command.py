@@ -93,3 +93,26 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     assert "TinyLM, 512 tokens" in text
     assert "single, num_shards=auto, checkpointing" in text
+
+
+def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other settings of the first config do not stay beside what was found, and what a strategy's name stands for is kept."""
+    Path("first.yaml").write_text(
+        "trainer: {accelerator: cpu, strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: "
+        "{tiling: {tile_tokens: 512}, checkpointing: {offload: disk, keep_last: 3}}}}\n"
+    )
+    planned(capsys, "--config", "first.yaml", "--seq=16384", "--memory=170MiB", "--find=settings", "--output=found.yaml")
+    init = config(capsys, "--config", QUICKSTART, "--config", "first.yaml", "--config", "found.yaml")["trainer"]["strategy"]["init_args"]
+    assert init["tiling"]["tile_tokens"] is None
+    assert (init["checkpointing"]["offload"], init["checkpointing"]["keep_last"]) == (None, 1)
+    named = ("--trainer.strategy=ddp_find_unused_parameters_true", "--memory=1GiB", "--find=settings", "--output=named.yaml")
+    planned(capsys, *named)
+    strategy = yaml.safe_load(Path("named.yaml").read_text())["trainer"]["strategy"]
+    assert strategy["class_path"] == "lt_tiled.TiledDDPStrategy"
+    assert strategy["init_args"]["find_unused_parameters"] is True
+
+
+def test_settings_of_callbacks() -> None:
+    """Where callbacks tile or offload, which what is found would not change, that is said."""
+    assert "give them to the strategy" in refused("--memory=1GiB", "--find=settings", "--trainer.callbacks+=lt_tiled.callbacks.TiledMLP")
+    assert "leave one of them out" in refused("--memory=1GiB", "--find=max-seq", "--seq=512")

@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from transformers import BatchEncoding
 
 from lt_tiled import Checkpointing, TiledDDPStrategy, TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
@@ -20,7 +22,7 @@ from lt_tiled.planner.picture import draw_lengths, draw_step
 from lt_tiled.planner.plan import describe
 from lt_tiled.planner.search import DoesNotFit, cheapest, longest, plan
 from tests.lit import LitTiny
-from tests.models import tiny_llama
+from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.planner.runs import LLAMA, measured
 
 MIB = 2**20
@@ -268,3 +270,60 @@ def test_the_line_of_settings() -> None:
     base = job(TiledDDPStrategy(tiling=4, checkpointing="disk"), devices=2)
     assert describe(base.settings) == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk but the last 1"
     assert isinstance(base.module, nn.Module)
+
+
+class Plain(pl.LightningModule):
+    """What people write: built at once, a bare ``training_step(self, batch)``, hooks, metrics, tensors in lists, several loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TinyLM()
+        self.losses = MeanMetric()
+        self.weights = [torch.ones(32), torch.zeros(32)]
+        self.example = {"scale": torch.ones(1)}
+
+    def train_dataloader(self) -> Any:
+        return {"a": torch.utils.data.DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)}
+
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        return BatchEncoding({"input_ids": batch["a"]})
+
+    def training_step(self, batch: Any) -> Any:
+        logits = self.net(batch["input_ids"]) * self.weights[0] * self.example["scale"]
+        loss = lm_loss(logits, batch["input_ids"])
+        self.losses.update(loss.detach())
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_what_people_write() -> None:
+    """Such a module is planned at its own length and at others."""
+    base = job(module=Plain)
+    assert base.tokens == 24
+    assert base.simulate(128).peak > base.simulate().peak
+
+
+@pytest.mark.parametrize(("devices", "ranks"), [("0,1", 2), ([0, 1, 2], 3), (4, 4), ("4", 4), ("auto", 1), (-1, 1)])
+def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks are counted however the Trainer takes devices; what is not known is one, which is said where an engine shards."""
+    with caplog.at_level("WARNING", "lt_tiled"):
+        assert job(TiledDeepSpeedStrategy(stage=3), devices=devices).settings.engine.ranks == ranks
+    assert ("say how many with --devices" in caplog.text) == (devices in ("auto", -1))
+
+
+def test_unknown_strategy() -> None:
+    """A strategy's name that is not registered is refused with those that are."""
+    with pytest.raises(ValueError, match=r"strategy='ddpp' is not known: give one of .*tiled_ddp"):
+        job("ddpp")
+
+
+@pytest.mark.parametrize("strategy", [TiledDeepSpeedStrategy(stage=3), pl.strategies.FSDPStrategy()])
+def test_mixed_precision_of_sharding_engines(strategy: Any) -> None:
+    """DeepSpeed's and FSDP's own mixed precision gathers 16-bit weights, and steps on float32 ones."""
+    mixed, true = (plan(job(strategy, devices=2, precision=p)) for p in ("bf16-mixed", "32-true"))
+    held = [max(p.simulation.over_time()["gathered"]) for p in (mixed, true)]
+    assert held[0] == pytest.approx(held[1] / 2, rel=0.05)
+    assert mixed.parts["optimizer"] == pytest.approx(true.parts["optimizer"], rel=0.05)
