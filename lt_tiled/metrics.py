@@ -10,7 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lt_tiled.tiling.cross_entropy import shifted
-from lt_tiled.tiling.loss import check_shapes, loss_bounds, tiled_token_logprobs
+from lt_tiled.tiling.loss import check_shapes, tiled_token_logprobs
+from lt_tiled.tiling.loss_tiles import loss_bounds
 
 
 class _OfHiddenStates(Metric):

@@ -21,7 +21,7 @@ from lt_tiled._log import inform_once
 from lt_tiled._marks import Mark, get_mark
 from lt_tiled.tiling.closed import check_closed, kept_tensors
 from lt_tiled.tiling.cross_entropy import CrossEntropy
-from lt_tiled.tiling.loss import LossTiles, loss_bounds
+from lt_tiled.tiling.loss_tiles import LossTiles, loss_bounds
 from lt_tiled.tiling.mark import CountedMark
 from lt_tiled.tiling.weights import substituted, trainable_weights
 from lt_tiled.tiling.work import Work

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lt_tiled import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.tiling.cross_entropy import CrossEntropy
-from lt_tiled.tiling.loss import LossTiles
+from lt_tiled.tiling.loss_tiles import LossTiles
 from tests.meters import LiveBytes, flops, peak_bytes
 from tests.models import H
 from tests.parity import randn
