@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeInt
@@ -201,7 +201,9 @@ class _Meter:
 
 def _tokens(batch: Any) -> int:
     """Those of the first tensor with two dimensions."""
-    return next((t.shape[0] * t.shape[1] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 1), 0)
+    found: list[int] = []
+    apply_to_collection(batch, Tensor, lambda t: found.append(t.shape[0] * t.shape[1]) if t.dim() > 1 else None)
+    return found[0] if found else 0
 
 
 def _without_memory(module: LightningModule, trainer: pl.Trainer) -> LightningModule | None:
