@@ -42,7 +42,7 @@ class Long(LitTiny):
         return DataLoader(torch.arange(8)[:, None].expand(8, self.seq_len) % 32, batch_size=2)
 
 
-@pytest.mark.parametrize("fits", [100, 256, 700, 1000])
+@pytest.mark.parametrize("fits", [128, 300])
 def test_doubling_and_bisection(fits: int) -> None:
     """The length is the longest multiple of the granule that fits, found by doubling and halving, and the run trains on it."""
     module = Long(fits)
@@ -57,7 +57,7 @@ def test_doubling_and_bisection(fits: int) -> None:
 def test_a_start_that_does_not_fit_and_a_limit() -> None:
     """A first length that is too long is halved; no length is longer than the limit; where nothing fits that is said."""
     module = Long(40)
-    trainer("tiled", callbacks=[SequenceLengthFinder(start=512, granule=8)], limit_val_batches=0).fit(module)
+    trainer("tiled", callbacks=[SequenceLengthFinder(start=128, granule=8)], limit_val_batches=0).fit(module)
     assert module.seq_len == 40
     module = Long()
     trainer("tiled", callbacks=[SequenceLengthFinder(start=32, limit=100, granule=8)], limit_val_batches=0).fit(module)
@@ -133,7 +133,7 @@ from tests.planner.runs import LLAMA
 model = CausalLM({**LLAMA, "intermediate_size": 4096})
 finder = SequenceLengthFinder(start=512, granule=512)
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, -1))
 trainer("auto", callbacks=[finder], max_steps=1, limit_val_batches=0).fit(model, datamodule=TextFiles(seq_len=512))
 print("found", finder.found)
 """
