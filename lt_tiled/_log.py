@@ -27,16 +27,20 @@ def warn(message: str) -> None:
 
 def inform_once(key: str, message: str) -> None:
     """Log a message the first time that its key comes up in this process."""
-    if key not in _said:
-        _said.add(key)
+    if _first(key):
         inform(message)
 
 
 def warn_once(key: str, message: str) -> None:
     """Warn the first time that a key comes up in this process."""
-    if key not in _said:
-        _said.add(key)
+    if _first(key):
         warn(message)
+
+
+def _first(key: str) -> bool:
+    known = key in _said
+    _said.add(key)
+    return not known
 
 
 @contextmanager

@@ -22,8 +22,9 @@ from lt_tiled._log import inform
 from lt_tiled._types import PositiveInt
 from lt_tiled.callbacks._preparing import PreparingCallback
 from lt_tiled.memory import PeakMemory
-from lt_tiled.planner.job import first_batch, length_of, lengthened, loss_of, step_arguments
+from lt_tiled.planner.job import first_batch, length_of, lengthened, loss_of, nothing, step_arguments
 from lt_tiled.planner.plan import gib
+from lt_tiled.planner.shards import stepped_on
 from lt_tiled.policies import parse_bytes
 
 
@@ -148,7 +149,7 @@ class _Trial:
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in metrics]
         self._log = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
-        module.__dict__.update(log=_nothing, log_dict=_nothing)  # there is no loop yet
+        module.__dict__.update(log=nothing, log_dict=nothing)  # there is no loop yet
         self._make_state()
 
     def _make_state(self) -> None:
@@ -157,7 +158,7 @@ class _Trial:
             return
         for optimizer in self.trainer.optimizers:
             rates = [(group, group["lr"]) for group in optimizer.param_groups]
-            weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            weights = [p for p in stepped_on(optimizer) if p.requires_grad]
             try:
                 for group, rate in rates:
                     group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
@@ -229,7 +230,3 @@ class _Trial:
 
 def _out_of_memory(error: RuntimeError) -> bool:
     return is_oom_error(error) or "can't allocate memory" in str(error)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of ``self.log``."""

@@ -168,7 +168,7 @@ def configure(module: LightningModule, precision: str, engine: Engine) -> None:
     finally:
         torch.set_default_dtype(default)
     module.to(weights)
-    module.__dict__.update(log=_nothing, log_dict=_nothing)  # which need a loop, and there is none
+    module.__dict__.update(log=nothing, log_dict=nothing)  # which need a loop, and there is none
 
 
 def meta(batch: Any) -> Any:
@@ -224,7 +224,7 @@ def first_batch(module: LightningModule, datamodule: LightningDataModule | None)
     return batch
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
     """In the place of ``self.log``."""
 
 

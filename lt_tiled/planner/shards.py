@@ -18,6 +18,11 @@ from lt_tiled.planner.ledger import Ledger
 Release = Callable[[], None]
 
 
+def stepped_on(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All that an optimizer steps on."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 class Held:
     """What an engine holds, which may depend on the phase."""
 

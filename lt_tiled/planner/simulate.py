@@ -17,7 +17,7 @@ from lt_tiled.planner.engines import SINGLE, Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.flops import Flops
 from lt_tiled.planner.ledger import Allocation, Ledger
-from lt_tiled.planner.shards import FSDP, FSDP2, Held
+from lt_tiled.planner.shards import FSDP, FSDP2, Held, stepped_on
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.planner.zero import Zero, Zero3
 from lt_tiled.policies import Checkpointing, Tiling
@@ -150,7 +150,7 @@ def _run(subject: Subject, settings: Settings, where: Whereabouts, ledger: Ledge
             _name_gradients(optimizer, ledger)
             begin("optimizer")
             if settings.clip:
-                torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+                torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
             optimizer.step()
             held.stepped()
             offloaded = prepared.offloader.so_far() if prepared.offloader is not None else None
@@ -178,10 +178,9 @@ _ENGINES: dict[str, type[FSDP2 | Zero]] = {"fsdp": FSDP, "fsdp2": FSDP2, "zero1"
 def _prime(optimizer: torch.optim.Optimizer, ledger: Ledger, where: Whereabouts) -> None:
     """Let a first step have been: its gradients and the optimizer's state are there."""
     where.begin("optimizer")
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if weight.requires_grad:
-                weight.backward(torch.empty_like(weight))
+    for weight in stepped_on(optimizer):
+        if weight.requires_grad:
+            weight.backward(torch.empty_like(weight))
     optimizer.step()
     _name_gradients(optimizer, ledger)
     for state in optimizer.state.values():
@@ -191,10 +190,9 @@ def _prime(optimizer: torch.optim.Optimizer, ledger: Ledger, where: Whereabouts)
 
 
 def _name_gradients(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if weight.grad is not None:
-                ledger.name(weight.grad, "gradients")
+    for weight in stepped_on(optimizer):
+        if weight.grad is not None:
+            ledger.name(weight.grad, "gradients")
 
 
 def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:

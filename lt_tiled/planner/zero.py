@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lt_tiled._find import walk
 from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.ledger import Ledger
-from lt_tiled.planner.shards import FSDP2, Held, Unit
+from lt_tiled.planner.shards import FSDP2, Held, Unit, stepped_on
 from lt_tiled.tiling.modules import tile_marks
 
 
@@ -30,9 +30,8 @@ class _Masters:
         return master
 
     def give_gradients(self) -> None:
-        for group in self.optimizer.param_groups:
-            for master in group["params"]:
-                master.backward(torch.empty_like(master))
+        for master in stepped_on(self.optimizer):
+            master.backward(torch.empty_like(master))
 
     def offload(self) -> None:
         for state in self.optimizer.state.values():
@@ -111,7 +110,7 @@ class Zero(Held):
             if self.engine.name == "zero2":
                 for weight in self.trained:
                     stack.callback(weight.register_post_accumulate_grad_hook(self._arrived).remove)
-            copies = {id(p): self.masters.copy_of(p) for group in self.optimizer.param_groups for p in group["params"]}
+            copies = {id(p): self.masters.copy_of(p) for p in stepped_on(self.optimizer)}
             for group in self.optimizer.param_groups:
                 group["params"] = [copies[id(p)] for p in group["params"]]
             stack.callback(self.held.close)
