@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.world import World
+from tests.world import RanksFailed, World
 
 
 def total(value: int) -> float:
@@ -43,6 +43,6 @@ def test_runs_on_every_rank(world: World) -> None:
 )
 def test_a_failure_is_shown_and_the_world_replaced(world: World, body: object, message: str) -> None:
     """A failure, a hang and a death each fail the test with the rank's own words, and the next test has a world again."""
-    with pytest.raises(pytest.fail.Exception, match=f"(?s){message}"):
+    with pytest.raises(RanksFailed, match=f"(?s){message}"):
         world(body, timeout=3)
     assert world(total, 1) == [3.0, 3.0]

@@ -13,16 +13,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 START_SECONDS = 90
 COLLECTIVE_SECONDS = 60
+
+
+class RanksFailed(AssertionError):
+    """What the ranks of a world said."""
 
 
 class World:
     """``world(fn, *args)`` runs ``fn(*args)`` on every rank and returns the ranks' results; ``fn`` is a function of a module.
 
-    The ranks find each other through a file, so no port is taken. A failure on any rank fails the test with every rank's traceback,
+    The ranks find each other through a file, so no port is taken. A failure on any rank is raised with every rank's traceback,
     and the ranks, some of which may wait in a collective, are killed and started anew for the next test.
     """
 
@@ -42,7 +44,7 @@ class World:
             return [answer[1] for answer in answers if answer is not None]
         self.kill()
         told = [f"rank {rank}: {a[1] if a else f'no answer within {timeout} s'}" for rank, a in enumerate(answers) if not (a and a[0])]
-        pytest.fail("\n".join(told), pytrace=False)
+        raise RanksFailed("\n".join(told))
 
     def _collect(self, timeout: float) -> list[tuple[bool, Any] | None]:
         answers: list[tuple[bool, Any] | None] = [None] * self.size
@@ -74,7 +76,7 @@ class World:
             rank.start()
         if any(answer is None for answer in self._collect(START_SECONDS)):
             self.kill()
-            pytest.fail(f"the {self.size} ranks did not start within {START_SECONDS} s", pytrace=False)
+            raise RanksFailed(f"the {self.size} ranks did not start within {START_SECONDS} s")
 
     def kill(self) -> None:
         for rank in self._ranks:

@@ -19,7 +19,7 @@ from tests.models import TinyLM, lm_loss, loss_of
 
 SHARDED = ("fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 ENGINES = ("ddp", *SHARDED)
-MODES = ("untiled", "tiled", "checkpointed", "disk", "loss")
+MODES = ("untiled", "tiled", "checkpointed", "loss")
 """The last one has everything on: the disk, and the loss in tiles."""
 
 

@@ -89,8 +89,7 @@ def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRank
     assert list((directory / "spill").iterdir()) == []
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-@pytest.mark.parametrize("engine", ["fsdp", "zero2"])
+@pytest.mark.parametrize(("engine", "launcher"), [("fsdp", "torchrun"), ("zero2", "lightning")])
 def test_one_rank_fails(engine: str, launcher: str, directory: Path) -> None:
     """An exception on rank 1 in its second step ends every rank, within the limit, with the exception in what is printed."""
     program = (PROGRAM, engine, str(directory), "--fail-on=1")
