@@ -50,7 +50,7 @@ class TiledPerplexity(_OfHiddenStates):
 
     def __init__(self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any) -> None:
         super().__init__(ignore_index, num_shards, shift, **kwargs)
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float32), dist_reduce_fx="sum")
 
     @torch.no_grad()
     def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:

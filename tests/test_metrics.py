@@ -102,3 +102,13 @@ def test_refused_batch() -> None:
         with pytest.raises(ValueError, match="labels have the shape"):
             metric.update(hidden, weight, labels[:, 1:])
         assert int(metric.count) == 0
+
+
+def test_sums_in_float32() -> None:
+    """A perplexity that is made under Lightning's ``bf16-true``, where bfloat16 is the default dtype, counts in float32."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        metric = TiledPerplexity()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert metric.total.dtype == torch.float32

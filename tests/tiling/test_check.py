@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -234,3 +235,19 @@ def test_parts_that_depend_on_other_tokens(part: nn.Module, message: str) -> Non
     model = nn.Sequential(nn.Sequential(nn.LayerNorm(H), mlp), nn.Sequential(nn.LayerNorm(H), copy.deepcopy(mlp)))
     with prepare(model, tiling=Tiling(4)) as prepared:
         assert [row.path for row in prepared.report().tiled] == ["0.1.0", "1.1.0"]
+
+
+@pytest.fixture
+def _default_bfloat16() -> Iterator[None]:
+    """What Lightning's ``bf16-true`` makes the default around a forward."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 700, 2048])
+@pytest.mark.usefixtures("_default_bfloat16")
+def test_any_default_dtype(tokens: int) -> None:
+    """The tokens that are compared are tokens of the input where the default dtype cannot count them, as under ``bf16-true``."""
+    module = tile(GatedMLP(), num_shards=2)
+    assert module(torch.randn(1, tokens, H)).shape == (1, tokens, H)

@@ -1,0 +1,163 @@
+"""The examples, started as a user starts them, on the CPU and with small models: each tiled, and untiled beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from lt_tiled.lm import TextFiles
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120
+"""Seconds for a run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a script printed, and where it saved."""
+
+    printed: str
+    output: Path
+
+    def losses(self) -> list[float]:
+        """Those before and after training, or of each step."""
+        return [float(loss) for loss in re.findall(r"(?:loss|->) (\d+\.\d{5})\b", self.printed)]
+
+    def report(self) -> list[tuple[str, int, str, str]]:
+        """What was done, to how many modules of which class (less the prefix that FSDP2 gives it), and in how many tiles."""
+        row = r"^│ (\w[\w ]*?) +│ (\d+) x (?:FSDP)?(\w+) +│ .* │ +\d* │ +(\d*) │$"
+        return [(what, int(count), kind, tiles) for what, count, kind, tiles in re.findall(row, self.printed, re.MULTILINE)]
+
+
+def start(script: str, directory: Path, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "examples" / script), "--accelerator=cpu", *args]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.Popen(command, cwd=directory, env=env, stdout=pipe, stderr=both, text=True, start_new_session=True)
+
+
+def run_both(script: str, directory: Path, args: Sequence[str], tiled: Sequence[str], untiled: Sequence[str]) -> tuple[Run, Run]:
+    """Run a script tiled and untiled, side by side; whatever is left of them, their other ranks too, is killed."""
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for output, more in (("tiled", tiled), ("untiled", untiled)):
+            started.append(start(script, directory, f"--output={output}", *args, *more))
+        printed = [run.communicate(timeout=LIMIT)[0] for run in started]
+    finally:
+        for run in started:
+            try:
+                os.killpg(run.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    assert [run.returncode for run in started] == [0, 0], "\n".join(printed)
+    return Run(printed[0], directory / "tiled"), Run(printed[1], directory / "untiled")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small model and its tokenizer, and a text beside them."""
+    directory = tmp_path_factory.mktemp("lora") / "llama"
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer))).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory.parent / "text.txt").write_text("".join(f"{i} and {i + 1} are {2 * i + 1}.\n" for i in range(1000)))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def lora(llama: Path) -> tuple[Run, Run]:
+    args = [str(llama), str(llama.parent / "text.txt"), "--seq-len=2048", "--steps=8", "--rank=4", "--learning-rate=0.02"]
+    return run_both("lora.py", llama.parent, args, tiled=[], untiled=["--untiled"])
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    args = ["--devices=2", "--seq-len=2048", "--width=64", "--depth=2", "--steps=5", "--learning-rate=0.01"]
+    return run_both("gpt_fabric.py", tmp_path_factory.mktemp("gpt"), args, tiled=["--strategy=tiled_fsdp2"], untiled=["--strategy=ddp"])
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    directory = tmp_path_factory.mktemp("llava")
+    torch.manual_seed(0)
+    for part in runpy.run_path(str(ROOT / "examples" / "vision_language.py"))["build"](None):
+        part.save_pretrained(directory / "model")
+    args = [f"--model={directory / 'model'}", "--steps=5", "--learning-rate=0.003"]
+    return run_both("vision_language.py", directory, args, tiled=[], untiled=["--untiled"])
+
+
+@pytest.mark.parametrize("example", ["lora", "gpt", "llava"])
+def test_losses(example: str, request: pytest.FixtureRequest) -> None:
+    """The loss goes down, and each that is printed is the untiled run's."""
+    tiled, untiled = request.getfixturevalue(example)
+    assert len(tiled.losses()) >= 2
+    assert tiled.losses() == pytest.approx(untiled.losses(), rel=1e-4)
+    assert tiled.losses()[-1] < 0.98 * tiled.losses()[0]
+
+
+REPORTS = {
+    "lora": [("tiled", 2, "LlamaMLP", "2"), ("tiled loss", 1, "PeftModelForCausalLM", "1"), ("checkpointed", 2, "LlamaDecoderLayer", "")],
+    "gpt": [("tiled", 2, "MLP", "2"), ("checkpointed", 2, "Block", "")],
+    "llava": [
+        ("tiled", 2, "CLIPMLP", "2"),
+        ("tiled", 2, "LlamaMLP", "2"),
+        ("tiled loss", 1, "LlavaForConditionalGeneration", "1"),
+        ("checkpointed", 2, "CLIPEncoderLayer", ""),
+        ("checkpointed", 2, "LlamaDecoderLayer", ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("example", REPORTS)
+def test_report(example: str, request: pytest.FixtureRequest) -> None:
+    """The table names all that was tiled and checkpointed, the MLPs in two tiles, and nothing of the untiled run."""
+    tiled, untiled = request.getfixturevalue(example)
+    assert tiled.report() == REPORTS[example]
+    assert untiled.report() == []
+
+
+def test_adapter(lora: tuple[Run, Run], llama: Path) -> None:
+    """The saved adapter, put on the base model by peft, has the held-out loss that the run printed last."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), lora[0].output)
+    data = TextFiles(str(llama.parent / "text.txt"), tokenizer=str(llama), seq_len=2048)
+    data.setup("validate")
+    with torch.no_grad():
+        losses = [float(model(**batch, labels=batch["input_ids"]).loss) for batch in data.val_dataloader()]
+    assert sum(losses) / len(losses) == pytest.approx(lora[0].losses()[-1], rel=1e-4)
+
+
+def distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """Of all weights together, relative."""
+    assert found.keys() == true.keys()
+    squares = torch.stack([torch.stack([(found[name] - true[name]).square().sum(), true[name].square().sum()]) for name in true]).sum(0)
+    return float((squares[0] / squares[1]).sqrt())
+
+
+def test_weights_of_gpt(gpt: tuple[Run, Run], tmp_path: Path) -> None:
+    """The two ranks' shards, put together, are the weights of the untiled DDP run."""
+    tiled, untiled = gpt
+    dcp_to_torch_save(tiled.output, tmp_path / "whole")
+    assert distance(torch.load(tmp_path / "whole")["model"], torch.load(untiled.output)["model"]) <= 1e-4
+
+
+def test_weights_of_llava(llava: tuple[Run, Run]) -> None:
+    """The checkpoint of the two sharded ranks has the weights of the untiled DDP run."""
+    tiled, untiled = (torch.load(run.output)["state_dict"] for run in llava)
+    assert distance(tiled, untiled) <= 1e-4
