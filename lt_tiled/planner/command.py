@@ -12,13 +12,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from rich.console import Console
 
-from lt_tiled._types import PositiveFloat, PositiveInt
+from lt_tiled._types import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.callbacks._preparing import PreparingCallback
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
 from lt_tiled.planner.plan import Plan, gib
 from lt_tiled.planner.search import cheapest, ladder, longest, plan
-from lt_tiled.policies import Checkpointing, parse_bytes
+from lt_tiled.policies import Checkpointing, Tiling, parse_bytes
 
 _STRATEGIES = {
     "single": "lt_tiled.TiledSingleDeviceStrategy",
@@ -118,13 +118,20 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     ours = isinstance(made, Strategy) and type(made).__module__.startswith("lt_tiled")
     path = f"lt_tiled.{type(made).__name__}" if ours else _STRATEGIES[found.settings.engine.name]
     checkpointing = found.settings.checkpointing
-    init["tiling"] = None if found.settings.tiling is None else asdict(found.settings.tiling)
-    init["checkpointing"] = False if checkpointing is None else asdict(checkpointing)
+    init["tiling"] = None if found.settings.tiling is None else _fields(found.settings.tiling)
+    init["checkpointing"] = False if checkpointing is None else _fields(checkpointing)
     result: dict[str, Any] = {"trainer": {"strategy": {"class_path": path, "init_args": init}}}
     data = config.get("data") or {}
     if "seq_len" in data.get("init_args", {}):
         result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}
     return result
+
+
+def _fields(policy: Tiling | Checkpointing) -> dict[str, Any]:
+    """In types that YAML knows; those of numbers with bounds are the parser's own."""
+    fields = asdict(policy)
+    make_plain(fields)
+    return fields
 
 
 def _plain(job: Job, found: Plan) -> Plan:

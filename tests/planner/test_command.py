@@ -70,6 +70,15 @@ def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("lengths.png").stat().st_size > 10_000
 
 
+def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--find max-seq`` keeps the settings that it was given, a number of tiles among them, and writes them."""
+    planned(capsys, "--memory=40MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
+    strategy = ("--trainer.strategy=TiledSingleDeviceStrategy", "--trainer.strategy.tiling=8", "--trainer.strategy.checkpointing=true")
+    planned(capsys, "--memory=40MiB", "--find=max-seq", *strategy, "--output=own.yaml")
+    plain, own = (yaml.safe_load(Path(f"{name}.yaml").read_text())["trainer"]["strategy"]["init_args"] for name in ("plain", "own"))
+    assert (plain["tiling"]["num_shards"], own["tiling"]["num_shards"]) == ("auto", 8)
+
+
 def test_what_cannot_be_planned() -> None:
     """Arguments that lack something, and lengths that fit with no settings, end the command with a line that says so."""
     assert "find='max-seq' needs to know what has to fit: give --memory" in refused("--find=max-seq")
