@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +52,13 @@ class TiledCLI(LightningCLI):
 
 
 def main(args: ArgsType = None) -> None:
-    """Run the command line on ``args``, by default those of the process."""
+    """Run the command line on ``args``, by default those of the process.
+
+    ``--config configs/quickstart.yaml`` and the others of the repository also work where there is no such file: the package brings them.
+    """
+    if args is None:
+        sys.argv[1:] = [_brought(arg) for arg in sys.argv[1:]]  # also for the ranks, which Lightning starts by it
+        sys.path.insert(0, os.getcwd())  # for a model and data of one's own: --model=my_model.MyModel
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields of the policies show their help
     TiledCLI(
         args=args,
@@ -58,3 +67,14 @@ def main(args: ArgsType = None) -> None:
         parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
         save_config_kwargs={"overwrite": True},
     )
+
+
+def _brought(arg: str) -> str:
+    """The package's own config (in a checkout, the repository's), where an argument names one that the working directory has not."""
+    option, equals, name = arg.rpartition("=")
+    package = Path(__file__).parent
+    if name.startswith("configs/") and not Path(name).exists():
+        for home in (package, package.parent):
+            if (home / name).is_file():
+                return f"{option}{equals}{home / name}"
+    return arg

@@ -1,0 +1,62 @@
+"""The wheel: what ``python -m build`` makes of the repository runs without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lt_tiled
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by way of the source distribution, as a release is."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], check=True, capture_output=True, timeout=120
+    )
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_version(wheel: Path) -> None:
+    """The wheel's version is the one of ``lt_tiled.__version__``, and it holds the package and its configs alone."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert wheel.name.startswith(f"lt_tiled-{lt_tiled.__version__}-")
+    assert {name.split("/")[0] for name in names} == {"lt_tiled", f"lt_tiled-{lt_tiled.__version__}.dist-info"}
+    assert {name for name in names if name.startswith("lt_tiled/configs/")} == {
+        f"lt_tiled/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")
+    }
+
+
+def test_quickstart_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """In an empty folder, with nothing of the repository, the README's quickstart command trains and shows what was tiled."""
+    site, work = tmp_path / "site", tmp_path / "work"
+    work.mkdir()
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=120)
+    command = f"import lt_tiled.cli; print(lt_tiled.__file__); lt_tiled.cli.main({SHORT!r})"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", command],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": str(site), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(site))
+    assert "4 x LlamaMLP" in done.stdout + done.stderr
+    assert list(work.glob("runs/quickstart/**/*.ckpt"))
+
+
+SHORT = [
+    *("fit", "--config", "configs/quickstart.yaml", "--trainer.accelerator=cpu", "--data.seq_len=256"),
+    *("--trainer.limit_train_batches=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"),
+]
