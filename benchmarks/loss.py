@@ -1,50 +1,37 @@
-"""The loss of a projection without whole logits, side by side: error, FLOPs, peak and time.
+"""The loss of a projection without whole logits, side by side: ``python -m benchmarks --only loss``.
 
-Run ``python -m benchmarks.loss``. Every way computes the mean cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are
-relative, of the worse gradient, against float64; FLOPs and peak are exact, and times are medians of interleaved rounds over whole logits.
-Peers that are not installed, or need another device, are rows that say so: DeepSpeed (``pip install deepspeed``), Cut Cross-Entropy
-(``cut-cross-entropy`` and ``triton``; on a CPU its ``torch_compile`` implementation), Liger (``liger-kernel``, on a GPU).
+Every way computes the mean cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are relative, of the worse gradient,
+against float64; FLOPs and peak are exact, and times are medians of interleaved rounds over whole logits. Peers that are not installed, or
+need another device, are named: DeepSpeed (``pip install deepspeed``), Cut Cross-Entropy (``cut-cross-entropy`` and ``triton``; on a CPU
+its ``torch_compile`` implementation), Liger (``liger-kernel``, on a GPU).
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.step_time import machine, seconds_of
+from benchmarks import peers as peers  # chooses DeepSpeed's accelerator before its import
+from benchmarks.sheet import Cell, Sheet, machine, spread
+from benchmarks.step_time import device_peak, interleaved, ratios, seconds_of
 from lt_tiled import tiled_linear_cross_entropy
 from tests.meters import flops, peak_bytes
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of hidden states ``[T, H]``, a weight ``[V, H]`` and labels ``[T]``."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=16384)
-    parser.add_argument("--tiles", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console = Console()
-    ways = usable(candidates(args.tiles), device)
-    console.print(errors(ways, device, args.tiles))
-    console.print(costs(ways, device, (args.tokens, args.hidden, args.vocab), args.rounds))
+def loss(device: torch.device, sizes: tuple[int, int, int] = (4096, 256, 16384), tiles: int = 16, rounds: int = 7) -> list[Sheet]:
+    """Errors, and costs of ``sizes`` (tokens, width, words)."""
+    ways = usable(candidates(tiles), device)
+    return [errors(ways, device, tiles), costs(ways, device, sizes, tiles, rounds)]
 
 
 # The ways
@@ -132,7 +119,7 @@ def gradients(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], scale: float) -
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (hidden, weight)]
 
 
-def error(loss: Loss, dtype: torch.dtype, device: torch.device, scale: float = 1.0, ignore: int = 0) -> str:
+def error(loss: Loss, dtype: torch.dtype, device: torch.device, scale: float = 1.0, ignore: int = 0) -> Cell:
     """The relative error of the worse gradient, or what was raised."""
     inputs = drawn(1000, 64, 1001, dtype, device, ignore)
     hidden, weight, labels = inputs
@@ -141,104 +128,86 @@ def error(loss: Loss, dtype: torch.dtype, device: torch.device, scale: float = 1
     try:
         found = gradients(loss, inputs, scale)
     except Exception as problem:  # a peer may raise anything
-        return type(problem).__name__
-    return f"{max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, true, strict=True)):.1e}"
+        return Cell(f"raises {type(problem).__name__}", False)
+    worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, true, strict=True))
+    return Cell(f"{worst:.1e}", worst < TOLERANCE[dtype])
 
 
-def no_grad_writes(loss: Loss, device: torch.device) -> str:
+def no_grad_writes(loss: Loss, device: torch.device) -> Cell:
     """What a call under ``no_grad`` leaves in the weight's ``.grad``."""
     hidden, weight, labels = drawn(100, 64, 101, torch.float32, device)
     try:
         with torch.no_grad():
             loss(hidden, weight, labels)
     except Exception as problem:  # a peer may raise anything
-        return type(problem).__name__
-    return "nothing" if weight.grad is None and hidden.grad is None else "gradients"
+        return Cell(f"raises {type(problem).__name__}", False)
+    clean = weight.grad is None and hidden.grad is None
+    return Cell("nothing" if clean else "gradients", clean)
 
 
-def errors(ways: dict[str, Loss | str], device: torch.device, tiles: int) -> Table:
-    """One row for each way, one column for each case."""
-    notes = [
-        f"1000 tokens in {tiles} tiles, 1001 words. half, all: of the labels are ignored; / 24, x 1024: the loss is scaled;",
-        f"no_grad: what a call without gradients leaves in .grad.{machine(device)}",
-    ]
-    table = Table(title="error of the worse gradient against float64", caption_justify="left")
-    for heading in ("", "float32", "bfloat16", "/ 24", "x 1024", "half", "all", "no_grad"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    cases: list[dict[str, Any]] = [
-        {"dtype": torch.float32},
-        {"dtype": torch.bfloat16},
-        {"dtype": torch.float32, "scale": 1 / 24},
-        {"dtype": torch.float32, "scale": 1024.0},
-        {"dtype": torch.float32, "ignore": 500},
-    ]
-    for name, loss in ways.items():
-        if isinstance(loss, str):
-            notes.append(f"{name}: {loss}.")
-            continue
-        table.add_row(
-            name, *(error(loss, device=device, **case) for case in cases), all_ignored(loss, device), no_grad_writes(loss, device)
-        )
-    table.caption = "\n".join(notes)
-    return table
-
-
-def all_ignored(loss: Loss, device: torch.device) -> str:
+def all_ignored(loss: Loss, device: torch.device) -> Cell:
     """Whether the loss and the gradients of labels that are all ignored are those of whole logits: ``nan`` and zeros."""
     inputs = drawn(100, 64, 101, torch.float32, device, ignore=100)
     try:
         found = gradients(loss, inputs, 1.0)
         value = loss(*inputs)
     except Exception as problem:  # a peer may raise anything
-        return type(problem).__name__
+        return Cell(f"raises {type(problem).__name__}", False)
     alike = bool(value.isnan()) and all(not bool(g.any()) for g in found)
-    return "as torch" if alike else f"loss {float(value):.3g}"
+    return Cell("as torch" if alike else f"loss {float(value):.3g}", alike)
+
+
+def errors(ways: dict[str, Loss | str], device: torch.device, tiles: int) -> Sheet:
+    """One row for each way, one column for each case."""
+    headings = ["", "float32", "bfloat16", "loss / 24", "loss x 1024", "half ignored", "all ignored", "no_grad leaves"]
+    sheet = Sheet("loss_errors", f"the loss: error of the worse gradient against float64, {tiles} tiles", headings)
+    sheet.notes = [
+        f"1000 tokens, 1001 words, {machine(device)}.",
+        *(f"{name}: {why}." for name, why in ways.items() if isinstance(why, str)),
+    ]
+    for name, way in ways.items():
+        if not isinstance(way, str):
+            single = partial(error, way, torch.float32, device)
+            sheet.add(
+                name,
+                single(),
+                error(way, torch.bfloat16, device),
+                single(scale=1 / 24),
+                single(scale=1024.0),
+                single(ignore=500),
+                all_ignored(way, device),
+                no_grad_writes(way, device),
+            )
+    return sheet
 
 
 # Costs
 
 
-def costs(ways: dict[str, Loss | str], device: torch.device, sizes: tuple[int, int, int], rounds: int) -> Table:
+def costs(ways: dict[str, Loss | str], device: torch.device, sizes: tuple[int, int, int], tiles: int, rounds: int) -> Sheet:
     """FLOPs and peak of one forward and backward, and the time over that of whole logits in the same round."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = drawn(*sizes, dtype, device)
     runs = {name: partial(gradients, loss, inputs, 1.0) for name, loss in ways.items() if not isinstance(loss, str)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for index in range(rounds + 1):
-        for name in list(runs)[:: 1 if index % 2 else -1]:
-            times[name].append(seconds_of(runs[name], device))
+    times = interleaved({name: partial(seconds_of, run, device) for name, run in runs.items()}, rounds)
     logits = 4 * sizes[0] * sizes[2]
-    title = f"cost of forward and backward: {sizes[0]} tokens of {sizes[1]}, {sizes[2]} words, {str(dtype)[6:]}, {rounds} rounds"
-    caption = f"Peak in units of the whole logits in float32, {logits / 2**20:.0f} MiB. {machine(device)}"
-    table = Table(title=title, caption=caption, caption_justify="left")
-    for heading in ("", "FLOPs ratio", "peak / logits", "median ratio", "range"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    title = f"the loss: {sizes[0]} tokens of {sizes[1]}, {sizes[2]} words, {str(dtype)[6:]}, {tiles} tiles, forward and backward"
+    sheet = Sheet("loss_costs", title, ["", "FLOPs", "peak / logits", "time, median", "range"])
+    sheet.notes = [
+        f"FLOPs and time over whole logits, peak over the {logits / 2**20:.0f} MiB of float32 logits; {rounds} rounds, {machine(device)}."
+    ]
     base = flops(runs["whole logits"])
-    unseen = "cannot be seen"  # inside of a compiled graph
-    for name, loss in ways.items():
-        if isinstance(loss, str):
-            continue
-        ratios = [a / b for a, b in zip(times[name][1:], times["whole logits"][1:], strict=True)]
+    unseen = "inside of a graph"
+    for name, run in runs.items():
         compiled = name == "Cut Cross-Entropy"
-        table.add_row(
+        hidden = compiled and device.type == "cpu"
+        peak = 0 if hidden else peak_bytes(run) if device.type == "cpu" else device_peak(run, device)
+        of = ratios(times, name, "whole logits")
+        sheet.add(
             name,
-            unseen if compiled else f"{flops(runs[name]) / base:.2f}",
-            unseen if compiled and device.type == "cpu" else f"{peak(runs[name], device) / logits:.2f}",
-            f"{statistics.median(ratios):.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            unseen if compiled else f"{flops(run) / base:.2f}",
+            unseen if hidden else f"{peak / logits:.2f}",
+            f"{statistics.median(of):.2f}",
+            spread(of),
         )
-    return table
-
-
-def peak(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a run has allocated at once: the device's own figure on a GPU."""
-    if device.type != "cuda":
-        return peak_bytes(run)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-if __name__ == "__main__":
-    main()
+    return sheet

@@ -1,114 +1,94 @@
-"""Step time of checkpointed + tiled over checkpointed, in interleaved pairs.
+"""Step times side by side: ``python -m benchmarks --only step_time``.
 
-Run ``python -m benchmarks.step_time``. Each pair times one training step (forward and backward) of a Llama with its blocks
-checkpointed, and one of the same model with its MLPs tiled as well; which comes first alternates. Printed are the median and the
-range of the pairs' ratios.
+Each round times one training step (forward and backward) of a Llama with its blocks checkpointed, once untiled and once in each peer's
+tiles; the order turns round with every round. A ratio is that of two steps of one round, so that what else the machine does weighs on
+both.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, Tiling, prepare
+from benchmarks.costs import Size, checkpointed, llama, loss_of
+from benchmarks.peers import Peer
+from benchmarks.sheet import Cell, Sheet, machine, spread
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--wide", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tile-tokens", type=int, nargs="+", default=[1024, 2048])
-    parser.add_argument("--pairs", type=int, default=9)
-    args = parser.parse_args()
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.wide,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=args.hidden // 64,
-        vocab_size=512,
-    )
-    torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(config)
-    model.to(device, dtype)
-    ids = torch.randint(512, (1, args.tokens), device=device)
-
-    table = Table(title="step time, checkpointed + tiled over checkpointed", caption=machine(device), caption_justify="left")
-    for heading in ("tiles", "ckpt. [s]", "+ tiled [s]", "median ratio", "range"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for size in args.tile_tokens:
-        tiled = copy.deepcopy(model)
-        with prepare(model, checkpointing=Checkpointing()), prepare(tiled, checkpointing=Checkpointing(), tiling=Tiling(tile_tokens=size)):
-            with_tiles, without = interleave(step_of(tiled, ids), step_of(model, ids), args.pairs)
-        ratios = [a / b for a, b in zip(with_tiles, without, strict=True)]
-        table.add_row(
-            f"{-(-args.tokens // size)} x {size}",
-            f"{statistics.median(without):.3f}",
-            f"{statistics.median(with_tiles):.3f}",
-            f"{statistics.median(ratios):.3f}",
-            f"{min(ratios):.3f} to {max(ratios):.3f}",
-        )
-    Console().print(table)
+HERE = Size(tokens=4096, hidden=512, wide=1536, layers=2, shards=4)
+ON_GPU = Size(tokens=32768, hidden=4096, wide=14336, layers=2, shards=8)
 
 
-def step_of(model: nn.Module, ids: torch.Tensor) -> Callable[[], float]:
+def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9) -> list[Sheet]:
+    """One row for each peer at hand: the median and the range of its ratios to the untiled step."""
+    size, dtype = (ON_GPU, torch.bfloat16) if device.type == "cuda" else (HERE, torch.float32)
+    model = llama(size, device, dtype)
+    ids = torch.randint(512, (1, size.tokens), device=device)
+    names = ["untiled", *(peer.name for peer in everyone if peer.tile is not None)]
+    with ExitStack() as stack:
+        steps = {name: step_of(stack.enter_context(checkpointed(model, name, size.shards)), ids) for name in names}
+        times = interleaved(steps, rounds)
+        peaks = {name: device_peak(step, device) for name, step in steps.items()} if device.type == "cuda" else {}
+    title = f"a training step, {size.layers} checkpointed layers of {size.hidden}, {size.tokens} tokens in {size.shards} tiles"
+    headings = ["", "median [s]", "over untiled, median", "range", *(["peak allocated [GiB]"] if peaks else [])]
+    sheet = Sheet("step_time", title, headings)
+    sheet.notes = [f"{rounds} rounds, {str(dtype)[6:]}, {machine(device)}."]
+    medians = {name: statistics.median(ratios(times, name, "untiled")) for name in names}
+    for name in names:
+        of = ratios(times, name, "untiled")
+        ahead = None if name != "lt_tiled" else all(medians[name] < m for other, m in medians.items() if other not in ("untiled", name))
+        cells: list[Cell | str] = [f"{statistics.median(times[name]):.3f}", Cell(f"{medians[name]:.2f}", ahead), spread(of)]
+        sheet.add(name, *cells, *([f"{peaks[name] / 2**30:.2f}"] if peaks else []))
+    return [sheet]
+
+
+def step_of(model: nn.Module, ids: Tensor) -> Callable[[], float]:
     """A function that runs one step and returns its seconds."""
 
     def step() -> float:
-        seconds = seconds_of(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward(), ids.device)
+        seconds = seconds_of(lambda: loss_of(model, ids).backward(), ids.device)
         model.zero_grad(set_to_none=True)
         return seconds
 
     return step
 
 
+def interleaved(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each in each round, the first of them, which warms up, left out."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for index in range(rounds + 1):
+        for name in list(ways)[:: 1 if index % 2 else -1]:
+            times[name].append(ways[name]())
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def ratios(times: dict[str, list[float]], name: str, base: str) -> list[float]:
+    """Of one way to another, round by round."""
+    return [a / b for a, b in zip(times[name], times[base], strict=True)]
+
+
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """How long a run takes."""
-    synchronize(device)
-    start = time.perf_counter()
+    """How long a run takes: by the device's own events on a GPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
     run()
-    synchronize(device)
-    return time.perf_counter() - start
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) / 1000
 
 
-def interleave(a: Callable[[], float], b: Callable[[], float], pairs: int) -> tuple[list[float], list[float]]:
-    """Time ``a`` and ``b`` in turn, the first of each pair alternating, after one warm-up of each."""
-    a(), b()
-    times_a: list[float] = []
-    times_b: list[float] = []
-    for index in range(pairs):
-        for run, times in ((a, times_a), (b, times_b))[:: 1 if index % 2 else -1]:
-            times.append(run())
-    return times_a, times_b
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def machine(device: torch.device) -> str:
-    """What was measured on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return f"{name}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
-
-
-if __name__ == "__main__":
-    main()
+def device_peak(run: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that the GPU's allocator had given out at once, beyond those before."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,126 @@
+"""Everything that is measured, in one run: ``python -m benchmarks [--quick] [--only costs loss] [--json results.json] [--write]``.
+
+Tables are printed as they are found, with a mark where a figure is a verdict. ``--json`` writes them with versions, seed and load.
+``--write`` puts them as Markdown between the ``<!-- benchmark: NAME -->`` marks of README.md and of docs/. ``--quick`` takes about three
+minutes on two cores. Peers other than DeepSpeed are measured where they are installed: ``liger-kernel``, ``axolotl``, ``verl``,
+``unsloth``, ``cut-cross-entropy``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.correctness import correctness, rounding
+from benchmarks.costs import Size, costs
+from benchmarks.engines import ROWS, engines
+from benchmarks.faults import faults
+from benchmarks.longest import longest
+from benchmarks.loss import loss
+from benchmarks.offload import offload
+from benchmarks.peers import PACKAGES, Peer, peers, roll_call
+from benchmarks.sheet import Sheet, device_at_hand, machine
+from benchmarks.step_time import step_time
+
+ROOT = Path(__file__).parents[1]
+SEED = 0
+VERSIONS = ("torch", "lightning", "transformers", "cut-cross-entropy", *PACKAGES.values())
+Section = Callable[[], list[Sheet]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="of: " + ", ".join(sections(True, "", None, [])))
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of the longest sequences")
+    parser.add_argument("--write", action="store_true", help="into README.md and docs/")
+    args = parser.parse_args()
+    chosen = sections(args.quick, args.directory, args.plot, peers())
+    if unknown := set(args.only or ()) - set(chosen):
+        parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(chosen)}")
+    logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables say how many tiles there are
+    console, found, start = Console(width=None if sys.stdout.isatty() else 160), [], time.perf_counter()
+    for name in args.only or chosen:
+        for sheet in chosen[name]():
+            console.print(sheet.table(), "")
+            found.append(sheet)
+    console.print(f"{time.perf_counter() - start:.0f} s")
+    if args.json:
+        Path(args.json).write_text(json.dumps(record(found, args.quick), indent=1))
+    if args.write:
+        for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+            write(file, found)
+
+
+def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]) -> dict[str, Section]:
+    """All of the run, by name."""
+    device = device_at_hand()
+    rounds = 3 if quick else 9
+    few = Size(tokens=1024, hidden=128, wide=512, layers=2, shards=8)
+    rows = [row for row in ROWS if row.lengths == (24, 24) and row.accumulate == 1] if quick else ROWS
+    words = (2048, 128, 8192) if quick else (4096, 256, 16384)
+    if device.type == "cuda":
+        words = (16384, 4096, 128256)
+    return {
+        "peers": lambda: [roll_call(everyone)],
+        "correctness": lambda: [*correctness(everyone), *rounding(everyone, device)],
+        "engines": lambda: engines(everyone, rows),
+        "costs": lambda: costs(everyone, few if quick else Size()),
+        "step_time": lambda: step_time(everyone, device, rounds),
+        "loss": lambda: loss(device, words, rounds=rounds),
+        "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
+        "faults": lambda: faults(directory),
+        "longest": lambda: longest(device, quick, directory, plot),
+    }
+
+
+def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
+    """The figures, and what they were measured with."""
+    return {
+        "versions": dict(_versions()),
+        "python": platform.python_version(),
+        "machine": machine(device_at_hand()),
+        "load": os.getloadavg(),
+        "seed": SEED,
+        "quick": quick,
+        "sheets": [asdict(sheet) for sheet in found],
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in VERSIONS:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+def write(file: Path, found: list[Sheet]) -> None:
+    """Put each sheet between its marks in a file of Markdown, where it has any."""
+    text = file.read_text()
+    for sheet in found:
+        mark = rf"(<!-- benchmark: {re.escape(sheet.name)} -->\n).*?(<!-- end -->)"
+        text = re.sub(mark, lambda match: f"{match[1]}{sheet.markdown()}\n{match[2]}", text, flags=re.DOTALL)  # noqa: B023
+    file.write_text(text)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(SEED)
+    main()

@@ -1,0 +1,105 @@
+"""What tiling costs, exactly: ``python -m benchmarks --only costs``.
+
+One training step of a Llama whose blocks are checkpointed, with its MLPs in tiles by each peer: floating point operations, how often each
+token goes through an MLP, bytes alive at the peak and between forward and backward. These figures are the same in every run on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.peers import Peer, tile_with
+from benchmarks.sheet import Cell, Sheet
+from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled.planner.flops import Flops
+from tests.meters import LiveBytes
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and its input."""
+
+    tokens: int = 2048
+    hidden: int = 256
+    wide: int = 1024
+    layers: int = 4
+    shards: int = 16
+
+
+def llama(size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A Llama with a small vocabulary and random weights."""
+    heads = size.hidden // 64
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.wide,
+        num_hidden_layers=size.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=512,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to(device, dtype)
+
+
+@contextmanager
+def checkpointed(model: nn.Module, name: str, shards: int) -> Iterator[nn.Module]:
+    """A copy of the model with its blocks checkpointed, and its MLPs in a peer's tiles; ``"untiled"`` has none."""
+    model = copy.deepcopy(model)
+    tiling = Tiling(num_shards=shards) if name == "lt_tiled" else None
+    if tiling is None:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            tile_with(name, layer.mlp, shards)
+    with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+        yield model
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+def costs(everyone: list[Peer], size: Size = Size()) -> list[Sheet]:
+    """One row for each peer at hand."""
+    title = f"checkpointed Llama, {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
+    sheet = Sheet("costs", title, ["", "FLOPs", "MLP forwards per token", "peak live bytes", "bytes between forward and backward"])
+    sheet.notes = ["Over the untiled step's, but for the forwards; exact, on the CPU."]
+    model = llama(size, torch.device("cpu"))
+    ids = torch.randint(512, (1, size.tokens), generator=torch.Generator().manual_seed(0))
+    base = None
+    for name in ["untiled", *(peer.name for peer in everyone if peer.tile is not None)]:
+        with checkpointed(model, name, size.shards) as tiled:
+            found = measured(tiled, ids)
+        base = base or found
+        flops, peak, saved = (found[i] / base[i] for i in (0, 2, 3))
+        sheet.add(name, Cell(f"{flops:.2f}", flops < 1.005), f"{found[1] / size.tokens / size.layers:g}", f"{peak:.2f}", f"{saved:.2f}")
+    return [sheet]
+
+
+def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
+    """FLOPs, tokens through all MLPs, peak bytes, and bytes between forward and backward, of a step after one that warms up."""
+    loss_of(model, ids).backward()
+    through = 0
+
+    def count(module: nn.Module, args: Any, out: Tensor) -> None:
+        nonlocal through
+        through += out.numel() // out.shape[-1]
+
+    handles = [layer.mlp.up_proj.register_forward_hook(count) for layer in model.model.layers]  # type: ignore[union-attr]
+    with Flops() as flops:
+        loss_of(model, ids).backward()
+    for handle in handles:
+        handle.remove()
+    with LiveBytes() as meter:
+        loss = loss_of(model, ids)
+        saved = meter.now
+        loss.backward()
+    return flops.total, through, meter.peak, saved

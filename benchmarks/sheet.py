@@ -1,0 +1,76 @@
+"""What a benchmark finds: a table for the terminal, for Markdown and for JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure, and whether it is as it should be (``None`` where that is no question)."""
+
+    text: str
+    good: bool | None = None
+
+    @property
+    def marked(self) -> str:
+        """The text, with a mark where it is a verdict."""
+        return self.text if self.good is None else f"{'✓' if self.good else '✗'} {self.text}".rstrip()
+
+
+@dataclass
+class Sheet:
+    """One table. ``name`` is its place in the documentation: between ``<!-- benchmark: NAME -->`` and ``<!-- end -->``."""
+
+    name: str
+    title: str
+    headings: list[str]
+    rows: list[list[Cell]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Each a sentence, below the table."""
+
+    def add(self, *cells: Cell | str) -> None:
+        """One more row; plain strings are cells without a verdict."""
+        self.rows.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in cells])
+
+    def table(self) -> Table:
+        """For ``rich`` to print."""
+        table = Table(title=self.title, caption=escape(" ".join(self.notes)), caption_justify="left", title_justify="left")
+        for index, heading in enumerate(self.headings):
+            table.add_column(heading, overflow="fold", justify="right" if index else "left")
+        for row in self.rows:
+            table.add_row(*(_colored(cell) for cell in row))
+        return table
+
+    def markdown(self) -> str:
+        """With its notes, and without its title."""
+        lines = [self.headings, ["---"] * len(self.headings), *([cell.marked for cell in row] for row in self.rows)]
+        table = "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
+        return "\n\n".join([table, *([" ".join(self.notes)] if self.notes else [])])
+
+
+def _colored(cell: Cell) -> str:
+    text = escape(cell.marked)
+    return text if cell.good is None else f"[{'green' if cell.good else 'red'}]{text}[/]"
+
+
+def machine(device: torch.device) -> str:
+    """What was measured on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} {platform.machine()} CPU cores"
+    return f"{name}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+
+
+def device_at_hand() -> torch.device:
+    """The GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def spread(values: list[float]) -> str:
+    """The least to the greatest."""
+    return f"{min(values):.2f} to {max(values):.2f}"
