@@ -41,7 +41,7 @@ def test_quickstart_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     site, work = tmp_path / "site", tmp_path / "work"
     work.mkdir()
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=120)
-    command = f"import lt_tiled.cli; print(lt_tiled.__file__); lt_tiled.cli.main({SHORT!r})"
+    command = f"import sys, lt_tiled.cli; print(lt_tiled.__file__); sys.argv[1:] = {SHORT!r}; lt_tiled.cli.main()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", command],
         cwd=work,
