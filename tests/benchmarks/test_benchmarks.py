@@ -1,0 +1,89 @@
+"""What the benchmark says of lt_tiled holds, exactly where figures are exact; and it says who was not measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import record, write
+from benchmarks.correctness import correctness, rounding
+from benchmarks.costs import Size, costs
+from benchmarks.loss import candidates, errors, usable
+from benchmarks.peers import Peer, peers, roll_call
+from benchmarks.sheet import Sheet
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def everyone() -> list[Peer]:
+    """lt_tiled and DeepSpeed, which the tests have installed."""
+    return [peer for peer in peers() if peer.name in ("lt_tiled", "DeepSpeed")]
+
+
+def verdicts(sheet: Sheet, name: str) -> list[bool | None]:
+    """Of a column, or of a row where no column has the name."""
+    if name in sheet.headings:
+        return [row[sheet.headings.index(name)].good for row in sheet.rows]
+    (row,) = [row for row in sheet.rows if row[0].text == name]
+    return [cell.good for cell in row[1:]]
+
+
+def test_no_red_cell(everyone: list[Peer]) -> None:
+    """In the correctness grid lt_tiled is right in every row, and rows tell right from wrong: DeepSpeed has both."""
+    (sheet,) = correctness(everyone)
+    assert len(sheet.rows) >= 20
+    assert verdicts(sheet, "lt_tiled") == [True] * len(sheet.rows)
+    assert set(verdicts(sheet, "DeepSpeed")) == {True, False}
+
+
+def test_error_is_flat(everyone: list[Peer]) -> None:
+    """From 1 to 512 tiles the error of lt_tiled's bfloat16 gradients stays within 1.5 times, where DeepSpeed's does not."""
+    (sheet,) = rounding(everyone, CPU, (1, 64, 512))
+    assert verdicts(sheet, "lt_tiled") == [True] * 3
+    assert verdicts(sheet, "DeepSpeed") == [True, False, False]
+
+
+def test_flops(everyone: list[Peer]) -> None:
+    """A checkpointed step in tiles has the untiled one's FLOPs and two MLP forwards per token; DeepSpeed's has three."""
+    (sheet,) = costs(everyone, Size(tokens=512, hidden=64, wide=256, layers=2, shards=8))
+    untiled, ours, theirs = sheet.rows
+    assert [cell.text for cell in ours[:3]] == ["lt_tiled", "1.00", "2"]
+    assert (untiled[2].text, theirs[2].text) == ("2", "3")
+    assert float(theirs[1].text) > 1.1
+    assert float(ours[3].text) < 0.9
+
+
+def test_loss_is_right() -> None:
+    """In the grid of losses lt_tiled is right in every cell, and DeepSpeed's scaled gradients are not."""
+    ways = usable({name: way for name, way in candidates(4).items() if name in ("lt_tiled", "DeepSpeed")}, CPU)
+    sheet = errors(ways, CPU, 4)
+    assert verdicts(sheet, "lt_tiled") == [True] * 7
+    assert verdicts(sheet, "DeepSpeed")[2:4] == [False, False]
+
+
+def test_who_is_missing() -> None:
+    """A peer that cannot be imported is a row that says why."""
+    sheet = roll_call([Peer("Liger", None, "No module named 'triton'")])
+    assert [cell.text for cell in sheet.rows[0]] == ["Liger", "not measured: No module named 'triton'"]
+
+
+def test_markdown_and_json(tmp_path: Path) -> None:
+    """A sheet goes between its marks, and there alone, each time anew; the record names versions, seed and load."""
+    sheet = Sheet("costs", "a title", ["", "FLOPs"], notes=["A note."])
+    sheet.add("a|b", "1.00")
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmark: costs -->\nold\n<!-- end -->\n<!-- benchmark: other -->\n<!-- end -->\n")
+    for _ in range(2):
+        write(page, [sheet])
+    assert page.read_text() == (
+        "before\n<!-- benchmark: costs -->\n|  | FLOPs |\n| --- | --- |\n| a\\|b | 1.00 |\n\nA note.\n<!-- end -->\n"
+        "<!-- benchmark: other -->\n<!-- end -->\n"
+    )
+    told = json.loads(json.dumps(record([sheet], quick=True)))
+    assert told["versions"]["torch"] == torch.__version__
+    assert {"seed", "load", "machine", "quick"} <= told.keys()
+    assert told["sheets"][0]["rows"][0][1]["text"] == "1.00"
