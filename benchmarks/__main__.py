@@ -34,7 +34,7 @@ from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.offload import offload
 from benchmarks.peers import PACKAGES, Peer, peers, roll_call
-from benchmarks.sheet import Sheet, device_at_hand, machine
+from benchmarks.sheet import Cell, Sheet, device_at_hand, machine
 from benchmarks.step_time import step_time
 
 ROOT = Path(__file__).parents[1]
@@ -57,16 +57,25 @@ def main() -> None:
         parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(chosen)}")
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables say how many tiles there are
     console, found, start = Console(width=None if sys.stdout.isatty() else 160), [], time.perf_counter()
-    for name in args.only or chosen:
-        for sheet in chosen[name]():
+    for name in args.only or [name for name in chosen if not (args.quick and name == "longest")]:
+        for sheet in _found(name, chosen[name]):
             console.print(sheet.table(), "")
             found.append(sheet)
+        if args.json:  # what was found is there if the next section ends the process
+            Path(args.json).write_text(json.dumps(record(found, args.quick), indent=1))
     console.print(f"{time.perf_counter() - start:.0f} s")
-    if args.json:
-        Path(args.json).write_text(json.dumps(record(found, args.quick), indent=1))
     if args.write:
         for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
             write(file, found)
+
+
+def _found(name: str, section: Section) -> list[Sheet]:
+    try:
+        return section()
+    except Exception as error:  # one section's failure is a table that says so, and the others are measured
+        sheet = Sheet(f"{name}_failed", f"{name} was not measured", ["", ""])
+        sheet.add(type(error).__name__, Cell(str(error).strip()[-500:], False))
+        return [sheet]
 
 
 def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]) -> dict[str, Section]:
@@ -83,7 +92,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "correctness": lambda: [*correctness(everyone), *rounding(everyone, device)],
         "engines": lambda: engines(everyone, rows),
         "costs": lambda: costs(everyone, few if quick else Size()),
-        "step_time": lambda: step_time(everyone, device, rounds),
+        "step_time": lambda: step_time(everyone, device, rounds, quick),
         "loss": lambda: loss(device, words, rounds=rounds),
         "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
         "faults": lambda: faults(directory),
@@ -97,7 +106,7 @@ def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
         "versions": dict(_versions()),
         "python": platform.python_version(),
         "machine": machine(device_at_hand()),
-        "load": os.getloadavg(),
+        "load_at_the_end": os.getloadavg(),
         "seed": SEED,
         "quick": quick,
         "sheets": [asdict(sheet) for sheet in found],

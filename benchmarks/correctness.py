@@ -247,7 +247,7 @@ CASES: dict[str, Callable[[Tile], float | Cell]] = {
 
 
 def correctness(everyone: list[Peer]) -> list[Sheet]:
-    """One row for each case, one column for each peer at hand."""
+    """One row for each case, one column for each peer at hand. Always on the CPU, where nothing but the tiles differs."""
     here = [peer for peer in everyone if peer.tile is not None]
     sheet = Sheet("correctness", "tiled MLPs against the untiled one in float64", ["", *(peer.name for peer in here)])
     sheet.notes = ["The greatest relative error of output and gradients; ✗ above 1e-5."]
@@ -270,15 +270,18 @@ def _cell(case: Callable[[Tile], float | Cell], tile: Tile) -> Cell:
 
 def _refused(tile: Tile) -> Cell:
     cell = _cell(partial(trial, Mixing), tile)
-    return Cell("refused", True) if cell.text.startswith("raises") else cell
+    runs_others = bool(_cell(partial(trial, MLP), tile).good)
+    return Cell("refused", True) if cell.text.startswith("raises") and runs_others else cell
 
 
 def rounding(everyone: list[Peer], device: torch.device, counts: tuple[int, ...] = (1, 4, 16, 64, 512)) -> list[Sheet]:
     """The error of bfloat16 weight gradients against the number of tiles."""
     sheet = Sheet("rounding", "error of bfloat16 weight gradients against float64", ["tiles", *map(str, counts)])
-    sheet.notes = ["A gated MLP on 4096 tokens, the worst weight; ✗ above 1.5 times its error in one tile."]
+    sheet.notes = ["A gated MLP on 4096 tokens, the worst weight, everyone at their defaults; ✗ above 1.5 times its error in one tile."]
     for peer in everyone:
-        if peer.tile is not None:
+        if peer.tile is not None and not _cell(partial(trial, MLP), peer.tile).good:
+            sheet.add(peer.name, *(Cell("fails", False) for _ in counts))
+        elif peer.tile is not None:
             found = [_bfloat16_error(partial(peer.tile, shards=count), device) for count in counts]
             sheet.add(peer.name, *(Cell(f"{error:.1e}", error < 1.5 * found[0]) for error in found))
     return [sheet]

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -128,8 +129,8 @@ def cut(store: Store) -> str:
     return _damaged(store, lambda file: os.truncate(file, 4096))
 
 
-def full(store: Store) -> str:
-    """There is room for a quarter of it (files may not grow further)."""
+def bounded(store: Store) -> str:
+    """Files may not grow beyond a quarter of a tensor, as under a quota."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (ELEMENTS, ELEMENTS))
     true = [torch.randn(ELEMENTS) for _ in range(4 * COUNT)]
@@ -147,7 +148,9 @@ def _damaged(store: Store, damage: Callable[[Path], None]) -> str:
     true = [torch.randn(ELEMENTS) for _ in range(COUNT)]
     saved = [store.save(tensor.clone()) for tensor in true]
     store.settle(saved)
-    for file in store.files():
+    files = store.files()
+    assert files, "there is no file to damage"
+    for file in files:
         damage(file)
     return _restored(store, saved, true)
 
@@ -161,7 +164,7 @@ FAULTS: dict[str, Callable[[Store], str]] = {
     "tensor written to after the save": overwritten,
     "a bit flips on the disk": flipped,
     "file cut short": cut,
-    "disk full": full,
+    "no room for the file": bounded,
 }
 
 
@@ -208,11 +211,12 @@ def _ended(store: str, kind: signal.Signals, directory: str) -> Cell:
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         with subprocess.Popen(_command(store, "runs", folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
-            process.stdout.readline()
-            try:
-                process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                process.send_signal(kind)
+            writing = process.stdout.readline() == "writing\n"
+            time.sleep(1)
+            if not writing or process.poll() is not None:
+                process.kill()
+                return Cell("ended by itself", False)
+            process.send_signal(kind)
             process.wait(WAIT_SECONDS)
         left = [path for path in Path(folder).rglob("*") if path.is_file()]
     return Cell(f"{len(left)} files left" if left else "nothing left", not left)
@@ -222,8 +226,11 @@ def main(store: str, fault: str, directory: str) -> None:
     """Make one fault."""
     functions = {function.__name__: function for function in (*FAULTS.values(), runs)}
     torch.manual_seed(0)
+    made = STORES[store](directory)
     try:
-        print(functions[fault](STORES[store](directory)), flush=True)
+        print(functions[fault](made), flush=True)
+    except AssertionError:
+        raise  # the fault was not made
     except Exception as error:  # whatever a store makes of it
         print(f"raises {type(error).__name__}", flush=True)
     os._exit(0)  # a store whose threads hang shall not hold up the answer

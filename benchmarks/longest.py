@@ -56,7 +56,7 @@ class Room:
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
 QUICK = Room({**LLAMA, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 8192}, 2**27, 256, 256)
-HERE = Room({**LLAMA, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 16384}, 2**29, 512, 512)
+HERE = Room({**LLAMA, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 16384}, 3 * 2**27, 512, 512)
 ON_GPU = Room(
     {
         "model_type": "llama",
@@ -78,13 +78,15 @@ def longest(device: torch.device, quick: bool, directory: str, plot: str | None 
     """One row for each rung; ``plot`` is a picture's file."""
     size = "gpu" if device.type == "cuda" else "quick" if quick else "here"
     room = ROOMS[size]
+    if device.type == "cuda" and room.nbytes > 0.9 * torch.cuda.get_device_properties(device).total_memory:
+        raise RuntimeError(f"this GPU has no room for {gib(room.nbytes)}")
     title = f"the longest sequence in {gib(room.nbytes)}: {room.model['num_hidden_layers']} layers of {room.model['hidden_size']}"
     sheet = Sheet("longest", f"{title}, {room.model['vocab_size']} words", ["", "tokens", "over plain"])
     sheet.notes = [f"Within {room.granule} tokens, {machine(device)}."]
     found: dict[str, int] = {}
     for rung in RUNGS:
         found[rung] = _find(rung, size, directory)
-        sheet.add(rung, str(found[rung]), f"{found[rung] / found['plain']:.1f}")
+        sheet.add(rung, str(found[rung]), f"{found[rung] / max(found['plain'], 1):.1f}")
     if plot is not None:
         draw(found, title, plot)
     return [sheet]

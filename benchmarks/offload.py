@@ -2,7 +2,7 @@
 
 First the same boundaries are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save`` and ``torch.load``,
 with and without ``fsync``, in turn. Then training steps are timed in interleaved rounds: checkpointed without offload, with the disk
-tier, and with one file for each tensor, as trainers have it. Last, faults are made under both.
+tier, and with one file for each tensor, as trainers have it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.costs import Size, llama
 from benchmarks.sheet import Sheet, machine, spread
@@ -27,6 +27,7 @@ from lt_tiled.offload.spill import SpillFile
 from lt_tiled.offload.tiers import DiskTier
 
 GIB = 2**30
+EACH = "`torch.save`, one file each"
 
 
 def offload(device: torch.device, directory: str, boundaries: int = 32, mib: int = 8, tokens: int = 4096, rounds: int = 7) -> list[Sheet]:
@@ -52,8 +53,8 @@ def rates(tensors: list[Tensor], directory: str, rounds: int) -> Sheet:
             times[name].append(way())
     total = sum(t.nbytes for t in tensors) / GIB
     title = f"disk, {len(tensors)} boundaries of {tensors[0].nbytes >> 20} MiB"
-    sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, over the next line", "range"])
-    sheet.notes = [f"Medians of {rounds} rounds, {machine(torch.device('cpu'))}."]
+    sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, over next line", "range"])
+    sheet.notes = [f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}. Only `O_DIRECT` reads the disk."]
     written = {name: [total / write for write, _ in pairs[1:]] for name, pairs in times.items()}
     read = {name: [total / back for _, back in pairs[1:]] for name, pairs in times.items()}
     names = list(ways)
@@ -62,6 +63,18 @@ def rates(tensors: list[Tensor], directory: str, rounds: int) -> Sheet:
         last = [f"{statistics.median(of):.1f}", spread(of)] if of else ["", ""]
         sheet.add(name, f"{statistics.median(written[name]):.2f}", f"{statistics.median(read[name]):.2f}", *last)
     return sheet
+
+
+def _filesystem(directory: str) -> str:
+    """Its kind, as the system lists it; and whether files on it can be opened past the page cache."""
+    lines = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    mounts = {mount: kind for _, mount, kind, *_ in lines}
+    place = Path(directory).resolve()
+    kind = next(mounts[str(parent)] for parent in (place, *place.parents) if str(parent) in mounts)
+    spill = SpillFile(directory, direct=True)
+    direct = spill.direct
+    spill.close()
+    return kind if direct else f"{kind}, which has no `O_DIRECT`"
 
 
 def _tier(tensors: list[Tensor], directory: str, direct: bool) -> Callable[[], tuple[float, float]]:
@@ -113,14 +126,15 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
         "no offload": Checkpointing(),
         "disk tier, `O_DIRECT`": Checkpointing(offload="disk", directory=directory),
         "disk tier, page cache": Checkpointing(offload="disk", directory=directory, direct_io=False),
-        "one file for each tensor": Checkpointing(),
+        **({"RAM": Checkpointing(offload="cpu")} if device.type == "cuda" else {}),
+        EACH: Checkpointing(),
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         models = {name: llama(size, device) for name in policies}
         prepared = {name: stack.enter_context(prepare(models[name], checkpointing=policy)) for name, policy in policies.items()}
         ways = {name: step_of(model, ids) for name, model in models.items()}
-        ways["one file for each tensor"] = _one_file_each(ways["one file for each tensor"], folder)
+        ways[EACH] = _one_file_each(models[EACH], ways[EACH], folder)
         times = interleaved(ways, rounds)
         offloaded = {name: it.report().offloaded for name, it in prepared.items()}
     sheet = Sheet(
@@ -134,27 +148,35 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
     return sheet
 
 
-def _one_file_each(step: Callable[[], float], folder: Path) -> Callable[[], float]:
-    """The step with every boundary in a file of its own, as trainers do that have a disk store."""
-    count = 0
+def _one_file_each(model: nn.Module, step: Callable[[], float], folder: Path) -> Callable[[], float]:
+    """The step with the inputs of all blocks but the last in files of their own, each written and read where it is met."""
+    count, wanted = 0, set[int]()
 
-    def pack(tensor: Tensor) -> Path | Tensor:
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        wanted.add(args[0].data_ptr())
+
+    for layer in model.model.layers[:-1]:  # type: ignore[index, union-attr]
+        layer.register_forward_pre_hook(note)
+
+    def pack(tensor: Tensor) -> tuple[Path, torch.device] | Tensor:
         nonlocal count
-        if tensor.nbytes < 2**20:
+        if tensor.data_ptr() not in wanted:
             return tensor
+        wanted.discard(tensor.data_ptr())
         count += 1
         file = folder / str(count)
         torch.save(tensor.cpu(), file)
-        return file
+        return file, tensor.device
 
-    def unpack(packed: Path | Tensor) -> Tensor:
+    def unpack(packed: tuple[Path, torch.device] | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        tensor: Tensor = torch.load(packed)
-        packed.unlink()
+        tensor: Tensor = torch.load(packed[0], map_location=packed[1])
+        packed[0].unlink()
         return tensor
 
     def run() -> float:
+        wanted.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return step()
 

@@ -112,8 +112,10 @@ def _unsloth() -> Tile:
         plain = type(module).forward
 
         def forward(self: nn.Module, x: Tensor) -> Any:
-            # The arguments: the bound forward, the module, x, whether to keep the random state, tiles, tokens of a tile (0: by tiles).
-            return function.apply(MethodType(plain, self), self, x, True, shards, 0)
+            # As its own patch calls it, which counts tokens over the batch and gives the rest to one tile more.
+            tokens = max(1, x[..., 0].numel() // shards)
+            count = max(1, x[..., 0].numel() // tokens)
+            return function.apply(MethodType(plain, self), self, x, True, count, tokens)
 
         module.forward = MethodType(forward, module)
 

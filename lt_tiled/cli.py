@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from jsonargparse import set_parsing_settings
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
@@ -51,30 +51,48 @@ class TiledCLI(LightningCLI):
             raise SystemExit(f"lt-tiled plan: {error}") from error
 
 
+class SaveRunConfig(SaveConfigCallback):
+    """Saves the run's configuration as Lightning's callback does, and never over a file that it was read from."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        read = {Path(str(path)).resolve() for path in self.config.get("config") or []}
+        if trainer.log_dir is not None and (Path(trainer.log_dir) / self.config_filename).resolve() in read:
+            self.config_filename = "config_of_run.yaml"
+        super().setup(trainer, pl_module, stage)
+
+
 def main(args: ArgsType = None) -> None:
     """Run the command line on ``args``, by default those of the process.
 
     ``--config configs/quickstart.yaml`` and the others of the repository also work where there is no such file: the package brings them.
     """
     if args is None:
-        sys.argv[1:] = [_brought(arg) for arg in sys.argv[1:]]  # also for the ranks, which Lightning starts by it
-        sys.path.insert(0, os.getcwd())  # for a model and data of one's own: --model=my_model.MyModel
+        sys.argv[1:] = _with_own_configs(sys.argv[1:])  # also for the ranks, which Lightning starts by it
+        sys.path.append(os.getcwd())  # for a model and data of one's own: --model=my_model.MyModel
+    elif isinstance(args, list):
+        args = _with_own_configs(args)
     set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields of the policies show their help
     TiledCLI(
         args=args,
         trainer_class=PlanningTrainer,
         trainer_defaults={"callbacks": [TilingReport()]},
         parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
+        save_config_callback=SaveRunConfig,
         save_config_kwargs={"overwrite": True},
     )
 
 
-def _brought(arg: str) -> str:
-    """The package's own config (in a checkout, the repository's), where an argument names one that the working directory has not."""
-    option, equals, name = arg.rpartition("=")
-    package = Path(__file__).parent
-    if name.startswith("configs/") and not Path(name).exists():
-        for home in (package, package.parent):
-            if (home / name).is_file():
-                return f"{option}{equals}{home / name}"
-    return arg
+def _with_own_configs(args: list[str]) -> list[str]:
+    """The arguments, with the package's own file (in a checkout, the repository's) for a config that the working directory has not."""
+    result = []
+    for before, arg in zip(["", *args], args, strict=False):
+        option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)
+        if option in _FILES and name.startswith("configs/") and not Path(name).exists():
+            homes = (Path(__file__).parent, Path(__file__).parent.parent)
+            found = next((str(home / name) for home in homes if (home / name).is_file()), name)
+            arg = f"{option}={found}" if equals else found
+        result.append(arg)
+    return result
+
+
+_FILES = ("--config", "--model", "--data", "--trainer")

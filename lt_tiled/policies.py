@@ -132,10 +132,14 @@ class Checkpointing:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
 
 
-def as_tiling(value: int | Tiling | None) -> Tiling | None:
-    """Read the short form of strategies: a bare number is a shard count, ``None`` turns tiling off."""
+def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
+    """Read the short form of strategies: a bare number is a shard count, ``True`` the default, ``False`` and ``None`` turn tiling off."""
     if value is None or isinstance(value, Tiling):
         return value
+    if isinstance(value, bool):
+        return Tiling() if value else None
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"tiling={value!r} is not understood: give a number of tiles, True, False or a Tiling.")
     return Tiling(num_shards=value)
 
 

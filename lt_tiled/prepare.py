@@ -15,7 +15,7 @@ from lt_tiled.checkpointing.blocks import BlockMark, OwnCheckpointingOff, find_c
 from lt_tiled.checkpointing.boundary import BlockOffload
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.hooks import Offloader
-from lt_tiled.policies import Checkpointing, Tiling
+from lt_tiled.policies import Checkpointing, Tiers, Tiling, as_checkpointing, as_tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.find import find_tileable
 from lt_tiled.tiling.mark import TileMark
@@ -125,13 +125,15 @@ class PreparedModels(list[Prepared]):
                 prepared.offloader.free_buffers()
 
 
-def prepare(model: nn.Module, *, tiling: Tiling | None = None, checkpointing: Checkpointing | None = None) -> Prepared:
+def prepare(
+    model: nn.Module, *, tiling: Tiling | bool | int | None = None, checkpointing: Checkpointing | bool | Tiers | None = None
+) -> Prepared:
     """Tile and checkpoint a whole model in place, without any trainer.
 
     Args:
         model: Any module. Its keys, classes and results stay as they are.
-        tiling: Which modules run tile by tile; ``None`` for none.
-        checkpointing: Which blocks are recomputed in the backward; ``None`` for none.
+        tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
+        checkpointing: Which blocks are recomputed in the backward: a policy, ``True``, or where their inputs go; ``None`` for none.
 
     Returns:
         A handle that reports what was done and undoes it.
@@ -140,7 +142,11 @@ def prepare(model: nn.Module, *, tiling: Tiling | None = None, checkpointing: Ch
         ValueError: If a policy finds no module, names one that is not there, or names one that cannot be tiled.
         OffloadError: If the place to offload to cannot be used, or has no room for its budget.
     """
-    return Prepared(model, tiling, checkpointing)
+    if tiling and (already := Report.of(model).tiled):
+        warn(
+            f"{len(already)} modules are tiled already, {already[0].path} among them, and stay as they are: release what tiled them first."
+        )
+    return Prepared(model, as_tiling(tiling), as_checkpointing(checkpointing))
 
 
 def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -107,6 +107,8 @@ class Report:
                 table.add_row(what, f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut")))
         for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
             table.add_row("checkpointed", f"{count} x {kind}", path, "", "")
+        if not table.rows:
+            table.add_row("nothing", "", "", "", "")
         return table
 
 

@@ -246,3 +246,22 @@ def test_own_model_and_data(command: str, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level("INFO"):
         main([command, "--model=tests.lit.LitTiny", "--trainer.strategy=tiled", "--trainer.accelerator=cpu", "--trainer.logger=false"])
     assert "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block" in caplog.text
+
+
+def test_a_config_is_not_written_over() -> None:
+    """A run without a logger saves its configuration beside a ``config.yaml`` that it was read from, which stays as it is."""
+    own = (
+        "model: tests.lit.LitTiny  # mine\ntrainer: {strategy: tiled, accelerator: cpu, logger: false, max_steps: 1, limit_val_batches: 0}"
+    )
+    Path("config.yaml").write_text(own)
+    main(["fit", "--config", "config.yaml"])
+    assert Path("config.yaml").read_text() == own
+    assert yaml.safe_load(Path("config_of_run.yaml").read_text())["trainer"]["max_steps"] == 1
+
+
+def test_own_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--config configs/...`` is the package's own where there is no such file, and no other argument is touched."""
+    assert config(capsys, "--config=configs/quickstart.yaml", "--data.paths=configs/x.txt")["data"]["init_args"]["paths"] == "configs/x.txt"
+    Path("configs").mkdir()
+    Path("configs/quickstart.yaml").write_text("trainer: {max_steps: 7}")
+    assert config(capsys, "--config", "configs/quickstart.yaml", "--model=CausalLM", "--data=TextFiles")["trainer"]["max_steps"] == 7

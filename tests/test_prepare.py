@@ -117,3 +117,21 @@ def test_containers_are_no_blocks() -> None:
         prepare(model, checkpointing=Checkpointing(targets="layers.*"))
     with prepare(model, tiling=Tiling(2)) as prepared:
         assert [row.path for row in prepared.report().tiled] == ["layers.0.1", "layers.1.1"]
+
+
+def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
+    """Policies have the short forms of strategies, and a second call, which changes nothing, says so."""
+    model = TinyLM()
+    with prepare(model, tiling=2, checkpointing=True) as prepared:
+        model(IDS)
+        report = prepared.report()
+        assert [row.tiles for row in report.tiled] == [2, 2]
+        assert len(report.blocks) == 2
+        prepare(model, tiling=Tiling(8)).release()
+        assert "2 modules are tiled already, blocks.0.mlp among them, and stay as they are" in caplog.text
+        model(IDS)
+        assert [row.tiles for row in prepared.report().tiled] == [2, 2]
+    with prepare(model, tiling=False, checkpointing=False) as nothing:
+        assert nothing.report().tiled == ()
+    with pytest.raises(ValueError, match="tiling='many' is not understood: give a number of tiles, True, False or a Tiling"):
+        prepare(model, tiling="many")

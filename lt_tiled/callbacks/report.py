@@ -45,4 +45,7 @@ class TilingReport(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.report is not None and self._memory is not None and trainer.is_global_zero:
-            Console().print(self.report.table(self._memory.describe(self.peak), self._steps, self._seconds))
+            table, console = self.report.table(self._memory.describe(self.peak), self._steps, self._seconds), Console()
+            if not console.is_terminal:  # a file has no edge at which lines would have to break
+                console.width = max(console.width, console.measure(table).maximum)
+            console.print(table)

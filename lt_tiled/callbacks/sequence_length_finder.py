@@ -142,7 +142,7 @@ class _Trial:
         self.trainer, self.module, self.batch, self.limit = trainer, module, batch, memory
         self.length = length_of(batch)
         if not self.length:
-            raise ValueError("The batch has no tensor with two dimensions, whose second could be made longer.")
+            raise ValueError("The batch has no tensor with two or three dimensions, whose second could be made longer.")
         self.device = trainer.strategy.root_device
         self.memory = PeakMemory(self.device)
         self._buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m._buffers.items() if b is not None]

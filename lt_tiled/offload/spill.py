@@ -118,7 +118,9 @@ class SpillFile:
         except OSError as error:
             if error.errno in _NO_ROOM and at_least is not None and at_least < nbytes:
                 return self._grow(at_least)
-            raise self._error(error, f"cannot reserve {nbytes} bytes behind {self._extents.size}") from error
+            raise self._error(
+                error, f"cannot reserve {nbytes} bytes more: make room, give a smaller disk_budget or another directory"
+            ) from error
         return self._extents.grow(nbytes)
 
     # Data
@@ -213,7 +215,9 @@ class SpillFile:
         try:
             private = tempfile.mkdtemp(prefix="lt_tiled-", dir=self.directory)  # mode 0700
         except OSError as error:
-            raise self._error(error, "cannot make a directory for the spill file") from error
+            raise self._error(
+                error, "cannot make a directory for the spill file: make its parent first, or give another directory"
+            ) from error
         try:
             folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -34,11 +34,13 @@ class OffloadStats:
 
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:
         """Lines for people, about a run of that many steps; with its duration, what it means for an SSD."""
+        if not self.cpu_bytes + self.disk_bytes + self.kept_bytes:
+            return ["nothing was offloaded: inputs smaller than min_bytes, and those of the keep_last last blocks, stay"]
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
         lines = [
             f"offloaded per step: {_size(self.cpu_bytes / per_step)} to RAM, {_size(self.disk_bytes / per_step)} to disk",
-            f"back in time: {self.prefetch_hits} of {asked}, and {self.from_memory} had not left",
+            f"back in time: {self.prefetch_hits} of {asked}; asked for while still on the way out: {self.from_memory}",
             f"stalled: {self.stalled_ms / per_step:.1f} ms a step",
         ]
         if self.kept_bytes:

@@ -71,7 +71,9 @@ class Job:
         """
         length = self.tokens
         if tokens is not None and length == 0:
-            raise ValueError("The batch has no tensor with two dimensions, whose second could be made longer: leave --seq out.")
+            raise ValueError(
+                "The batch has no tensor with two or three dimensions, whose second could be made longer: leave --seq and --find out."
+            )
 
         def step() -> Tensor:
             batch = apply_to_collection(self.batch, Tensor, _fake_like, length, tokens or length)
@@ -247,9 +249,9 @@ def _dtypes(precision: str, engine: Engine) -> tuple[torch.dtype, torch.dtype | 
 
 
 def length_of(batch: Any) -> int:
-    """The length of a batch's sequences: the second dimension of its first tensor with two; 0 if there is none."""
+    """The length of a batch's sequences: the second dimension of its first tensor with two or three; 0 if there is none (images)."""
     lengths: list[int] = []
-    apply_to_collection(batch, Tensor, lambda t: lengths.extend(t.shape[1:2]))
+    apply_to_collection(batch, Tensor, lambda t: lengths.extend(t.shape[1:2] if t.dim() in (2, 3) else ()))
     return lengths[0] if lengths else 0
 
 

@@ -60,7 +60,7 @@ class Plan:
         Args:
             tflops: What the device sustains, in 10**12 operations a second.
         """
-        table = Table(title=f"{self.name}, {self.tokens} tokens", title_justify="left")
+        table = Table(title=f"{self.name}, {self.tokens} tokens" if self.tokens else self.name, title_justify="left")
         table.add_column("what holds memory", no_wrap=True)
         table.add_column("at the peak", justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
@@ -74,7 +74,7 @@ class Plan:
             f"The peak stands in the {self.phase}, at {self.place}.",
             f"{run.flops / 1e12:.3g} TFLOP a step, {run.forward_flops / 1e12:.3g} of them in the forward",
         ]
-        if run.offloaded is not None:
+        if run.offloaded is not None and run.offloaded.cpu_bytes + run.offloaded.disk_bytes:
             moved = run.offloaded
             lines.append(
                 f"offloaded: {gib(moved.cpu_bytes)} to RAM and {gib(moved.disk_bytes)} to disk a step, hidden behind the forward by"
@@ -100,7 +100,9 @@ def _tiling(tiling: Tiling | None) -> str:
 def _checkpointing(policy: Checkpointing | None) -> str:
     if policy is None:
         return "no checkpointing"
-    return "checkpointing" if policy.offload is None else f"checkpointing with inputs on {policy.offload} but the last {policy.keep_last}"
+    return (
+        "checkpointing" if policy.offload is None else f"checkpointing with inputs on {policy.offload}, all but the last {policy.keep_last}"
+    )
 
 
 def gib(nbytes: float) -> str:

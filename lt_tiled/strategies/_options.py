@@ -17,7 +17,7 @@ class TiledOptions:
     """Keeps the policies, and the models that they were applied to.
 
     Args:
-        tiling: What runs tile by tile; a number is a shard count, ``None`` turns it off.
+        tiling: What runs tile by tile; a number is a shard count, ``None`` and ``False`` turn it off.
         checkpointing: Which blocks are recomputed in the backward, and where their inputs wait; ``True`` is the default policy, ``"cpu"``,
             ``"disk"`` and ``"cpu+disk"`` offload, ``False`` turns it off.
     """
@@ -25,7 +25,7 @@ class TiledOptions:
     def __init__(
         self,
         *args: Any,
-        tiling: PositiveInt | Tiling | None = _DEFAULT,
+        tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
         checkpointing: bool | Tiers | Checkpointing | None = True,
         **kwargs: Any,
     ) -> None:

@@ -132,8 +132,11 @@ def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
     """Refuse hidden states, labels and a head that do not fit together.
 
     Raises:
+        TypeError: If the weight is a module.
         ValueError: With the shapes, and those that would fit.
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}: give its weight of shape [V, H], as in head.weight.")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}: they must be whole numbers: probabilities as labels are not tiled.")
     if hidden.shape[:-1] != labels.shape:

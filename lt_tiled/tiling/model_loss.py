@@ -99,7 +99,8 @@ def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _head_of(module: nn.Module) -> nn.Module | None:
     get = getattr(module, "get_output_embeddings", None)
-    if get is None or not hasattr(module, "loss_function") or "labels" not in inspect.signature(type(module).forward).parameters:
+    # In this order: transformers warns when a model that has no loss is asked for its function.
+    if get is None or "labels" not in inspect.signature(type(module).forward).parameters or not hasattr(module, "loss_function"):
         return None
     head = get()
     return head if isinstance(getattr(head, "out_features", None), int) else None

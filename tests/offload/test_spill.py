@@ -188,7 +188,7 @@ def test_failing_calls_are_errors(spill: SpillFile, function: str, fault: object
 def test_full_disk_at_setup(tmp_path: Path) -> None:
     """If the disk has no room for the budget, opening fails, before a byte is written, and leaves nothing open."""
     before = os.listdir("/proc/self/fd")
-    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFull, match="cannot reserve 1048576 bytes behind 0"):
+    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFull, match="cannot reserve 1048576 bytes more"):
         SpillFile(tmp_path, 2**20)
     assert os.listdir("/proc/self/fd") == before
     assert os.listdir(tmp_path) == []

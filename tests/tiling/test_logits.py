@@ -292,3 +292,15 @@ def test_absent_logits_can_be_copied() -> None:
     for copied in (copy.copy(logits), copy.deepcopy(logits), pickle.loads(pickle.dumps(logits))):
         with pytest.raises(AttributeError, match="computed its loss in tiles"):
             copied.shape  # noqa: B018
+
+
+def test_models_without_a_loss_are_not_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only models that take labels are asked for their loss: transformers warns, in words about the loss, when others are."""
+    model = tiny_llama()
+
+    def asked(module: nn.Module) -> None:
+        raise RuntimeError("asked for a loss")
+
+    monkeypatch.setattr(type(model.model), "loss_function", property(asked))
+    with prepare(model, tiling=LOSS):
+        assert [row.kind for row in Report.of(model).losses] == ["LlamaForCausalLM"]

@@ -240,12 +240,13 @@ def test_module_form() -> None:
         ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32: they must be whole numbers"),
         ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
         ({"bias": torch.zeros(3)}, r"bias has the shape \[3\] and must be \[37\]"),
+        ({"weight": torch.nn.Linear(16, 37)}, r"weight is a Linear: give its weight of shape \[V, H\], as in head.weight"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
     """Values out of bounds and shapes that do not fit are refused with the bound."""
     hidden, weight, labels, bias = some()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         tiled_linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change))
 
 
