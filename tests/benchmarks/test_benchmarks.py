@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.__main__ import record, write
+from benchmarks.__main__ import ROOT, record, write
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.loss import candidates, errors, usable
@@ -69,6 +70,17 @@ def test_who_is_missing() -> None:
     """A peer that cannot be imported is a row that says why."""
     sheet = roll_call([Peer("Liger", None, "No module named 'triton'")])
     assert [cell.text for cell in sheet.rows[0]] == ["Liger", "not measured: No module named 'triton'"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_pages_have_results(page: str) -> None:
+    """Each place for a table in the README and the documentation holds one, of a sheet that the benchmark makes."""
+    places = re.findall(r"<!-- benchmark: (\w+) -->\n(.*?)<!-- end -->", (ROOT / page).read_text(), re.DOTALL)
+    source = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    assert len(places) >= 8
+    for name, table in places:
+        assert table.startswith("| "), name
+        assert re.search(rf'Sheet\(\s*"{name}"', source), name
 
 
 def test_markdown_and_json(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from tests.docs.documents import ROOT
 from tests.docs.shim import COMMANDS, WARM
 
+START_SECONDS = 120
 Shell = Callable[[Path], str]
 
 
@@ -31,8 +33,11 @@ def _commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb", WARM: address}
     environment = {**os.environ, **settings, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     warm = subprocess.Popen([sys.executable, "-m", "tests.docs.warm", address], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
+    end = time.monotonic() + START_SECONDS
     while not Path(address).exists():
         assert warm.poll() is None, "the process that runs the commands has ended"
+        assert time.monotonic() < end, f"the process that runs the commands has not started within {START_SECONDS} s"
+        time.sleep(0.05)
     yield environment
     warm.kill()
     warm.wait()

@@ -67,8 +67,9 @@ def on_two_nodes(engine: str, directory: Path) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "two nodes"])
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    ("engine", "launcher"), [("fsdp2", "lightning"), ("zero3", "torchrun"), ("fsdp2", "two nodes"), ("zero3", "two nodes")]
+)
 def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRanks) -> None:
     """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks, and leaves no file."""
     if launcher == "two nodes":
