@@ -51,7 +51,11 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="a picture of the longest sequences")
     parser.add_argument("--write", action="store_true", help="into README.md and docs/")
+    parser.add_argument("--render", metavar="FILE", help="measure nothing: write what --json wrote, here or on another machine")
     args = parser.parse_args()
+    if args.render:
+        write_all(sheets_of(json.loads(Path(args.render).read_text())))
+        return
     chosen = sections(args.quick, args.directory, args.plot, peers())
     if unknown := set(args.only or ()) - set(chosen):
         parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(chosen)}")
@@ -65,8 +69,7 @@ def main() -> None:
             Path(args.json).write_text(json.dumps(record(found, args.quick), indent=1))
     console.print(f"{time.perf_counter() - start:.0f} s")
     if args.write:
-        for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-            write(file, found)
+        write_all(found)
 
 
 def _found(name: str, section: Section) -> list[Sheet]:
@@ -119,6 +122,17 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             yield package, "not installed"
+
+
+def sheets_of(told: dict[str, Any]) -> list[Sheet]:
+    """The sheets of a record."""
+    return [Sheet(**{**sheet, "rows": [[Cell(**cell) for cell in row] for row in sheet["rows"]]}) for sheet in told["sheets"]]
+
+
+def write_all(found: list[Sheet]) -> None:
+    """Into the README and the documentation."""
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        write(file, found)
 
 
 def write(file: Path, found: list[Sheet]) -> None:

@@ -56,7 +56,7 @@ class Room:
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
 QUICK = Room({**LLAMA, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 8192}, 2**27, 256, 256)
-HERE = Room({**LLAMA, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 16384}, 3 * 2**27, 512, 512)
+HERE = Room({**LLAMA, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 16384}, 3 * 2**26, 256, 256)
 ON_GPU = Room(
     {
         "model_type": "llama",
