@@ -31,7 +31,7 @@ def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
         "│ weights │",
         "│ attention │",
         "predicted peak of a rank",
-        "ddp, num_shards=auto, checkpointing with inputs on disk but the last 1",
+        "ddp, num_shards=auto, checkpointing with inputs on disk, all but the last 1",
         "The peak stands in the ",
         "TFLOP a step",
         "to RAM and 12.0 MiB to disk a step, hidden behind the forward by",
@@ -91,7 +91,7 @@ def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """The config of Llama 3 8B is planned on any machine; its weights' shards on 8 ranks are their exact size, in bfloat16."""
     main(["plan", "--config", str(ROOT / "configs" / "plan" / "llama_8b.yaml"), "--seq=2048"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "zero3 over 8 ranks, num_shards=auto, checkpointing with inputs on cpu but the last 1" in text
+    assert "zero3 over 8 ranks, num_shards=auto, checkpointing with inputs on cpu, all but the last 1" in text
     numbers = 2 * 128256 * 4096 + 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096
     assert f"│ weights │ {2 * numbers / 8 / 2**30:.2f} GiB │" in text
 

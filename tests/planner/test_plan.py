@@ -152,7 +152,7 @@ def test_what_cannot_be_simulated() -> None:
     """A module that looks at values is refused with the operation and the place; one without sequences cannot be lengthened."""
     with pytest.raises(CannotSimulate, match=r"aten._local_scalar_dense.default in net needs the values"):
         job(module=Peeking).simulate()
-    with pytest.raises(ValueError, match="no tensor with two dimensions"):
+    with pytest.raises(ValueError, match="no tensor with two or three dimensions"):
         job(module=Vectors).simulate(64)
 
 
@@ -268,7 +268,7 @@ def test_the_picture_ends_where_the_parts_do() -> None:
 def test_the_line_of_settings() -> None:
     """The settings are described in a line."""
     base = job(TiledDDPStrategy(tiling=4, checkpointing="disk"), devices=2)
-    assert describe(base.settings) == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk but the last 1"
+    assert describe(base.settings) == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk, all but the last 1"
     assert isinstance(base.module, nn.Module)
 
 

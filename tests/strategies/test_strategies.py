@@ -73,7 +73,8 @@ def test_registered_names() -> None:
 def test_short_forms() -> None:
     """A bare number is a shard count, ``True`` the default policy; ``None`` and ``False`` turn a feature off; both are on by default."""
     assert TiledDDPStrategy(tiling=8).tiling == Tiling(8)
-    assert TiledDDPStrategy(tiling=None).tiling is None
+    assert TiledDDPStrategy(tiling=None).tiling is TiledDDPStrategy(tiling=False).tiling is None
+    assert TiledDDPStrategy(tiling=True).tiling == Tiling()
     assert TiledDDPStrategy(checkpointing=True).checkpointing == Checkpointing()
     assert TiledDDPStrategy(checkpointing=False).checkpointing is None
     assert (TiledDDPStrategy().tiling, TiledDDPStrategy().checkpointing) == (Tiling(), Checkpointing())
@@ -105,7 +106,7 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tiling": 0}, "num_shards=0 must be 'auto' or a whole number of at least 1"),
+        ({"tiling": 0}, "tiling=0 is not understood: give a number of tiles, True, False or a Tiling"),
         ({"checkpointing": "disc"}, "checkpointing='disc' is not understood"),
         ({"find_unused": True}, "find_unused"),
     ],
