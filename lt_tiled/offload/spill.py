@@ -119,7 +119,7 @@ class SpillFile:
             if error.errno in _NO_ROOM and at_least is not None and at_least < nbytes:
                 return self._grow(at_least)
             raise self._error(
-                error, f"cannot reserve {nbytes} bytes more: make room, give a smaller disk_budget or another directory"
+                error, f"cannot reserve {nbytes} bytes more (make room, lower disk_budget, or give another directory)"
             ) from error
         return self._extents.grow(nbytes)
 
@@ -215,9 +215,7 @@ class SpillFile:
         try:
             private = tempfile.mkdtemp(prefix="lt_tiled-", dir=self.directory)  # mode 0700
         except OSError as error:
-            raise self._error(
-                error, "cannot make a directory for the spill file: make its parent first, or give another directory"
-            ) from error
+            raise self._error(error, "cannot make a directory for the spill file (make the one that it is in, or give another)") from error
         try:
             folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -231,7 +231,10 @@ def test_budget(tmp_path: Path) -> None:
 def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:
     """A directory that is missing, or none, is named with the system's reason."""
     directory = make(tmp_path)
-    with pytest.raises(OffloadError, match=f"cannot make a directory for the spill file: {message}.*{directory}"):
+    with pytest.raises(
+        OffloadError,
+        match=rf"cannot make a directory for the spill file \(make the one that it is in, or give another\): {message}.*{directory}",
+    ):
         SpillFile(directory)
 
 
