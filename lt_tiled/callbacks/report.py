@@ -47,5 +47,5 @@ class TilingReport(Callback):
         if self.report is not None and self._memory is not None and trainer.is_global_zero:
             table, console = self.report.table(self._memory.describe(self.peak), self._steps, self._seconds), Console()
             if not console.is_terminal:  # a file has no edge at which lines would have to break
-                console.width = max(console.width, console.measure(table).maximum)
+                console.width = 1000
             console.print(table)
