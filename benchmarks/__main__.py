@@ -9,7 +9,6 @@ minutes on two cores. Peers other than DeepSpeed are measured where they are ins
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.offload import offload
 from benchmarks.peers import PACKAGES, Peer, peers, roll_call
-from benchmarks.sheet import Cell, Sheet, device_at_hand, machine
+from benchmarks.sheet import Cell, Sheet, device_at_hand, machine, version_of
 from benchmarks.step_time import step_time
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +105,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
 def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
     """The figures, and what they were measured with."""
     return {
-        "versions": dict(_versions()),
+        "versions": {package: version_of(package) for package in VERSIONS},
         "python": platform.python_version(),
         "machine": machine(device_at_hand()),
         "load_at_the_end": os.getloadavg(),
@@ -114,14 +113,6 @@ def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
         "quick": quick,
         "sheets": [asdict(sheet) for sheet in found],
     }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in VERSIONS:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield package, "not installed"
 
 
 def sheets_of(told: dict[str, Any]) -> list[Sheet]:

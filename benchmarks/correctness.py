@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -120,8 +119,7 @@ def trial(
     values = [torch.randn(shape) for _ in range(backwards)]
     found, true = ([_step(m, _leaf(v, m, needs_input_gradient), enter, call) for v in values] for m in (module, exact))
     pairs = [pair for a, b in zip(found, true, strict=True) for pair in zip(a, b, strict=True)]
-    pairs += [(a.grad, b.grad) for a, b in zip(module.parameters(), exact.parameters(), strict=True)]
-    return max(relative(a, b) for a, b in pairs)
+    return max(weights_off(module, exact), *(relative(a, b) for a, b in pairs))
 
 
 def _leaf(value: Tensor, module: nn.Module, wanted: bool) -> Tensor:
@@ -153,6 +151,11 @@ def relative(found: Tensor | None, true: Tensor | None) -> float:
     return float((found.double() - true).norm() / true.norm())
 
 
+def weights_off(module: nn.Module, exact: nn.Module) -> float:
+    """The greatest relative error of the weights' gradients."""
+    return max(relative(a.grad, b.grad) for a, b in zip(module.parameters(), exact.parameters(), strict=True))
+
+
 # The cases that are more than a module and an input
 
 
@@ -172,8 +175,7 @@ def dropout(tile: Tile) -> float:
     upstream((out,)).backward()
     y = x.detach().double().requires_grad_()
     upstream((exact(y),)).backward()
-    pairs = [(x.grad, y.grad), *((a.grad, b.grad) for a, b in zip(module.parameters(), exact.parameters(), strict=True))]
-    return max(relative(a, b) for a, b in pairs)
+    return max(weights_off(module, exact), relative(x.grad, y.grad))
 
 
 def autocast(tile: Tile) -> Cell:
@@ -258,7 +260,8 @@ def correctness(everyone: list[Peer]) -> list[Sheet]:
 
 
 def _cell(case: Callable[[Tile], float | Cell], tile: Tile) -> Cell:
-    with _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             found = case(tile)
         except Exception as error:  # a peer may raise anything
@@ -295,11 +298,4 @@ def _bfloat16_error(tile: Callable[[nn.Module], None], device: torch.device) -> 
     x, gradient = (torch.randn(1, 4096, HIDDEN).to(device, torch.bfloat16) for _ in range(2))
     module(x.requires_grad_()).backward(gradient)
     exact(x.detach().double()).backward(gradient.double())
-    return max(relative(a.grad, b.grad) for a, b in zip(module.parameters(), exact.parameters(), strict=True))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    return weights_off(module, exact)

@@ -9,8 +9,7 @@ have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +106,7 @@ def engines(everyone: list[Peer], rows: list[Row] = ROWS) -> list[Sheet]:
     grid = Sheet("engines", "tiled MLPs under the engines, two ranks", ["", *here])
     grid.notes = ["The greatest relative difference of four losses from the untiled run's; ✗ above 1e-4."]
     gathers = Sheet("gathers", "gathers of weights in a step, at 4 and at 16 tiles", ["", "untiled", *here])
-    with _ranks() as ranks:
+    with closing(Ranks()) as ranks:
         for row in rows:
             untiled = ranks.run(row, "untiled")
             if isinstance(untiled, str):
@@ -164,12 +163,6 @@ class Ranks:
         raised = [answer for answer in ran if isinstance(answer, str)]
         return f"raises {raised[0]}" if raised else ran
 
-
-@contextmanager
-def _ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    try:
-        yield ranks
-    finally:
-        for world in ranks.worlds.values():
+    def close(self) -> None:
+        for world in self.worlds.values():
             world.kill()

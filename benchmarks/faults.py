@@ -173,11 +173,10 @@ FAULTS: dict[str, Callable[[Store], str]] = {
 
 def faults(directory: str) -> list[Sheet]:
     """One row for each fault, one column for each store."""
-    sheet = Sheet("faults", "offloading to disk, when things go wrong", ["", *STORES])
     missing = _missing()
-    sheet.headings = ["", *(name for name in STORES if name not in missing)]
-    sheet.notes = ["lt_tiled with `checksum=True`, without which a flipped bit is not looked for.", *missing.values()]
     here = [name for name in STORES if name not in missing]
+    sheet = Sheet("faults", "offloading to disk, when things go wrong", ["", *here])
+    sheet.notes = ["lt_tiled with `checksum=True`, without which a flipped bit is not looked for.", *missing.values()]
     for title, fault in FAULTS.items():
         sheet.add(title, *(_outcome(name, fault.__name__, directory) for name in here))
     for kind in (signal.SIGTERM, signal.SIGKILL):

@@ -115,10 +115,8 @@ def main() -> None:
     room = ROOMS[args.size]
     checkpointed, loss, offload, tiled = RUNGS[args.rung]
     checkpointing = Checkpointing(offload=offload, directory=args.directory if offload else None) if checkpointed else None
-    model, finder = (
-        CausalLM(room.model, tiled_loss=loss and (room.shards or True)),
-        SequenceLengthFinder(start=room.start, granule=room.granule),
-    )
+    model = CausalLM(room.model, tiled_loss=loss and (room.shards or True))
+    finder = SequenceLengthFinder(start=room.start, granule=room.granule)
 
     def fit(seq_len: int, *callbacks: Callback) -> None:
         strategy = TiledSingleDeviceStrategy(tiling=Tiling(room.shards or "auto") if tiled else None, checkpointing=checkpointing)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import peers as peers  # chooses DeepSpeed's accelerator before its import
-from benchmarks.sheet import Cell, Sheet, machine, spread
+from benchmarks.sheet import Cell, Sheet, machine, reason, spread
 from benchmarks.step_time import device_peak, interleaved, ratios, seconds_of
 from lt_tiled import tiled_linear_cross_entropy
 from tests.meters import flops, peak_bytes
@@ -93,7 +93,7 @@ def usable(ways: dict[str, Callable[[torch.device], Loss]], device: torch.device
         try:
             found[name] = make(device)
         except Exception as error:  # a package may refuse a machine with any error
-            found[name] = str(error).strip().partition("\n")[0] or type(error).__name__
+            found[name] = reason(error)
     return found
 
 

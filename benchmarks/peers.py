@@ -6,7 +6,7 @@ their patches do. What is not installed, or cannot be imported on this machine, 
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from benchmarks.sheet import Sheet
+from benchmarks.sheet import Sheet, reason, version_of
 from lt_tiled import tile
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -53,24 +53,16 @@ def roll_call(everyone: list[Peer]) -> Sheet:
     sheet = Sheet("peers", "tiled MLPs on this machine", ["", ""])
     for peer in everyone:
         sheet.add(
-            peer.name, f"not measured: {peer.missing}" if peer.tile is None else f"{PACKAGES[peer.name]} {_version(PACKAGES[peer.name])}"
+            peer.name, f"not measured: {peer.missing}" if peer.tile is None else f"{PACKAGES[peer.name]} {version_of(PACKAGES[peer.name])}"
         )
     return sheet
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 def _peer(name: str, make: Callable[[], Tile]) -> Peer:
     try:
         return Peer(name, make())
     except Exception as error:  # a package may refuse a machine with any error
-        lines = str(error).strip().splitlines()
-        return Peer(name, None, lines[0].rstrip(".") if lines else type(error).__name__)
+        return Peer(name, None, reason(error))
 
 
 def _lt_tiled() -> Tile:

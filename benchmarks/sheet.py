@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from dataclasses import dataclass, field
@@ -69,6 +70,19 @@ def machine(device: torch.device) -> str:
 def device_at_hand() -> torch.device:
     """The GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, or its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def version_of(package: str) -> str:
+    """That which is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def spread(values: list[float]) -> str:

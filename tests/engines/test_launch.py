@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +13,12 @@ import pytest
 
 from tests.engines.cells import in_trainer
 from tests.engines.conftest import OnRanks
+from tests.processes import finish, start
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("program.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LIMIT = 120
 """Seconds for a whole run."""
-
-
-def start(*command: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-
-
-def finish(runs: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:
-    """Exit codes and what was printed; whatever is left of the runs, their children too, is killed."""
-    printed = ""
-    try:
-        for run in runs:
-            printed += run.communicate(timeout=LIMIT)[0]
-    finally:
-        for run in runs:
-            try:
-                os.killpg(run.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    return [run.returncode for run in runs], printed
 
 
 def told(directory: Path) -> list[dict[str, Any]]:
@@ -78,8 +55,8 @@ def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRank
         runs = [start(*TORCHRUN, "--standalone", "--nproc-per-node=2", PROGRAM, engine, str(directory))]
     else:
         runs = [start(sys.executable, PROGRAM, engine, str(directory))]
-    codes, printed = finish(runs)
-    assert set(codes) == {0}, printed
+    codes, printed = finish(runs, LIMIT)
+    assert set(codes) == {0}, "".join(printed)
     ranks = told(directory)
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert {rank["world"] for rank in ranks} == {2}
@@ -95,7 +72,7 @@ def test_one_rank_fails(engine: str, launcher: str, directory: Path) -> None:
     """An exception on rank 1 in its second step ends every rank, within the limit, with the exception in what is printed."""
     program = (PROGRAM, engine, str(directory), "--fail-on=1")
     command = (*TORCHRUN, "--standalone", "--nproc-per-node=2", *program) if launcher == "torchrun" else (sys.executable, *program)
-    (code,), printed = finish([start(*command)])
+    (code,), (printed,) = finish([start(*command)], LIMIT)
     assert code != 0
     assert "this rank fails" in printed
     assert told(directory) == []

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from lt_tiled.lm import TextFiles
+from tests.processes import ROOT, finish, start
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 120
 """Seconds for a run."""
 
@@ -44,27 +41,13 @@ class Run:
         return [(what, int(count), kind, tiles) for what, count, kind, tiles in re.findall(row, self.printed, re.MULTILINE)]
 
 
-def start(script: str, directory: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "examples" / script), "--accelerator=cpu", *args]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
-    return subprocess.Popen(command, cwd=directory, env=env, stdout=pipe, stderr=both, text=True, start_new_session=True)
-
-
 def run_both(script: str, directory: Path, args: Sequence[str], tiled: Sequence[str], untiled: Sequence[str]) -> tuple[Run, Run]:
     """Run a script tiled and untiled, side by side; whatever is left of them, their other ranks too, is killed."""
-    started: list[subprocess.Popen[str]] = []
-    try:
-        for output, more in (("tiled", tiled), ("untiled", untiled)):
-            started.append(start(script, directory, f"--output={output}", *args, *more))
-        printed = [run.communicate(timeout=LIMIT)[0] for run in started]
-    finally:
-        for run in started:
-            try:
-                os.killpg(run.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    assert [run.returncode for run in started] == [0, 0], "\n".join(printed)
+    command = (sys.executable, str(ROOT / "examples" / script), "--accelerator=cpu")
+    both = (("tiled", tiled), ("untiled", untiled))
+    runs = [start(*command, f"--output={output}", *args, *more, cwd=directory, COLUMNS="160") for output, more in both]
+    codes, printed = finish(runs, LIMIT)
+    assert codes == [0, 0], "\n".join(printed)
     return Run(printed[0], directory / "tiled"), Run(printed[1], directory / "untiled")
 
 
