@@ -1,9 +1,10 @@
-"""Everything that is measured, in one run: ``python -m benchmarks [--quick] [--only costs loss] [--json results.json] [--write]``.
+"""Everything that is measured, in one run: ``python -m benchmarks [--quick] [--only costs loss] [--json results.json]
+[--write]``.
 
-Tables are printed as they are found, with a mark where a figure is a verdict. ``--json`` writes them with versions, seed and load.
-``--write`` puts them as Markdown between the ``<!-- benchmark: NAME -->`` marks of README.md and of docs/. ``--quick`` takes about three
-minutes on two cores. Peers other than DeepSpeed are measured where they are installed: ``liger-kernel``, ``axolotl``, ``verl``,
-``unsloth``, ``cut-cross-entropy``.
+Tables are printed as they are found, with a mark where a figure is a verdict. ``--json`` writes them with versions,
+seed and load. ``--write`` puts them as Markdown between the ``<!-- benchmark: NAME -->`` marks of README.md and of
+docs/. ``--quick`` takes about three minutes on two cores. Peers other than DeepSpeed are measured where they are
+installed: ``liger-kernel``, ``axolotl``, ``verl``, ``unsloth``, ``cut-cross-entropy``.
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ Section = Callable[[], list[Sheet]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="of: " + ", ".join(sections(True, "", None, [])))
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="a picture of the longest sequences")
     parser.add_argument("--write", action="store_true", help="into README.md and docs/")
-    parser.add_argument("--render", metavar="FILE", help="measure nothing: write what --json wrote, here or on another machine")
+    parser.add_argument(
+        "--render", metavar="FILE", help="measure nothing: write what --json wrote, here or on another machine"
+    )
     args = parser.parse_args()
     if args.render:
         write_all(sheets_of(json.loads(Path(args.render).read_text())))
@@ -117,7 +122,10 @@ def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
 
 def sheets_of(told: dict[str, Any]) -> list[Sheet]:
     """The sheets of a record."""
-    return [Sheet(**{**sheet, "rows": [[Cell(**cell) for cell in row] for row in sheet["rows"]]}) for sheet in told["sheets"]]
+    return [
+        Sheet(**{**sheet, "rows": [[Cell(**cell) for cell in row] for row in sheet["rows"]]})
+        for sheet in told["sheets"]
+    ]
 
 
 def write_all(found: list[Sheet]) -> None:

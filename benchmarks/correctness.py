@@ -1,8 +1,8 @@
 """Whose tiled MLP has the gradients of the untiled one: ``python -m benchmarks --only correctness``.
 
-Every case runs one module whole in float64 and tiled in float32, with the same upstream gradient, and compares the output and the
-gradients of the input and of all weights. A cell is the greatest relative error of these, and green below 1e-5; ``raises`` names what was
-raised.
+Every case runs one module whole in float64 and tiled in float32, with the same upstream gradient, and compares the
+output and the gradients of the input and of all weights. A cell is the greatest relative error of these, and green
+below 1e-5; ``raises`` names what was raised.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def _step(
 def upstream(outputs: tuple[Tensor, ...]) -> Tensor:
     """A loss whose gradient by each output is random, the same in every call."""
     generator = torch.Generator().manual_seed(1)
-    return torch.stack([(out * torch.randn(out.shape, generator=generator).to(out.dtype)).sum() for out in outputs]).sum()
+    return torch.stack(
+        [(out * torch.randn(out.shape, generator=generator).to(out.dtype)).sum() for out in outputs]
+    ).sum()
 
 
 def relative(found: Tensor | None, true: Tensor | None) -> float:
@@ -249,7 +251,9 @@ CASES: dict[str, Callable[[Tile], float | Cell]] = {
 
 
 def correctness(everyone: list[Peer]) -> list[Sheet]:
-    """One row for each case, one column for each peer at hand. Always on the CPU, where nothing but the tiles differs."""
+    """One row for each case, one column for each peer at hand. Always on the CPU, where nothing but the tiles
+    differs.
+    """
     here = [peer for peer in everyone if peer.tile is not None]
     sheet = Sheet("correctness", "tiled MLPs against the untiled one in float64", ["", *(peer.name for peer in here)])
     sheet.notes = ["The greatest relative error of output and gradients; ✗ above 1e-5."]
@@ -280,7 +284,9 @@ def _refused(tile: Tile) -> Cell:
 def rounding(everyone: list[Peer], device: torch.device, counts: tuple[int, ...] = (1, 4, 16, 64, 512)) -> list[Sheet]:
     """The error of bfloat16 weight gradients against the number of tiles."""
     sheet = Sheet("rounding", "error of bfloat16 weight gradients against float64", ["tiles", *map(str, counts)])
-    sheet.notes = ["A gated MLP on 4096 tokens, the worst weight, everyone at their defaults; ✗ above 1.5 times its error in one tile."]
+    sheet.notes = [
+        "A gated MLP on 4096 tokens, the worst weight, everyone at their defaults; ✗ above 1.5 times its error in one tile."
+    ]
     for peer in everyone:
         if peer.tile is not None and not _cell(partial(trial, MLP), peer.tile).good:
             sheet.add(peer.name, *(Cell("fails", False) for _ in counts))

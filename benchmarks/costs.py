@@ -1,7 +1,8 @@
 """What tiling costs, exactly: ``python -m benchmarks --only costs``.
 
-One training step of a Llama whose blocks are checkpointed, with its MLPs in tiles by each peer: floating point operations, how often each
-token goes through an MLP, bytes alive at the peak and between forward and backward. These figures are the same in every run on a CPU.
+One training step of a Llama whose blocks are checkpointed, with its MLPs in tiles by each peer: floating point
+operations, how often each token goes through an MLP, bytes alive at the peak and between forward and backward. These
+figures are the same in every run on a CPU.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def costs(everyone: list[Peer], size: Size = Size()) -> list[Sheet]:
     """One row for each peer at hand."""
     title = f"checkpointed Llama, {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
     sheet = Sheet(
-        "costs", title, ["", "FLOPs", "of the MLP alone", "MLP forwards per token", "peak live bytes", "between forward and backward"]
+        "costs",
+        title,
+        ["", "FLOPs", "of the MLP alone", "MLP forwards per token", "peak live bytes", "between forward and backward"],
     )
     sheet.notes = [
         "Over the untiled step's, but for the forwards; exact, on the CPU. FLOPs are those of the whole model, attention and head"
@@ -119,7 +122,9 @@ def mlp_flops(model: nn.Module, name: str, size: Size) -> int:
 
 
 def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
-    """FLOPs, tokens through all MLPs, peak bytes, and bytes between forward and backward, of a step after one that warms up."""
+    """FLOPs, tokens through all MLPs, peak bytes, and bytes between forward and backward, of a step after one that
+    warms up.
+    """
 
     def clear() -> None:  # gradients of their own in each run, else who adds to old ones in place seems to need less
         model.zero_grad(set_to_none=True)

@@ -1,9 +1,9 @@
 """Whose tiled MLP trains under which engine: ``python -m benchmarks --only engines``.
 
-On two gloo ranks a small language model takes four steps of SGD, with every peer's tiles in its blocks, and its losses are compared with
-those of the untiled model under the same engine. Wrong gradients show in the losses of the next steps. Under DeepSpeed's stages and FSDP
-the weights are sharded; the last rows have ranks with sequences of different length, one of them with fewer tokens than its tiles can
-have.
+On two gloo ranks a small language model takes four steps of SGD, with every peer's tiles in its blocks, and its losses
+are compared with those of the untiled model under the same engine. Wrong gradients show in the losses of the next
+steps. Under DeepSpeed's stages and FSDP the weights are sharded; the last rows have ranks with sequences of different
+length, one of them with fewer tokens than its tiles can have.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ ROWS = [
 def train(row: Row, name: str, shards: int = SHARDS) -> tuple[list[float], int]:
     """The losses of four steps on this rank, and the gathers of weights in the last one."""
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)
-    chosen = strategy(lt_tiled.fabric, row.engine, tiling=Tiling(shards) if name == "lt_tiled" else None, checkpointing=None)
+    chosen = strategy(
+        lt_tiled.fabric, row.engine, tiling=Tiling(shards) if name == "lt_tiled" else None, checkpointing=None
+    )
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
     torch.manual_seed(0)
@@ -126,7 +128,11 @@ def _cell(ran: Ran | str, untiled: Ran) -> Cell:
 
 
 def _distance(ran: Ran, untiled: Ran) -> float:
-    return max(abs(a - b) / abs(b) for (found, _), (true, _) in zip(ran, untiled, strict=True) for a, b in zip(found, true, strict=True))
+    return max(
+        abs(a - b) / abs(b)
+        for (found, _), (true, _) in zip(ran, untiled, strict=True)
+        for a, b in zip(found, true, strict=True)
+    )
 
 
 def _count(ranks: Ranks, row: Row, name: str) -> str:
@@ -142,14 +148,18 @@ class Ranks:
         self.untiled: dict[str, Ran] = {}
 
     def run(self, row: Row, name: str, shards: int = SHARDS) -> Ran | str:
-        """What the ranks saw, or in words how they failed. Ranks on which one failed serve again only if they still train as before."""
+        """What the ranks saw, or in words how they failed. Ranks on which one failed serve again only if they still
+        train as before.
+        """
         world = self.worlds[row.engine.startswith("zero")]
         ran = self._attempt(world, row, name, shards, WAIT_SECONDS if row.name in self.untiled else START_SECONDS)
         if isinstance(ran, str) and row.name in self.untiled:
             again = self._attempt(world, row, "untiled", SHARDS, START_SECONDS)
             if isinstance(again, str) or _distance(again, self.untiled[row.name]) > CLOSE:
                 world.kill()
-                self._attempt(world, row, "untiled", SHARDS, START_SECONDS)  # imports what the next one would be timed with
+                self._attempt(
+                    world, row, "untiled", SHARDS, START_SECONDS
+                )  # imports what the next one would be timed with
         elif not isinstance(ran, str) and name == "untiled":
             self.untiled[row.name] = ran
         return ran

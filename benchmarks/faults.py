@@ -1,7 +1,8 @@
-"""What becomes of offloaded tensors when things go wrong, here and in axolotl's disk store: ``python -m benchmarks --only faults``.
+"""What becomes of offloaded tensors when things go wrong, here and in axolotl's disk store: ``python -m benchmarks
+--only faults``.
 
-Each fault is made in a process of its own, ``python -m benchmarks.faults STORE FAULT DIRECTORY``, which prints what came of it; one that
-does not end in time hangs. Green is data as it was, or an error.
+Each fault is made in a process of its own, ``python -m benchmarks.faults STORE FAULT DIRECTORY``, which prints what
+came of it; one that does not end in time hangs. Green is data as it was, or an error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class OurStore:
         from lt_tiled import Checkpointing
         from lt_tiled.offload.build import build_offloader
 
-        self.offloader = build_offloader(Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0, checksum=True))
+        self.offloader = build_offloader(
+            Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0, checksum=True)
+        )
 
     def save(self, tensor: Tensor) -> Any:
         return self.offloader.pack(tensor, "block")
@@ -208,7 +211,9 @@ def _outcome(store: str, fault: str, directory: str) -> Cell:
 
 def _ended(store: str, kind: signal.Signals, directory: str) -> Cell:
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        with subprocess.Popen(_command(store, "runs", folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        with subprocess.Popen(
+            _command(store, "runs", folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
             assert process.stdout is not None
             writing = process.stdout.readline() == "writing\n"
             time.sleep(1)

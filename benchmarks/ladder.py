@@ -1,7 +1,8 @@
 """The longest sequence of Llama-8B on one H200, feature by feature: predicted, beside what ALST's authors published.
 
-Run ``python -m benchmarks.ladder`` (about ten minutes on two cores; nothing of the model is in memory). As theirs, every rung has
-checkpointed blocks, ZeRO-3 on one GPU, and weights and optimizer state in RAM. Published lengths: arXiv:2506.13996, section 5.
+Run ``python -m benchmarks.ladder`` (about ten minutes on two cores; nothing of the model is in memory). As theirs,
+every rung has checkpointed blocks, ZeRO-3 on one GPU, and weights and optimizer state in RAM. Published lengths:
+arXiv:2506.13996, section 5.
 """
 
 from __future__ import annotations
@@ -35,11 +36,24 @@ HELD = "what holds the peak"
 RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
     ("checkpointed", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
     ("+ tiled loss", {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing()}, True, "300K"),
-    ("+ inputs in RAM", {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing(offload="cpu")}, True, "650K"),
-    ("+ tiled MLP", {"tiling": Tiling(tile_tokens=TILE, loss=True), "checkpointing": Checkpointing(offload="cpu")}, True, "1.2M"),
+    (
+        "+ inputs in RAM",
+        {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing(offload="cpu")},
+        True,
+        "650K",
+    ),
+    (
+        "+ tiled MLP",
+        {"tiling": Tiling(tile_tokens=TILE, loss=True), "checkpointing": Checkpointing(offload="cpu")},
+        True,
+        "1.2M",
+    ),
     (
         "+ tiled norms",
-        {"tiling": Tiling(tile_tokens=TILE, loss=True, targets=["auto", "*norm*"]), "checkpointing": Checkpointing(offload="cpu")},
+        {
+            "tiling": Tiling(tile_tokens=TILE, loss=True, targets=["auto", "*norm*"]),
+            "checkpointing": Checkpointing(offload="cpu"),
+        },
         True,
         "",
     ),

@@ -1,8 +1,8 @@
 """The longest sequence that trains within a fixed memory, feature by feature: ``python -m benchmarks --only longest``.
 
-Each rung is a process of its own (``python -m benchmarks.longest``), in which ``SequenceLengthFinder`` tries a Llama's training step on
-longer and longer text until memory ends: on a GPU what the process may allocate there, on a CPU its address space beyond what it has
-before the run.
+Each rung is a process of its own (``python -m benchmarks.longest``), in which ``SequenceLengthFinder`` tries a Llama's
+training step on longer and longer text until memory ends: on a GPU what the process may allocate there, on a CPU its
+address space beyond what it has before the run.
 """
 
 from __future__ import annotations
@@ -55,8 +55,15 @@ class Room:
 
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
-QUICK = Room({**LLAMA, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 8192}, 2**27, 256, 256)
-HERE = Room({**LLAMA, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 16384}, 3 * 2**26, 256, 256)
+QUICK = Room(
+    {**LLAMA, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 8192}, 2**27, 256, 256
+)
+HERE = Room(
+    {**LLAMA, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 16384},
+    3 * 2**26,
+    256,
+    256,
+)
 ON_GPU = Room(
     {
         "model_type": "llama",
@@ -93,7 +100,8 @@ def longest(device: torch.device, quick: bool, directory: str, plot: str | None 
 
 
 HEAP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Tensors have mappings of their own, which are given back when they end: no heap that is cut into pieces counts as taken."""
+"""Tensors have mappings of their own, which are given back when they end: no heap that is cut into pieces counts as
+taken."""
 ROOMS = {"quick": QUICK, "here": HERE, "gpu": ON_GPU}
 
 
@@ -114,12 +122,16 @@ def main() -> None:
     args = parser.parse_args()
     room = ROOMS[args.size]
     checkpointed, loss, offload, tiled = RUNGS[args.rung]
-    checkpointing = Checkpointing(offload=offload, directory=args.directory if offload else None) if checkpointed else None
+    checkpointing = (
+        Checkpointing(offload=offload, directory=args.directory if offload else None) if checkpointed else None
+    )
     model = CausalLM(room.model, tiled_loss=loss and (room.shards or True))
     finder = SequenceLengthFinder(start=room.start, granule=room.granule)
 
     def fit(seq_len: int, *callbacks: Callback) -> None:
-        strategy = TiledSingleDeviceStrategy(tiling=Tiling(room.shards or "auto") if tiled else None, checkpointing=checkpointing)
+        strategy = TiledSingleDeviceStrategy(
+            tiling=Tiling(room.shards or "auto") if tiled else None, checkpointing=checkpointing
+        )
         trainer = _trainer(strategy, [*callbacks])
         trainer.fit(model, datamodule=TextFiles(seq_len=seq_len))
 
@@ -178,7 +190,9 @@ def draw(found: dict[str, int], title: str, file: str) -> None:
     figure = Figure(figsize=(8, 2.8), layout="constrained")
     axes = figure.add_subplot()
     names = list(found)[::-1]
-    bars = axes.barh(names, [found[name] for name in names], color=["#1f6feb" if name != "plain" else "#8b949e" for name in names])
+    bars = axes.barh(
+        names, [found[name] for name in names], color=["#1f6feb" if name != "plain" else "#8b949e" for name in names]
+    )
     axes.bar_label(bars, [f" {found[name]:,} ({found[name] / found['plain']:.1f} x)" for name in names])
     axes.set_title(title[0].upper() + title[1:], fontsize=11)
     axes.set_xlabel("tokens")

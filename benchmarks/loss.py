@@ -1,9 +1,10 @@
 """The loss of a projection without whole logits, side by side: ``python -m benchmarks --only loss``.
 
-Every way computes the mean cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are relative, of the worse gradient,
-against float64; FLOPs and peak are exact, and times are medians of interleaved rounds over whole logits. Peers that are not installed, or
-need another device, are named: DeepSpeed (``pip install deepspeed``), Cut Cross-Entropy (``cut-cross-entropy`` and ``triton``; on a CPU
-its ``torch_compile`` implementation), Liger (``liger-kernel``, on a GPU).
+Every way computes the mean cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are relative, of
+the worse gradient, against float64; FLOPs and peak are exact, and times are medians of interleaved rounds over whole
+logits. Peers that are not installed, or need another device, are named: DeepSpeed (``pip install deepspeed``), Cut
+Cross-Entropy (``cut-cross-entropy`` and ``triton``; on a CPU its ``torch_compile`` implementation), Liger
+(``liger-kernel``, on a GPU).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def loss(device: torch.device, sizes: tuple[int, int, int] = (4096, 256, 16384), tiles: int = 16, rounds: int = 7) -> list[Sheet]:
+def loss(
+    device: torch.device, sizes: tuple[int, int, int] = (4096, 256, 16384), tiles: int = 16, rounds: int = 7
+) -> list[Sheet]:
     """Errors, and costs of ``sizes`` (tokens, width, words)."""
     ways = usable(candidates(tiles), device)
     return [errors(ways, device, tiles), costs(ways, device, sizes, tiles, rounds)]
@@ -39,7 +42,9 @@ def loss(device: torch.device, sizes: tuple[int, int, int] = (4096, 256, 16384),
 
 def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Whole logits, in float32 as transformers' models cast them."""
-    return F.cross_entropy(F.linear(hidden, weight).float() if hidden.dtype != torch.float64 else F.linear(hidden, weight), labels)
+    return F.cross_entropy(
+        F.linear(hidden, weight).float() if hidden.dtype != torch.float64 else F.linear(hidden, weight), labels
+    )
 
 
 def candidates(tiles: int) -> dict[str, Callable[[torch.device], Loss]]:
@@ -100,7 +105,9 @@ def usable(ways: dict[str, Callable[[torch.device], Loss]], device: torch.device
 # Errors
 
 
-def drawn(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device, ignore: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(
+    tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device, ignore: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, a weight, and labels of which the first ``ignore`` do not count."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(tokens, hidden, generator=generator).to(device, dtype).requires_grad_()
@@ -111,7 +118,9 @@ def drawn(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torc
 
 
 def gradients(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], scale: float) -> list[Tensor]:
-    """Of the hidden states and the weight, of the loss times ``scale``, also where a way writes them to ``.grad`` itself."""
+    """Of the hidden states and the weight, of the loss times ``scale``, also where a way writes them to ``.grad``
+    itself.
+    """
     hidden, weight, labels = inputs
     for leaf in (hidden, weight):
         leaf.grad = None
@@ -128,7 +137,9 @@ def error(loss: Loss, dtype: torch.dtype, device: torch.device, scale: float = 1
     try:
         found = gradients(loss, inputs, scale)
     except Exception as problem:  # a peer may raise anything
-        return Cell(f"raises {type(problem).__name__}", None if _is_16_bits_only(loss) and dtype == torch.float32 else False)
+        return Cell(
+            f"raises {type(problem).__name__}", None if _is_16_bits_only(loss) and dtype == torch.float32 else False
+        )
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, true, strict=True))
     return Cell(f"{worst:.1e}", worst < TOLERANCE[dtype])
 
@@ -151,7 +162,9 @@ def no_grad_writes(loss: Loss, device: torch.device) -> Cell:
 
 
 def all_ignored(loss: Loss, device: torch.device) -> Cell:
-    """Whether the loss and the gradients of labels that are all ignored are those of whole logits: ``nan`` and zeros."""
+    """Whether the loss and the gradients of labels that are all ignored are those of whole logits: ``nan`` and
+    zeros.
+    """
     inputs = drawn(100, 64, 101, torch.float32, device, ignore=100)
     try:
         found = gradients(loss, inputs, 1.0)
@@ -189,7 +202,9 @@ def errors(ways: dict[str, Loss | str], device: torch.device, tiles: int) -> She
 # Costs
 
 
-def costs(ways: dict[str, Loss | str], device: torch.device, sizes: tuple[int, int, int], tiles: int, rounds: int) -> Sheet:
+def costs(
+    ways: dict[str, Loss | str], device: torch.device, sizes: tuple[int, int, int], tiles: int, rounds: int
+) -> Sheet:
     """FLOPs and peak of one forward and backward, and the time over that of whole logits in the same round."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = drawn(*sizes, dtype, device)

@@ -1,8 +1,9 @@
-"""The disk tier: rates, what it does to the step time, and what it does when things go wrong: ``python -m benchmarks --only offload``.
+"""The disk tier: rates, what it does to the step time, and what it does when things go wrong: ``python -m benchmarks
+--only offload``.
 
-First the same boundaries are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save`` and ``torch.load``,
-with and without ``fsync``, in turn. Then training steps are timed in interleaved rounds: checkpointed without offload, with the disk
-tier, and with one file for each tensor, as trainers have it.
+First the same boundaries are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save``
+and ``torch.load``, with and without ``fsync``, in turn. Then training steps are timed in interleaved rounds:
+checkpointed without offload, with the disk tier, and with one file for each tensor, as trainers have it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ GIB = 2**30
 EACH = "`torch.save`, one file each"
 
 
-def offload(device: torch.device, directory: str, boundaries: int = 32, mib: int = 8, tokens: int = 4096, rounds: int = 7) -> list[Sheet]:
+def offload(
+    device: torch.device, directory: str, boundaries: int = 32, mib: int = 8, tokens: int = 4096, rounds: int = 7
+) -> list[Sheet]:
     """Rates on ``directory``, and step times."""
     tensors = [torch.randn(mib * 2**18) for _ in range(boundaries)]
     return [rates(tensors, directory, rounds), steps(device, tokens, directory, rounds)]
@@ -54,7 +57,9 @@ def rates(tensors: list[Tensor], directory: str, rounds: int) -> Sheet:
     total = sum(t.nbytes for t in tensors) / GIB
     title = f"disk, {len(tensors)} boundaries of {tensors[0].nbytes >> 20} MiB"
     sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, over next line", "range"])
-    sheet.notes = [f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}. Only `O_DIRECT` reads the disk."]
+    sheet.notes = [
+        f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}. Only `O_DIRECT` reads the disk."
+    ]
     written = {name: [total / write for write, _ in pairs[1:]] for name, pairs in times.items()}
     read = {name: [total / back for _, back in pairs[1:]] for name, pairs in times.items()}
     names = list(ways)
@@ -119,7 +124,9 @@ def _torch_save(tensors: list[Tensor], directory: str, sync: bool) -> Callable[[
 
 
 def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> Sheet:
-    """Step times, each over that of the same step without offload in the same round, and how long steps waited for the disk."""
+    """Step times, each over that of the same step without offload in the same round, and how long steps waited for the
+    disk.
+    """
     size = Size(tokens=tokens, hidden=512, wide=1536, layers=4)
     ids = torch.randint(512, (1, size.tokens), device=device)
     policies = {
@@ -132,13 +139,17 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         models = {name: llama(size, device) for name in policies}
-        prepared = {name: stack.enter_context(prepare(models[name], checkpointing=policy)) for name, policy in policies.items()}
+        prepared = {
+            name: stack.enter_context(prepare(models[name], checkpointing=policy)) for name, policy in policies.items()
+        }
         ways = {name: step_of(model, ids) for name, model in models.items()}
         ways[EACH] = _one_file_each(models[EACH], ways[EACH], folder)
         times = interleaved(ways, rounds)
         offloaded = {name: it.report().offloaded for name, it in prepared.items()}
     sheet = Sheet(
-        "offload_steps", f"a training step with offload, {tokens} tokens", ["", "over no offload, median", "range", "stall, of all steps"]
+        "offload_steps",
+        f"a training step with offload, {tokens} tokens",
+        ["", "over no offload, median", "range", "stall, of all steps"],
     )
     sheet.notes = [f"{rounds} rounds, {machine(device)}."]
     for name in ways:
@@ -149,7 +160,9 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
 
 
 def _one_file_each(model: nn.Module, step: Callable[[], float], folder: Path) -> Callable[[], float]:
-    """The step with the inputs of all blocks but the last in files of their own, each written and read where it is met."""
+    """The step with the inputs of all blocks but the last in files of their own, each written and read where it is
+    met.
+    """
     count, wanted = 0, set[int]()
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:

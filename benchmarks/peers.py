@@ -1,7 +1,8 @@
 """Everyone's tiled MLP behind one call, so that all of them run the same work.
 
-Each is the function that its authors tell users to put into an MLP's ``forward``, given the module's own forward and all its weights, as
-their patches do. What is not installed, or cannot be imported on this machine, is named with the reason.
+Each is the function that its authors tell users to put into an MLP's ``forward``, given the module's own forward and
+all its weights, as their patches do. What is not installed, or cannot be imported on this machine, is named with the
+reason.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def roll_call(everyone: list[Peer]) -> Sheet:
     sheet = Sheet("peers", "tiled MLPs on this machine", ["", ""])
     for peer in everyone:
         sheet.add(
-            peer.name, f"not measured: {peer.missing}" if peer.tile is None else f"{PACKAGES[peer.name]} {version_of(PACKAGES[peer.name])}"
+            peer.name,
+            f"not measured: {peer.missing}"
+            if peer.tile is None
+            else f"{PACKAGES[peer.name]} {version_of(PACKAGES[peer.name])}",
         )
     return sheet
 

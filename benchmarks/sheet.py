@@ -27,7 +27,9 @@ class Cell:
 
 @dataclass
 class Sheet:
-    """One table. ``name`` is its place in the documentation: between ``<!-- benchmark: NAME -->`` and ``<!-- end -->``."""
+    """One table. ``name`` is its place in the documentation: between ``<!-- benchmark: NAME -->`` and ``<!-- end
+    -->``.
+    """
 
     name: str
     title: str
@@ -42,7 +44,9 @@ class Sheet:
 
     def table(self) -> Table:
         """For ``rich`` to print."""
-        table = Table(title=self.title, caption=escape(" ".join(self.notes)), caption_justify="left", title_justify="left")
+        table = Table(
+            title=self.title, caption=escape(" ".join(self.notes)), caption_justify="left", title_justify="left"
+        )
         for index, heading in enumerate(self.headings):
             table.add_column(heading, overflow="fold", justify="right" if index else "left")
         for row in self.rows:
@@ -63,7 +67,11 @@ def _colored(cell: Cell) -> str:
 
 def machine(device: torch.device) -> str:
     """What was measured on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} {platform.machine()} CPU cores"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{os.cpu_count()} {platform.machine()} CPU cores"
+    )
     return f"{name}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
 
 

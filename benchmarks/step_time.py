@@ -1,8 +1,8 @@
 """Step times side by side: ``python -m benchmarks --only step_time``.
 
-Each round times one training step (forward and backward) of a Llama with its blocks checkpointed, once untiled and once in each peer's
-tiles; the order turns round with every round. A ratio is that of two steps of one round, so that what else the machine does weighs on
-both.
+Each round times one training step (forward and backward) of a Llama with its blocks checkpointed, once untiled and once
+in each peer's tiles; the order turns round with every round. A ratio is that of two steps of one round, so that what
+else the machine does weighs on both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9, quick
         of = ratios(times, name, "untiled")
         others = [median for other, median in medians.items() if other not in ("untiled", name)]
         ahead = medians[name] < min(others) if others and name != "untiled" else None
-        cells: list[Cell | str] = [f"{statistics.median(times[name]):.3f}", Cell(f"{medians[name]:.2f}", ahead), spread(of)]
+        cells: list[Cell | str] = [
+            f"{statistics.median(times[name]):.3f}",
+            Cell(f"{medians[name]:.2f}", ahead),
+            spread(of),
+        ]
         sheet.add(name, *cells, *([f"{peaks[name] / 2**30:.2f}"] if peaks else []))
     return [sheet]
 
@@ -89,7 +93,9 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def device_peak(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that the GPU's allocator had given out at once, beyond those before, where nothing of an earlier run may be left."""
+    """Bytes that the GPU's allocator had given out at once, beyond those before, where nothing of an earlier run may be
+    left.
+    """
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()

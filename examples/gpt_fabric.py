@@ -1,10 +1,11 @@
 """Train a GPT of your own, in plain torch, with Fabric on any engine.
 
-The name of the strategy is all that changes between one GPU and ZeRO-3, and between tiled and not: ``auto``, ``ddp``, ``tiled``,
-``tiled_ddp``, ``tiled_fsdp``, ``tiled_fsdp2``, ``tiled_deepspeed_stage_3``. Tokens are the bytes of a text file.
+The name of the strategy is all that changes between one GPU and ZeRO-3, and between tiled and not: ``auto``, ``ddp``,
+``tiled``, ``tiled_ddp``, ``tiled_fsdp``, ``tiled_fsdp2``, ``tiled_deepspeed_stage_3``. Tokens are the bytes of a text
+file.
 
-    python examples/gpt_fabric.py --text book.txt --strategy tiled_fsdp2 --devices 8 --seq-len 65536 --width 1024 --depth 24
-    python examples/gpt_fabric.py --strategy tiled_ddp --devices 2 --accelerator cpu
+    python examples/gpt_fabric.py --text book.txt --strategy tiled_fsdp2 --devices 8 --seq-len 65536 --width 1024
+    --depth 24 python examples/gpt_fabric.py --strategy tiled_ddp --devices 2 --accelerator cpu
 """
 
 from __future__ import annotations
@@ -86,8 +87,12 @@ class GPT(nn.Module):
 def main() -> None:
     """Train, and save the weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="by default a text that every Python has")
-    parser.add_argument("--output", type=Path, default=Path("gpt.ckpt"), help="a file, or a directory where the engine shards")
+    parser.add_argument(
+        "--text", type=Path, default=Path(argparse.__file__), help="by default a text that every Python has"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpt.ckpt"), help="a file, or a directory where the engine shards"
+    )
     parser.add_argument("--strategy", default="tiled")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=1)
@@ -101,7 +106,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
 
-    fabric = L.Fabric(strategy=args.strategy, accelerator=args.accelerator, devices=args.devices, precision=args.precision)
+    fabric = L.Fabric(
+        strategy=args.strategy, accelerator=args.accelerator, devices=args.devices, precision=args.precision
+    )
     fabric.launch()
     fabric.seed_everything(1)
     gpt = GPT(args.width, args.depth, args.heads, args.seq_len)

@@ -1,8 +1,8 @@
 """Fine-tune a causal language model of Hugging Face with LoRA, on long sequences of your own text.
 
-The LightningModule is an ordinary one around transformers and peft. Only the strategy knows of tiles: it runs the MLPs and the loss tile by
-tile and keeps of each block its input. Model and tokenizer come from a local directory, as ``save_pretrained`` writes them. It needs
-``pip install 'lt-tiled[hf]' peft``.
+The LightningModule is an ordinary one around transformers and peft. Only the strategy knows of tiles: it runs the MLPs
+and the loss tile by tile and keeps of each block its input. Model and tokenizer come from a local directory, as
+``save_pretrained`` writes them. It needs ``pip install 'lt-tiled[hf]' peft``.
 
     python examples/lora.py path/to/model "path/to/*.txt" --seq-len 32768
     python examples/lora.py path/to/model "path/to/*.txt" --seq-len 2048 --accelerator cpu --devices 2
@@ -44,7 +44,9 @@ class LoRA(L.LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((weight for weight in self.parameters() if weight.requires_grad), lr=self.learning_rate)
+        return torch.optim.AdamW(
+            (weight for weight in self.parameters() if weight.requires_grad), lr=self.learning_rate
+        )
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         # With labels the model computes its loss itself, and the strategy can tile it.

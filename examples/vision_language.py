@@ -1,7 +1,8 @@
 """Train a vision-language model of Hugging Face on two devices, sharded by FSDP.
 
-An image becomes hundreds of tokens. The strategy runs the MLPs of both towers and the loss tile by tile; the rest stays as it is.
-The model is a LLaVA from a local directory, or a small one with random weights. It needs ``pip install 'lt-tiled[hf]' pillow``.
+An image becomes hundreds of tokens. The strategy runs the MLPs of both towers and the loss tile by tile; the rest stays
+as it is. The model is a LLaVA from a local directory, or a small one with random weights. It needs ``pip install
+'lt-tiled[hf]' pillow``.
 
     python examples/vision_language.py --model path/to/llava
     python examples/vision_language.py --accelerator cpu
@@ -63,17 +64,26 @@ class VisionLanguage(L.LightningModule):
         self.log("val_loss", self.model(**batch, use_cache=False).loss, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((weight for weight in self.parameters() if weight.requires_grad), lr=self.learning_rate)
+        return torch.optim.AdamW(
+            (weight for weight in self.parameters() if weight.requires_grad), lr=self.learning_rate
+        )
 
 
 def build(directory: Path | None) -> tuple[hf.LlavaForConditionalGeneration, Any]:
-    """A LLaVA and its processor; without a directory a small one, with random weights, bytes for tokens and 256 patches per image."""
+    """A LLaVA and its processor; without a directory a small one, with random weights, bytes for tokens and 256 patches
+    per image.
+    """
     if directory is not None:
         model = hf.LlavaForConditionalGeneration.from_pretrained(directory, local_files_only=True)
         return model.train(), hf.AutoProcessor.from_pretrained(directory, local_files_only=True)
     alphabet = {char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = hf.GPT2Tokenizer(alphabet, [], pad_token="<pad>", additional_special_tokens=["<image>"])
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = hf.LlavaConfig(
         vision_config=hf.CLIPVisionConfig(**sizes, image_size=64, patch_size=4),
         text_config=hf.LlamaConfig(**sizes, vocab_size=len(tokenizer)),

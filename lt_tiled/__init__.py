@@ -1,9 +1,12 @@
-"""Train on sequences many times longer with Lightning and Fabric: tiled modules and checkpointed blocks, by choosing a strategy."""
+"""Train on sequences many times longer with Lightning and Fabric: tiled modules and checkpointed blocks, by choosing a
+strategy.
+"""
 
 from lt_tiled import callbacks, fabric
-from lt_tiled.offload import OffloadDiskFull, OffloadError
+from lt_tiled._prepare import Prepared, prepare
+from lt_tiled.errors import OffloadDiskFull, OffloadError
+from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import Checkpointing, Tiling
-from lt_tiled.prepare import Prepared, prepare
 from lt_tiled.strategies import (
     TiledDDPStrategy,
     TiledDeepSpeedStrategy,
@@ -11,7 +14,7 @@ from lt_tiled.strategies import (
     TiledModelParallelStrategy,
     TiledSingleDeviceStrategy,
 )
-from lt_tiled.tiling import TiledLinearCrossEntropy, tile, tiled_linear_cross_entropy, tiled_token_logprobs, untile
+from lt_tiled.tiling.api import tile, untile
 
 __version__ = "0.1.0"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
-from lt_tiled.offload.hooks import Offloader
+from lt_tiled.offload.offloader import Offloader
 
 
 class OffloadLog:
-    """Logs the figures of each optimizer step, those of all its micro-batches together, when and where Lightning logs a step."""
+    """Logs the figures of each optimizer step, those of all its micro-batches together, when and where Lightning logs a
+    step.
+    """
 
     def __init__(self) -> None:
         self._steps = 0

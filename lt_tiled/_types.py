@@ -1,4 +1,6 @@
-"""Numbers with a bound in their type, so that the command line refuses others while it parses. To a type checker they are plain."""
+"""Numbers with a bound in their type, so that the command line refuses others while it parses. To a type checker they
+are plain.
+"""
 
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +18,9 @@ __all__ = ["NonNegativeFloat", "NonNegativeInt", "OpenUnitInterval", "PositiveFl
 
 
 def make_plain(hyperparameters: MutableMapping[str, Any]) -> None:
-    """Turn such numbers into Python's own, in place: ``torch.load(weights_only=True)`` refuses a checkpoint that holds others."""
+    """Turn such numbers into Python's own, in place: ``torch.load(weights_only=True)`` refuses a checkpoint that holds
+    others.
+    """
     for name, value in hyperparameters.items():
         for kind in (int, float):
             if isinstance(value, kind) and not isinstance(value, bool):

@@ -64,7 +64,8 @@ class SaveRunConfig(SaveConfigCallback):
 def main(args: ArgsType = None) -> None:
     """Run the command line on ``args``, by default those of the process.
 
-    ``--config configs/quickstart.yaml`` and the others of the repository also work where there is no such file: the package brings them.
+    ``--config configs/quickstart.yaml`` and the others of the repository also work where there is no such file: the
+    package brings them.
     """
     if args is None:
         sys.argv[1:] = _with_own_configs(sys.argv[1:])  # also for the ranks, which Lightning starts by it
@@ -83,7 +84,9 @@ def main(args: ArgsType = None) -> None:
 
 
 def _with_own_configs(args: list[str]) -> list[str]:
-    """The arguments, with the package's own file (in a checkout, the repository's) for a config that the working directory has not."""
+    """The arguments, with the package's own file (in a checkout, the repository's) for a config that the working
+    directory has not.
+    """
     result = []
     for before, arg in zip(["", *args], args, strict=False):
         option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)

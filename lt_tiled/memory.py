@@ -16,8 +16,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Reads the peak since the last :meth:`reset`.
 
-    On CUDA it is ``torch.cuda.max_memory_allocated``. On a CPU it is the process's resident memory (``VmHWM``, which Linux resets on
-    request; elsewhere the peak since the process began).
+    On CUDA it is ``torch.cuda.max_memory_allocated``. On a CPU it is the process's resident memory (``VmHWM``, which
+    Linux resets on request; elsewhere the peak since the process began).
     """
 
     def __init__(self, device: torch.device) -> None:

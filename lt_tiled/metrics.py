@@ -1,4 +1,6 @@
-"""Metrics of next-token predictions that never hold the logits: torchmetrics classes, updated tile by tile from hidden states."""
+"""Metrics of next-token predictions that never hold the logits: torchmetrics classes, updated tile by tile from hidden
+states.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
-from lt_tiled.tiling.cross_entropy import shifted
-from lt_tiled.tiling.loss import check_shapes, tiled_token_logprobs
-from lt_tiled.tiling.loss_tiles import loss_bounds
+from lt_tiled.loss.autograd import loss_bounds
+from lt_tiled.loss.cross_entropy import shifted
+from lt_tiled.loss.functional import check_shapes, tiled_token_logprobs
 
 
 class _OfHiddenStates(Metric):
@@ -27,7 +29,9 @@ class _OfHiddenStates(Metric):
     full_state_update = False
     count: Tensor
 
-    def __init__(self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.ignore_index = ignore_index
         self.num_shards = num_shards
@@ -48,7 +52,9 @@ class TiledPerplexity(_OfHiddenStates):
     higher_is_better = False
     total: Tensor
 
-    def __init__(self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(ignore_index, num_shards, shift, **kwargs)
         self.add_state("total", torch.tensor(0.0, dtype=torch.float32), dist_reduce_fx="sum")
 
@@ -56,7 +62,9 @@ class TiledPerplexity(_OfHiddenStates):
     def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
         """Add a batch: hidden states ``[..., H]``, the head's weight ``[V, H]``, labels ``[...]``."""
         labels = self._targets(labels)
-        found = tiled_token_logprobs(hidden, weight, labels, bias, num_shards=self.num_shards, ignore_index=self.ignore_index)
+        found = tiled_token_logprobs(
+            hidden, weight, labels, bias, num_shards=self.num_shards, ignore_index=self.ignore_index
+        )
         self.total -= found.sum()
         self._count(labels)
 
@@ -84,7 +92,12 @@ class TiledTokenAccuracy(_OfHiddenStates):
     hits: Tensor
 
     def __init__(
-        self, top_k: int = 1, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any
+        self,
+        top_k: int = 1,
+        ignore_index: int = -100,
+        num_shards: int | Literal["auto"] = "auto",
+        shift: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(ignore_index, num_shards, shift, **kwargs)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:

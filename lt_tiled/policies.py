@@ -31,27 +31,29 @@ class Tiling:
     """
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
-    """Tiles per call. ``"auto"`` uses as many as lower the peak, ``ceil(4 * wide / hidden)`` of a feed-forward part, of at least 1024
-    tokens each, and one tile for short inputs."""
+    """Tiles per call. ``"auto"`` uses as many as lower the peak, ``ceil(4 * wide / hidden)`` of a feed-forward part, of
+    at least 1024 tokens each, and one tile for short inputs."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile: the other way to say it. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the feed-forward part of every block), or class names and path globs (``model.layers.*.mlp``) of modules and of their
-    methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function of a module's path and the module that says
-    whether to tile it. An empty list tiles no module, for who wants ``loss`` alone."""
+    """``"auto"`` (the feed-forward part of every block), or class names and path globs (``model.layers.*.mlp``) of
+    modules and of their methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function of a
+    module's path and the module that says whether to tile it. An empty list tiles no module, for who wants ``loss``
+    alone."""
     accumulate: Literal["float32", "param"] = "float32"
-    """The dtype in which the weight gradients of 16-bit weights are summed over the tiles: ``"param"`` saves the float32
-    buffer and lets the rounding error grow with the number of tiles."""
+    """The dtype in which the weight gradients of 16-bit weights are summed over the tiles: ``"param"`` saves the
+    float32 buffer and lets the rounding error grow with the number of tiles."""
     self_check: bool = True
     """Run a few tokens of the first tiled input whole and in tiles, and refuse a module whose results differ."""
     reductions: Mapping[str, Literal["sum", "mean"]] | None = None
     """For outputs that are not per token, by their name in the output (``"[1]"``, ``"['aux']"``): how to put the tiles'
     values together. ``"mean"`` weighs each tile by its tokens. Without an entry such an output is refused."""
     compile: bool | CompileOptions = False
-    """Compile what runs on a tile, forward and backward: ``True``, or arguments of ``torch.compile`` such as ``{mode: max-autotune}``."""
+    """Compile what runs on a tile, forward and backward: ``True``, or arguments of ``torch.compile`` such as ``{mode:
+    max-autotune}``."""
     loss: bool | PositiveInt = False
-    """Compute the loss of models of transformers that are called with labels in tiles, so that their logits are never whole: ``True`` for
-    tiles of a fixed size in bytes, or how many tiles. The output's ``logits`` are absent then."""
+    """Compute the loss of models of transformers that are called with labels in tiles, so that their logits are never
+    whole: ``True`` for tiles of a fixed size in bytes, or how many tiles. The output's ``logits`` are absent then."""
 
     def __post_init__(self) -> None:
         _check_count("num_shards", self.num_shards, "auto")
@@ -83,8 +85,8 @@ class Checkpointing:
     """
 
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the repeated layers of the model), or class names and path globs (``model.layers.*``). In Python also a function of a
-    module's path and the module."""
+    """``"auto"`` (the repeated layers of the model), or class names and path globs (``model.layers.*``). In Python also
+    a function of a module's path and the module."""
     offload: Tiers | None = None
     """Where the blocks' inputs go: page-locked RAM, a file, RAM and what it has no room for to a file, or nowhere."""
     directory: str | None = None
@@ -92,7 +94,8 @@ class Checkpointing:
     cpu_budget: int | str | None = None
     """RAM for one node, shared by its ranks: bytes, or a text such as ``"32GiB"``. By default half of what is free."""
     disk_budget: int | str | None = None
-    """Disk space for one node, shared by its ranks and reserved when training begins. By default the file grows as it needs."""
+    """Disk space for one node, shared by its ranks and reserved when training begins. By default the file grows as it
+    needs."""
     prefetch: PositiveInt | Literal["auto"] = "auto"
     """How many inputs are on their way back at once; ``"auto"`` looks one further ahead after each stall."""
     keep_last: NonNegativeInt = 1
@@ -108,7 +111,8 @@ class Checkpointing:
     direct_io: bool = True
     """Bypass the page cache where the filesystem allows it."""
     activations: Literal["inputs", "all"] = "inputs"
-    """``"all"`` recomputes nothing and offloads every large tensor that a block saves: for short models on fast links."""
+    """``"all"`` recomputes nothing and offloads every large tensor that a block saves: for short models on fast
+    links."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
@@ -119,21 +123,29 @@ class Checkpointing:
             raise ValueError(f"keep_last={self.keep_last!r} must be a whole number of at least 0.")
         parse_bytes(self.min_bytes, "min_bytes")
         if self.select != "auto" and (isinstance(self.select, str) or not self.select):
-            raise ValueError(f'select={self.select!r} must be "auto", or a list of names and positions of the block\'s arguments.')
+            raise ValueError(
+                f'select={self.select!r} must be "auto", or a list of names and positions of the block\'s arguments.'
+            )
         if self.activations == "all" and self.offload is None:
-            raise ValueError("activations='all' needs a place to offload to: set offload to 'cpu', 'disk' or 'cpu+disk'.")
+            raise ValueError(
+                "activations='all' needs a place to offload to: set offload to 'cpu', 'disk' or 'cpu+disk'."
+            )
         for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):
             value = getattr(self, name)
             if value is None:
                 continue
             if tier not in (self.offload or ""):
-                raise ValueError(f"{name}={value!r} has no meaning with offload={self.offload!r}: set offload={tier!r} or 'cpu+disk'.")
+                raise ValueError(
+                    f"{name}={value!r} has no meaning with offload={self.offload!r}: set offload={tier!r} or 'cpu+disk'."
+                )
             if name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
 
 
 def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
-    """Read the short form of strategies: a bare number is a shard count, ``True`` the default, ``False`` and ``None`` turn tiling off."""
+    """Read the short form of strategies: a bare number is a shard count, ``True`` the default, ``False`` and ``None``
+    turn tiling off.
+    """
     if value is None or isinstance(value, Tiling):
         return value
     if isinstance(value, bool):
@@ -144,13 +156,17 @@ def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
 
 
 def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointing | None:
-    """Read the short form of strategies: ``True`` is the default policy, tiers offload to there, ``False`` and ``None`` turn it off."""
+    """Read the short form of strategies: ``True`` is the default policy, tiers offload to there, ``False`` and ``None``
+    turn it off.
+    """
     if value is None or isinstance(value, Checkpointing):
         return value
     if value in ("cpu", "disk", "cpu+disk"):
         return Checkpointing(offload=value)
     if not isinstance(value, bool):
-        raise ValueError(f"checkpointing={value!r} is not understood: give True, False, 'cpu', 'disk', 'cpu+disk' or a Checkpointing.")
+        raise ValueError(
+            f"checkpointing={value!r} is not understood: give True, False, 'cpu', 'disk', 'cpu+disk' or a Checkpointing."
+        )
     return Checkpointing() if value else None
 
 
@@ -188,11 +204,15 @@ def check_compile(value: object, name: str) -> None:
         ValueError: If it is neither a truth value nor arguments of ``torch.compile``.
     """
     if not isinstance(value, bool | Mapping):
-        raise ValueError(f"{name}={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}.")
+        raise ValueError(
+            f"{name}={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}."
+        )
     known = CompileOptions.__annotations__
     unknown = [key for key in value if key not in known] if isinstance(value, Mapping) else []
     if unknown:
-        raise ValueError(f"{name} has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(known)}.")
+        raise ValueError(
+            f"{name} has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(known)}."
+        )
 
 
 def _check_targets(targets: object, also: str = "") -> None:

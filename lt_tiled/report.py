@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from rich.table import Table
 from torch import nn
 
-from lt_tiled._find import walk
-from lt_tiled._marks import get_mark, get_marks
-from lt_tiled.checkpointing.blocks import BlockMark
+from lt_tiled.checkpointing import BlockMark
+from lt_tiled.loss.logits import HeadMark
+from lt_tiled.modules.find import walk
+from lt_tiled.modules.patch import get_mark, get_marks
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.tiling.logits import HeadMark
-from lt_tiled.tiling.mark import TileMark
+from lt_tiled.tiling.state import TileMark
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ class Report:
         for path, module in [("", model), *walk(model)]:
             for mark in get_marks(module, TileMark):
                 if not mark.whole:
-                    tiled.append(TiledModule((path + mark.suffix).lstrip("."), mark.kind, *mark.largest, mark.widths, mark.weight_bytes))
+                    tiled.append(
+                        TiledModule(
+                            (path + mark.suffix).lstrip("."), mark.kind, *mark.largest, mark.widths, mark.weight_bytes
+                        )
+                    )
             if (head := get_mark(module, HeadMark)) is not None:
                 losses.append(TiledLoss(path, head.name, *head.largest))
             if (block := get_mark(module, BlockMark)) is not None:
@@ -80,7 +84,11 @@ class Report:
         """One line: how many modules of which classes."""
         parts = [
             f"{what} {', '.join(f'{n} x {kind}' for kind, n in Counter(row.kind for row in rows).items())}"
-            for what, rows in (("tiles", self.tiled), ("tiles the losses of", self.losses), ("checkpoints", self.blocks))
+            for what, rows in (
+                ("tiles", self.tiled),
+                ("tiles the losses of", self.losses),
+                ("checkpoints", self.blocks),
+            )
             if rows
         ]
         return "lt_tiled " + (" and ".join(parts) or "leaves the model as it is")
@@ -104,7 +112,9 @@ class Report:
         for what, rows in (("tiled", self.tiled), ("tiled loss", self.losses)):
             alike = Counter((pattern(row.path), row.kind, row.tokens, row.tiles) for row in rows)
             for (path, kind, tokens, tiles), count in alike.items():
-                table.add_row(what, f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut")))
+                table.add_row(
+                    what, f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut"))
+                )
         for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
             table.add_row("checkpointed", f"{count} x {kind}", path, "", "")
         if not table.rows:

@@ -117,7 +117,13 @@ def _qwen3_vl_images(model: Any) -> dict[str, torch.Tensor]:
     patches = torch.randn(BATCH * 64, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(2)).to(model.dtype)
     grid = torch.tensor([[1, 8, 8]] * BATCH)
     kinds = (ids == model.config.image_token_id).int()
-    return {"input_ids": ids, "labels": _ids(), "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    return {
+        "input_ids": ids,
+        "labels": _ids(),
+        "pixel_values": patches,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": kinds,
+    }
 
 
 def _causal(name: str, mlp: str, path: str = "model.layers.*.mlp", error: float = 1e-9, **fields: Any) -> Architecture:
@@ -127,15 +133,59 @@ def _causal(name: str, mlp: str, path: str = "model.layers.*.mlp", error: float 
 _DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _DEEPSEEK |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _DEEPSEEK |= {"moe_intermediate_size": WIDE, "num_key_value_heads": HEADS}
-_T5 = {"vocab_size": VOCAB, "d_model": H, "d_ff": WIDE, "d_kv": 8, "num_layers": 2, "num_heads": HEADS, "decoder_start_token_id": 0}
-_WHISPER = {"vocab_size": VOCAB, "d_model": H, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 16, "max_source_positions": LENGTH}
-_WHISPER |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": WIDE, "decoder_ffn_dim": WIDE}
-_WHISPER |= {"max_target_positions": LENGTH, "pad_token_id": 0, "decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+_T5 = {
+    "vocab_size": VOCAB,
+    "d_model": H,
+    "d_ff": WIDE,
+    "d_kv": 8,
+    "num_layers": 2,
+    "num_heads": HEADS,
+    "decoder_start_token_id": 0,
+}
+_WHISPER = {
+    "vocab_size": VOCAB,
+    "d_model": H,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_mel_bins": 16,
+    "max_source_positions": LENGTH,
+}
+_WHISPER |= {
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": WIDE,
+    "decoder_ffn_dim": WIDE,
+}
+_WHISPER |= {
+    "max_target_positions": LENGTH,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _BART = {"vocab_size": VOCAB, "d_model": H, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": LENGTH}
-_BART |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": WIDE, "decoder_ffn_dim": WIDE}
-_QWEN3_VL = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4, "text_config": _SIZES}
+_BART |= {
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": WIDE,
+    "decoder_ffn_dim": WIDE,
+}
+_QWEN3_VL = {
+    "image_token_id": 1,
+    "video_token_id": 2,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    "text_config": _SIZES,
+}
 _QWEN3_VL |= {
-    "vision_config": {"depth": 2, "hidden_size": H, "intermediate_size": WIDE, "num_heads": HEADS, "patch_size": 8, "out_hidden_size": H}
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": H,
+        "intermediate_size": WIDE,
+        "num_heads": HEADS,
+        "patch_size": 8,
+        "out_hidden_size": H,
+    }
 }
 _QWEN3_VL["vision_config"] |= {"spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
 _TWO_STACKS = {f"model.{part}.layers.*.fc1+fc2": "Linear + Linear" for part in ("encoder", "decoder")}
@@ -149,13 +199,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Phi": _causal("Phi", "PhiMLP"),
     "Gemma": _causal("Gemma", "GemmaMLP"),
     "Gemma 2": _causal("Gemma2", "Gemma2MLP", error=1e-6),
-    "Gemma 3": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", _SIZES, {"model.layers.*.mlp": "Gemma3MLP"}, error=1e-6),
+    "Gemma 3": Architecture(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", _SIZES, {"model.layers.*.mlp": "Gemma3MLP"}, error=1e-6
+    ),
     "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", _GPT2, {"transformer.h.*.mlp": "GPT2MLP"}),
-    "GPT-J": Architecture("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}, {"transformer.h.*.mlp": "GPTJMLP"}, error=1e-6),
+    "GPT-J": Architecture(
+        "GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}, {"transformer.h.*.mlp": "GPTJMLP"}, error=1e-6
+    ),
     "GPT-NeoX": _causal("GPTNeoX", "GPTNeoXMLP", "gpt_neox.layers.*.mlp"),
     "OPT": _causal("OPT", "Linear + Linear", "model.decoder.layers.*.fc1+fc2", ffn_dim=WIDE, word_embed_proj_dim=H),
     "OPT, post-norm": _causal(
-        "OPT", "Linear + Linear", "model.decoder.layers.*.fc1+fc2", ffn_dim=WIDE, word_embed_proj_dim=H, do_layer_norm_before=False
+        "OPT",
+        "Linear + Linear",
+        "model.decoder.layers.*.fc1+fc2",
+        ffn_dim=WIDE,
+        word_embed_proj_dim=H,
+        do_layer_norm_before=False,
     ),
     "Falcon": Architecture(
         "FalconForCausalLM",
@@ -205,7 +264,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "BART": Architecture("BartForConditionalGeneration", "BartConfig", _BART, _TWO_STACKS, _sequence_to_sequence),
     "BERT": Architecture(
-        "BertForMaskedLM", "BertConfig", _SIZES, {"bert.encoder.layer.*.intermediate+output": "BertIntermediate + BertOutput"}
+        "BertForMaskedLM",
+        "BertConfig",
+        _SIZES,
+        {"bert.encoder.layer.*.intermediate+output": "BertIntermediate + BertOutput"},
     ),
     "RoBERTa": Architecture(
         "RobertaForMaskedLM",

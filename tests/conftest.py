@@ -14,11 +14,15 @@ from tests.world import World
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-docs", action="store_true", help="write the tables of the docs anew instead of comparing them")
+    parser.addoption(
+        "--write-docs", action="store_true", help="write the tables of the docs anew instead of comparing them"
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports made stays: collecting garbage need not look at it again, and the package's and the tests' own calls are many."""
+    """What the imports made stays: collecting garbage need not look at it again, and the package's and the tests' own
+    calls are many.
+    """
     gc.collect()
     gc.freeze()
 

@@ -76,5 +76,10 @@ def replaced(model: torch.nn.Module) -> int:
 
 def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
     """A quiet Trainer on the CPU for three steps."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     return pl.Trainer(**({"accelerator": "cpu", "devices": 1, "max_steps": 3, "strategy": strategy} | quiet | kwargs))

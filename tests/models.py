@@ -17,7 +17,9 @@ H, WIDE = 16, 48
 class GatedMLP(nn.Module):
     """The feed-forward part of Llama."""
 
-    def __init__(self, hidden: int = H, wide: int = WIDE, act: Callable[[Tensor], Tensor] = F.silu, bias: bool = False) -> None:
+    def __init__(
+        self, hidden: int = H, wide: int = WIDE, act: Callable[[Tensor], Tensor] = F.silu, bias: bool = False
+    ) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden, wide, bias=bias)
         self.up = nn.Linear(hidden, wide, bias=bias)
@@ -43,7 +45,9 @@ class PlainMLP(nn.Module):
 
 
 class RoutedMLP(nn.Module):
-    """A mixture of experts: returns the hidden states and the router's logits, flat (``[tokens, E]``) or not (``[B, S, E]``)."""
+    """A mixture of experts: returns the hidden states and the router's logits, flat (``[tokens, E]``) or not (``[B, S,
+    E]``).
+    """
 
     def __init__(self, experts: int = 4, flat: bool = True) -> None:
         super().__init__()
@@ -81,7 +85,9 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """A language model of such blocks over 32 tokens; called with ids it returns logits, with labels too its loss, in tiles."""
+    """A language model of such blocks over 32 tokens; called with ids it returns logits, with labels too its loss, in
+    tiles.
+    """
 
     def __init__(self, blocks: int = 2, hidden: int = H, wide: int = WIDE) -> None:
         super().__init__()
@@ -111,5 +117,11 @@ def tiny_llama(**fields: Any) -> Any:
     """A Hugging Face Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": 64, **fields}))

@@ -15,7 +15,9 @@ FP32 = 1e-6
 
 
 def spread(value: Any) -> Tensor:
-    """A positive scalar that depends on every entry of every floating point tensor of an output, each with its own weight."""
+    """A positive scalar that depends on every entry of every floating point tensor of an output, each with its own
+    weight.
+    """
     total: Any = 0.0
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -47,7 +49,9 @@ def reference(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Te
 def errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
     """The relative error of each gradient, which must be there in both."""
     assert found.keys() == true.keys()
-    return {name: float((found[name].double() - true[name]).norm() / true[name].norm().clamp_min(1e-12)) for name in true}
+    return {
+        name: float((found[name].double() - true[name]).norm() / true[name].norm().clamp_min(1e-12)) for name in true
+    }
 
 
 def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
@@ -60,7 +64,9 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def toggled_gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The input's gradient from training mode, and the same where the module is set to evaluation before the backward, which stays so."""
+    """The input's gradient from training mode, and the same where the module is set to evaluation before the backward,
+    which stays so.
+    """
     found = []
     for toggled in (False, True):
         torch.manual_seed(0)

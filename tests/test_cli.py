@@ -42,16 +42,22 @@ STRATEGY = ("--model=CausalLM", "--data=TextFiles", "--trainer.strategy=TiledDDP
 
 
 def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    """``tiling: 8`` and ``checkpointing: true`` stand beside the full forms, and both are overridden by ``tiling.num_shards``."""
+    """``tiling: 8`` and ``checkpointing: true`` stand beside the full forms, and both are overridden by
+    ``tiling.num_shards``.
+    """
     Path("short.yaml").write_text(
         "trainer: {strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: 8, checkpointing: true}}}\n"
         "model: {class_path: lt_tiled.lm.CausalLM}\ndata: {class_path: lt_tiled.lm.TextFiles}\n"
     )
     short = config(capsys, "--config", "short.yaml")["trainer"]["strategy"]["init_args"]
     assert (short["tiling"], short["checkpointing"]) == (8, True)
-    full = config(capsys, "--config", "short.yaml", "--trainer.strategy.tiling.num_shards=4")["trainer"]["strategy"]["init_args"]
+    full = config(capsys, "--config", "short.yaml", "--trainer.strategy.tiling.num_shards=4")["trainer"]["strategy"][
+        "init_args"
+    ]
     assert full["tiling"]["num_shards"] == 4
-    full = config(capsys, *STRATEGY, "--trainer.strategy.tiling.tile_tokens=512", "--trainer.strategy.checkpointing.targets=Block")
+    full = config(
+        capsys, *STRATEGY, "--trainer.strategy.tiling.tile_tokens=512", "--trainer.strategy.checkpointing.targets=Block"
+    )
     init = full["trainer"]["strategy"]["init_args"]
     assert init["tiling"]["tile_tokens"] == 512
     assert init["checkpointing"]["targets"] == "Block"
@@ -67,19 +73,28 @@ def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
     """Targets are a name or a list of names."""
     for value, expected in (("MLP", "MLP"), ("[MLP, 'layers.*.mlp']", ["MLP", "layers.*.mlp"])):
-        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.targets={value}")["trainer"]["strategy"]["init_args"]
+        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.targets={value}")["trainer"]["strategy"][
+            "init_args"
+        ]
         assert init["tiling"]["targets"] == expected
 
 
 def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
     """``compile`` is a truth value or arguments of ``torch.compile``."""
-    for value, expected in (("true", True), ("{mode: max-autotune, dynamic: true}", {"mode": "max-autotune", "dynamic": True})):
-        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.compile={value}")["trainer"]["strategy"]["init_args"]
+    for value, expected in (
+        ("true", True),
+        ("{mode: max-autotune, dynamic: true}", {"mode": "max-autotune", "dynamic": True}),
+    ):
+        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.compile={value}")["trainer"]["strategy"][
+            "init_args"
+        ]
         assert init["tiling"]["compile"] == expected
 
 
 def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``; with it ``targets`` may be empty."""
+    """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``; with it ``targets`` may be
+    empty.
+    """
     for value, expected in (("true", True), ("8", 8)):
         whole = config(
             *(capsys, *STRATEGY, f"--trainer.strategy.tiling.loss={value}", "--trainer.strategy.tiling.targets=[]"),
@@ -101,7 +116,9 @@ PARENTS = {
 
 @pytest.mark.parametrize("name", PARENTS)
 def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The help of a strategy shows its own and its parent's arguments, and leads on to the fields of the policies with their text."""
+    """The help of a strategy shows its own and its parent's arguments, and leads on to the fields of the policies with
+    their text.
+    """
 
     def help_of(*args: str) -> str:
         with pytest.raises(SystemExit):
@@ -156,7 +173,9 @@ def run(*command: str, timeout: float = 150) -> str:
 
 
 def test_quickstart() -> None:
-    """Two steps of the quickstart on two ranks, the second of which it starts itself: tiles, validation, a checkpoint, and one table."""
+    """Two steps of the quickstart on two ranks, the second of which it starts itself: tiles, validation, a checkpoint,
+    and one table.
+    """
     command = str(Path(sys.executable).with_name("lt-tiled"))
     printed = run(
         *(
@@ -185,7 +204,9 @@ def test_quickstart() -> None:
 @pytest.mark.parametrize("tier", ["disk", "cpu", "tiered"])
 def test_offload_configs(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The offload configs differ from the quickstart in where the boundaries go, and each parses to its tiers."""
-    quick, other = (config(capsys, "--config", str(ROOT / "configs" / f"quickstart{name}.yaml")) for name in ("", f"_{tier}"))
+    quick, other = (
+        config(capsys, "--config", str(ROOT / "configs" / f"quickstart{name}.yaml")) for name in ("", f"_{tier}")
+    )
     checkpointing = other["trainer"]["strategy"]["init_args"].pop("checkpointing")
     assert quick["trainer"]["strategy"]["init_args"].pop("checkpointing") is True
     assert checkpointing["offload"] == {"disk": "disk", "cpu": "cpu", "tiered": "cpu+disk"}[tier]
@@ -198,7 +219,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_differ_in_the_strategy_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every config names the quickstart's model and data, copies neither, and shows all of its strategy's arguments when printed."""
+    """Every config names the quickstart's model and data, copies neither, and shows all of its strategy's arguments
+    when printed.
+    """
     written = yaml.safe_load(path.read_text())
     assert (written["model"], written["data"]) == ("shared/llama.yaml", "shared/text.yaml")
     quick, other = (config(capsys, "--config", str(p)) for p in (QUICKSTART, path))
@@ -222,7 +245,9 @@ def printed_by(folder: str, *args: str) -> str:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureRequest) -> None:
-    """``--trainer.accelerator=cpu --trainer.devices=2`` runs every config: it trains in tiles, validates, saves, and reports once."""
+    """``--trainer.accelerator=cpu --trainer.devices=2`` runs every config: it trains in tiles, validates, saves, and
+    reports once.
+    """
     world: World = request.getfixturevalue("deepspeed_world" if "deepspeed" in path.stem else "world")
     both = world(
         *(printed_by, os.getcwd(), "fit", "--config", str(path), "--trainer.accelerator=cpu", "--trainer.devices=2"),
@@ -230,7 +255,9 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
         *("--data.seq_len=2048", "--trainer.strategy.tiling.num_shards=2"),
     )
     printed = "".join(both)
-    assert len(re.findall(r"4 x LlamaMLP\s+│ model\.model\.layers\.\*\.mlp\s+│", printed)) == 1  # one line, although no terminal is as wide
+    assert (
+        len(re.findall(r"4 x LlamaMLP\s+│ model\.model\.layers\.\*\.mlp\s+│", printed)) == 1
+    )  # one line, although no terminal is as wide
     assert re.search(r"│\s+2048 │\s+2 ", printed)
     assert re.search(r"val_perplexity:\s*\d", printed)
     assert list(Path("runs").rglob("*.ckpt"))
@@ -245,15 +272,23 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
 def test_own_model_and_data(command: str, caplog: pytest.LogCaptureFixture) -> None:
     """``validate`` and ``predict`` run a model and data of the user's own, found by their import path."""
     with caplog.at_level("INFO"):
-        main([command, "--model=tests.lit.LitTiny", "--trainer.strategy=tiled", "--trainer.accelerator=cpu", "--trainer.logger=false"])
+        main(
+            [
+                command,
+                "--model=tests.lit.LitTiny",
+                "--trainer.strategy=tiled",
+                "--trainer.accelerator=cpu",
+                "--trainer.logger=false",
+            ]
+        )
     assert "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block" in caplog.text
 
 
 def test_a_config_is_not_written_over() -> None:
-    """A run without a logger saves its configuration beside a ``config.yaml`` that it was read from, which stays as it is."""
-    own = (
-        "model: tests.lit.LitTiny  # mine\ntrainer: {strategy: tiled, accelerator: cpu, logger: false, max_steps: 1, limit_val_batches: 0}"
-    )
+    """A run without a logger saves its configuration beside a ``config.yaml`` that it was read from, which stays as it
+    is.
+    """
+    own = "model: tests.lit.LitTiny  # mine\ntrainer: {strategy: tiled, accelerator: cpu, logger: false, max_steps: 1, limit_val_batches: 0}"
     Path("config.yaml").write_text(own)
     main(["fit", "--config", "config.yaml"])
     assert Path("config.yaml").read_text() == own
@@ -262,7 +297,15 @@ def test_a_config_is_not_written_over() -> None:
 
 def test_own_configs(capsys: pytest.CaptureFixture[str]) -> None:
     """``--config configs/...`` is the package's own where there is no such file, and no other argument is touched."""
-    assert config(capsys, "--config=configs/quickstart.yaml", "--data.paths=configs/x.txt")["data"]["init_args"]["paths"] == "configs/x.txt"
+    assert (
+        config(capsys, "--config=configs/quickstart.yaml", "--data.paths=configs/x.txt")["data"]["init_args"]["paths"]
+        == "configs/x.txt"
+    )
     Path("configs").mkdir()
     Path("configs/quickstart.yaml").write_text("trainer: {max_steps: 7}")
-    assert config(capsys, "--config", "configs/quickstart.yaml", "--model=CausalLM", "--data=TextFiles")["trainer"]["max_steps"] == 7
+    assert (
+        config(capsys, "--config", "configs/quickstart.yaml", "--model=CausalLM", "--data=TextFiles")["trainer"][
+            "max_steps"
+        ]
+        == 7
+    )

@@ -23,14 +23,19 @@ def batch(seed: int, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, VOCAB, (2, tokens), generator=generator)
     labels[0, : 5 + seed] = -100
-    weight, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(99)) for shape in ((VOCAB, H), (VOCAB,)))
+    weight, bias = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(99)) for shape in ((VOCAB, H), (VOCAB,))
+    )
     return torch.randn(2, tokens, H, generator=generator), weight, labels, bias
 
 
 def pairs() -> list[tuple[Any, Any]]:
     return [
         (TiledPerplexity(num_shards=4), Perplexity(ignore_index=-100)),
-        *((TiledTokenAccuracy(top_k=k, num_shards=4), MulticlassAccuracy(VOCAB, k, "micro", ignore_index=-100)) for k in (1, 5)),
+        *(
+            (TiledTokenAccuracy(top_k=k, num_shards=4), MulticlassAccuracy(VOCAB, k, "micro", ignore_index=-100))
+            for k in (1, 5)
+        ),
     ]
 
 
@@ -43,7 +48,9 @@ def measured() -> list[tuple[float, float]]:
             hidden, weight, labels, bias = batch(seed, 30 + rank)
             logits = F.linear(hidden, weight, bias)
             tiled.update(hidden, weight, labels, bias)
-            whole.update(logits, labels) if isinstance(whole, Perplexity) else whole.update(logits.flatten(0, 1), labels.flatten())
+            whole.update(logits, labels) if isinstance(whole, Perplexity) else whole.update(
+                logits.flatten(0, 1), labels.flatten()
+            )
         found.append((float(tiled.compute()), float(whole.compute())))
     return found
 
@@ -105,7 +112,9 @@ def test_refused_batch() -> None:
 
 
 def test_sums_in_float32() -> None:
-    """A perplexity that is made under Lightning's ``bf16-true``, where bfloat16 is the default dtype, counts in float32."""
+    """A perplexity that is made under Lightning's ``bf16-true``, where bfloat16 is the default dtype, counts in
+    float32.
+    """
     torch.set_default_dtype(torch.bfloat16)
     try:
         metric = TiledPerplexity()

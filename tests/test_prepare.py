@@ -20,7 +20,9 @@ def state(model: nn.Module) -> list[dict[str, object]]:
 
 
 def test_release_leaves_the_model_as_it_was() -> None:
-    """After ``release``, and after the end of ``with`` by an exception, no instance attribute is left; twice is no error."""
+    """After ``release``, and after the end of ``with`` by an exception, no instance attribute is left; twice is no
+    error.
+    """
     model = TinyLM()
     before = state(model)
     prepared = prepare(model, tiling=Tiling(4), checkpointing=Checkpointing())
@@ -56,10 +58,15 @@ def test_an_error_while_marking_leaves_the_model_as_it_was() -> None:
 
 
 def test_report() -> None:
-    """The report lists every tiled module with the tiles of its largest call, and every block; its table and line show them."""
+    """The report lists every tiled module with the tiles of its largest call, and every block; its table and line show
+    them.
+    """
     model = TinyLM()
     with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()) as prepared:
-        assert {(row.path, row.tokens, row.tiles) for row in prepared.report().tiled} == {("blocks.0.mlp", 0, 0), ("blocks.1.mlp", 0, 0)}
+        assert {(row.path, row.tokens, row.tiles) for row in prepared.report().tiled} == {
+            ("blocks.0.mlp", 0, 0),
+            ("blocks.1.mlp", 0, 0),
+        }
         lm_loss(model(IDS), IDS).backward()
         model(IDS[:, :3])
         report = prepared.report()
@@ -70,7 +77,13 @@ def test_report() -> None:
     assert [row.path for row in report.blocks] == ["blocks.0", "blocks.1"]
     assert report.summary() == "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block"
     cells = [list(column.cells) for column in report.table("1 GiB").columns]
-    assert cells == [["tiled", "checkpointed"], ["2 x GatedMLP", "2 x Block"], ["blocks.*.mlp", "blocks.*"], ["48", ""], ["4", ""]]
+    assert cells == [
+        ["tiled", "checkpointed"],
+        ["2 x GatedMLP", "2 x Block"],
+        ["blocks.*.mlp", "blocks.*"],
+        ["48", ""],
+        ["4", ""],
+    ]
 
 
 def test_report_of_a_plain_model() -> None:
@@ -108,12 +121,16 @@ def test_a_copied_model_trains_apart() -> None:
 
 
 def test_containers_are_no_blocks() -> None:
-    """Layers that are lists of parts cannot be checkpointed: ``"auto"`` says that it found none, and naming them says why."""
+    """Layers that are lists of parts cannot be checkpointed: ``"auto"`` says that it found none, and naming them says
+    why.
+    """
     model = nn.Sequential(nn.Linear(16, 16))
     model.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), GatedMLP()]) for _ in range(2))
     with pytest.raises(ValueError, match="Checkpointing found no blocks in Sequential"):
         prepare(model, checkpointing=Checkpointing())
-    with pytest.raises(ValueError, match=r"'layers.\*' matches layers.0, a ModuleList that nobody calls: name what is in it"):
+    with pytest.raises(
+        ValueError, match=r"'layers.\*' matches layers.0, a ModuleList that nobody calls: name what is in it"
+    ):
         prepare(model, checkpointing=Checkpointing(targets="layers.*"))
     with prepare(model, tiling=Tiling(2)) as prepared:
         assert [row.path for row in prepared.report().tiled] == ["layers.0.1", "layers.1.1"]
@@ -133,5 +150,7 @@ def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
         assert [row.tiles for row in prepared.report().tiled] == [2, 2]
     with prepare(model, tiling=False, checkpointing=False) as nothing:
         assert nothing.report().tiled == ()
-    with pytest.raises(ValueError, match="tiling='many' is not understood: give a number of tiles, True, False or a Tiling"):
+    with pytest.raises(
+        ValueError, match="tiling='many' is not understood: give a number of tiles, True, False or a Tiling"
+    ):
         prepare(model, tiling="many")

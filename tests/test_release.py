@@ -20,7 +20,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built by way of the source distribution, as a release is."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], check=True, capture_output=True, timeout=120
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        check=True,
+        capture_output=True,
+        timeout=120,
     )
     (built,) = folder.glob("*.whl")
     return built
@@ -37,10 +40,16 @@ def test_version(wheel: Path) -> None:
 
 
 def test_quickstart_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """In an empty folder, with nothing of the repository, the README's quickstart command trains and shows what was tiled."""
+    """In an empty folder, with nothing of the repository, the README's quickstart command trains and shows what was
+    tiled.
+    """
     site, work = tmp_path / "site", tmp_path / "work"
     work.mkdir()
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)],
+        check=True,
+        timeout=120,
+    )
     command = f"import sys, lt_tiled.cli; print(lt_tiled.__file__); sys.argv[1:] = {SHORT!r}; lt_tiled.cli.main()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", command],

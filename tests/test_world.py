@@ -39,10 +39,16 @@ def test_runs_on_every_rank(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [(fail_on_one, "rank 1: .*ArithmeticError: rank one is unwell"), (hang, "rank 0: no answer within"), (die, "the process died")],
+    [
+        (fail_on_one, "rank 1: .*ArithmeticError: rank one is unwell"),
+        (hang, "rank 0: no answer within"),
+        (die, "the process died"),
+    ],
 )
 def test_a_failure_is_shown_and_the_world_replaced(world: World, body: object, message: str) -> None:
-    """A failure, a hang and a death each fail the test with the rank's own words, and the next test has a world again."""
+    """A failure, a hang and a death each fail the test with the rank's own words, and the next test has a world
+    again.
+    """
     with pytest.raises(RanksFailed, match=f"(?s){message}"):
         world(body, timeout=3)
     assert world(total, 1) == [3.0, 3.0]

@@ -1,4 +1,6 @@
-"""Persistent worlds of gloo ranks: imports and the process group are paid once per session, and a world that failed is replaced."""
+"""Persistent worlds of gloo ranks: imports and the process group are paid once per session, and a world that failed is
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ class RanksFailed(AssertionError):
 
 
 class World:
-    """``world(fn, *args)`` runs ``fn(*args)`` on every rank and returns the ranks' results; ``fn`` is a function of a module.
+    """``world(fn, *args)`` runs ``fn(*args)`` on every rank and returns the ranks' results; ``fn`` is a function of a
+    module.
 
-    The ranks find each other through a file, so no port is taken. A failure on any rank is raised with every rank's traceback,
-    and the ranks, some of which may wait in a collective, are killed and started anew for the next test.
+    The ranks find each other through a file, so no port is taken. A failure on any rank is raised with every rank's
+    traceback, and the ranks, some of which may wait in a collective, are killed and started anew for the next test.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,7 +46,11 @@ class World:
         if all(answer is not None and answer[0] for answer in answers):
             return [answer[1] for answer in answers if answer is not None]
         self.kill()
-        told = [f"rank {rank}: {a[1] if a else f'no answer within {timeout} s'}" for rank, a in enumerate(answers) if not (a and a[0])]
+        told = [
+            f"rank {rank}: {a[1] if a else f'no answer within {timeout} s'}"
+            for rank, a in enumerate(answers)
+            if not (a and a[0])
+        ]
         raise RanksFailed("\n".join(told))
 
     def _collect(self, timeout: float) -> list[tuple[bool, Any] | None]:
@@ -70,7 +77,8 @@ class World:
         self._pipes = [ours for ours, _ in pipes]
         meeting = f"file://{Path(self._meeting.name) / 'meeting'}"
         self._ranks = [
-            context.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True) for r, (_, theirs) in enumerate(pipes)
+            context.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True)
+            for r, (_, theirs) in enumerate(pipes)
         ]
         for rank in self._ranks:
             rank.start()
@@ -100,12 +108,21 @@ class World:
 
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     # The variables by which Lightning sees that its processes were created for it; the port is never used.
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
+    os.environ.update(
+        LOCAL_RANK=str(rank),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        NODE_RANK="0",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="0",
+    )
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
+    )
     pipe.send((True, None))
     while (job := pipe.recv()) is not None:
         fn, args = job

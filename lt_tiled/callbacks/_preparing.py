@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
+from lt_tiled._prepare import Prepared, PreparedModels
 from lt_tiled.policies import Checkpointing, Tiling
-from lt_tiled.prepare import Prepared, PreparedModels
 from lt_tiled.strategies._deepspeed import adapt_tiles
 from lt_tiled.strategies._units import refuse_units_in_tiled_modules
 
@@ -20,8 +20,8 @@ from lt_tiled.strategies._units import refuse_units_in_tiled_modules
 class PreparingCallback(Callback):
     """Marks the modules once the engine has wrapped the model.
 
-    They are as they were after ``fit`` (``validate``, ...), also when it ends in an exception. With Fabric the model has to go
-    through ``fabric.setup``, and :meth:`release` undoes it.
+    They are as they were after ``fit`` (``validate``, ...), also when it ends in an exception. With Fabric the model
+    has to go through ``fabric.setup``, and :meth:`release` undoes it.
     """
 
     def __init__(self, tiling: Tiling | None = None, checkpointing: Checkpointing | None = None) -> None:
@@ -54,7 +54,9 @@ class PreparingCallback(Callback):
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
-        self._prepare(module, fabric.strategy, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]))
+        self._prepare(
+            module, fabric.strategy, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device])
+        )
 
     def release(self) -> None:
         """Leave every model as it was."""

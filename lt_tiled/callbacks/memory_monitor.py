@@ -27,16 +27,17 @@ from lt_tiled.report import Report
 
 
 class MemoryMonitor(Callback):
-    """Logs the peak memory, tiles, offloaded bytes, stalls and tokens per second of each step, for Trainer and for Fabric.
+    """Logs the peak memory, tiles, offloaded bytes, stalls and tokens per second of each step, for Trainer and for
+    Fabric.
 
-    The figures go to the run's loggers as ``memory/...``. With Fabric a step ends with ``optimizer.step()``, and tokens are those that go
-    into the model.
+    The figures go to the run's loggers as ``memory/...``. With Fabric a step ends with ``optimizer.step()``, and tokens
+    are those that go into the model.
 
     Args:
-        plot: Where the picture of a step goes, ``.png``, ``.svg`` or ``.pdf``: memory over time as it was, and as it was predicted. With a
-            Trainer only.
-        step: Which batch of the run is in the picture, from 0, or the first after it on which the optimizer steps; its state is there
-            from the second step.
+        plot: Where the picture of a step goes, ``.png``, ``.svg`` or ``.pdf``: memory over time as it was, and as it
+            was predicted. With a Trainer only.
+        step: Which batch of the run is in the picture, from 0, or the first after it on which the optimizer steps; its
+            state is there from the second step.
 
     Raises:
         ValueError: If ``plot`` ends in no format that can be drawn.
@@ -89,7 +90,9 @@ class MemoryMonitor(Callback):
         if self._recording is not None:
             self._recording.begin("optimizer")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert self._meter is not None
         if self._recording is not None:
             recorded, self._recording = self._recording.stop(), None
@@ -100,19 +103,25 @@ class MemoryMonitor(Callback):
         self._steps += 1
         if every and self._steps % every == 0:
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as Lightning counts them
+                logger.log_metrics(
+                    metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped
+                )  # as Lightning counts them
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.plot is None or not trainer.is_global_zero:
             return
         if self.measured is None:
-            warn(f"MemoryMonitor drew nothing: the run ended after {self._steps} steps; choose a step before that, not step={self.step}.")
+            warn(
+                f"MemoryMonitor drew nothing: the run ended after {self._steps} steps; choose a step before that, not step={self.step}."
+            )
             return
         self.predicted = self._predict(trainer)
         runs = {"measured": self.measured} | ({} if self.predicted is None else {"predicted": self.predicted})
         draw_step(runs, self.plot)
         beside = "" if self.predicted is None else f", {gib(self.predicted.peak)} predicted"
-        Console().print(f"memory of step {self.step}: {gib(self.measured.peak)} at its peak{beside}. Drawn: {self.plot}")
+        Console().print(
+            f"memory of step {self.step}: {gib(self.measured.peak)} at its peak{beside}. Drawn: {self.plot}"
+        )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._recording is not None:
@@ -191,7 +200,9 @@ class _Meter:
         self._before = offloaded
         return {
             "memory/peak_gib": self.peak / 2**30,
-            "memory/tiles": float(max([1, *(row.tiles for row in report.tiled), *(row.tiles for row in report.losses)])),
+            "memory/tiles": float(
+                max([1, *(row.tiles for row in report.tiled), *(row.tiles for row in report.losses)])
+            ),
             "memory/cpu_bytes": float(offloaded.cpu_bytes - before.cpu_bytes),
             "memory/disk_bytes": float(offloaded.disk_bytes - before.disk_bytes),
             "memory/stalled_ms": offloaded.stalled_ms - before.stalled_ms,

@@ -26,7 +26,9 @@ class OffloadedCheckpointing(PreparingCallback):
         super().__init__(checkpointing=Checkpointing(offload=offload, **checkpointing))
         self._log = OffloadLog()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.prepared is not None and self.prepared.offloader is not None:
             self._log.step(trainer, self.prepared.offloader)
 

@@ -33,7 +33,9 @@ class TilingReport(Callback):
         assert self._memory is not None
         self._memory.reset()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert self._memory is not None
         self._steps += 1
         self.peak = max(self.peak, self._memory.read())

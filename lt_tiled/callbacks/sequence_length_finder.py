@@ -29,15 +29,17 @@ from lt_tiled.policies import parse_bytes
 
 
 class SequenceLengthFinder(Callback):
-    """Finds the longest sequence whose training step fits, before the run: the counterpart of Lightning's ``BatchSizeFinder``.
+    """Finds the longest sequence whose training step fits, before the run: the counterpart of Lightning's
+    ``BatchSizeFinder``.
 
-    A batch of the run's data is made longer and shorter, and each length tried by a forward and a backward, with the optimizer's state in
-    place. Weights, buffers, metrics, random numbers and the optimizer are as before when the run begins. Lengths double until one does not
-    fit, and the rest is bisection. The result is set as ``attribute`` of the data, which is then set up anew. A schedule that counts the
-    steps of the run was made before that: give ``max_steps``.
+    A batch of the run's data is made longer and shorter, and each length tried by a forward and a backward, with the
+    optimizer's state in place. Weights, buffers, metrics, random numbers and the optimizer are as before when the run
+    begins. Lengths double until one does not fit, and the rest is bisection. The result is set as ``attribute`` of the
+    data, which is then set up anew. A schedule that counts the steps of the run was made before that: give
+    ``max_steps``.
 
-    Ranks of DDP try each by itself and agree on what fits on all. Those of sharding engines wait for each other within a step: there memory
-    must end on all of them at the same length, as it does for batches of one shape.
+    Ranks of DDP try each by itself and agree on what fits on all. Those of sharding engines wait for each other within
+    a step: there memory must end on all of them at the same length, as it does for batches of one shape.
 
     Args:
         start: The first length.
@@ -64,7 +66,12 @@ class SequenceLengthFinder(Callback):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if limit is not None and limit < start:
             raise ValueError(f"limit={limit} is shorter than start={start}: raise it, or begin with less.")
-        self.start, self.limit, self.granule, self.attribute = int(start), None if limit is None else int(limit), int(granule), attribute
+        self.start, self.limit, self.granule, self.attribute = (
+            int(start),
+            None if limit is None else int(limit),
+            int(granule),
+            attribute,
+        )
         self.memory = None if memory is None else parse_bytes(memory, "memory")
         self.found: int | None = None
         """The longest length that fits."""
@@ -82,11 +89,14 @@ class SequenceLengthFinder(Callback):
                 self.found = self._search(trial)
             finally:
                 trial.restore()
-        inform(f"SequenceLengthFinder: {self.found} tokens fit ({gib(self.peaks[self.found])}); {self.attribute} is set to it")
+        inform(
+            f"SequenceLengthFinder: {self.found} tokens fit ({gib(self.peaks[self.found])}); {self.attribute} is set to it"
+        )
         setattr(holder, self.attribute, self.found)
         if trainer.datamodule is not None:  # type: ignore[attr-defined]
             trainer.datamodule.setup("fit")  # type: ignore[attr-defined]
-        # A schedule that counts the run's steps has loaded the data already; as Lightning's BatchSizeFinder, let it be loaded anew.
+        # A schedule that counts the run's steps has loaded the data already; as Lightning's BatchSizeFinder, let it be
+        # loaded anew.
         trainer.fit_loop._combined_loader = None
 
     def _refuse_later_callbacks(self, trainer: pl.Trainer) -> None:
@@ -122,7 +132,9 @@ class SequenceLengthFinder(Callback):
             low, high = (length, high) if fits else (low, length)
             if not low:
                 if length <= self.granule:
-                    raise RuntimeError(f"Not even {length} tokens fit: a step takes more memory than there is. Tile or offload more.")
+                    raise RuntimeError(
+                        f"Not even {length} tokens fit: a step takes more memory than there is. Tile or offload more."
+                    )
                 length = max(length // 2 // self.granule * self.granule, self.granule)
             elif high is None:
                 if self.limit is not None and low >= self.limit:
@@ -145,7 +157,12 @@ class _Trial:
             raise ValueError("The batch has no tensor with two or three dimensions, whose second could be made longer.")
         self.device = trainer.strategy.root_device
         self.memory = PeakMemory(self.device)
-        self._buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        self._buffers = [
+            (m, name, b, b.detach().clone())
+            for m in module.modules()
+            for name, b in m._buffers.items()
+            if b is not None
+        ]
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in metrics]
         self._log = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
@@ -153,7 +170,9 @@ class _Trial:
         self._make_state()
 
     def _make_state(self) -> None:
-        """Let the optimizer have its state, by a step of no size with gradients of zero. DeepSpeed's has it from the start."""
+        """Let the optimizer have its state, by a step of no size with gradients of zero. DeepSpeed's has it from the
+        start.
+        """
         if isinstance(self.trainer.strategy, DeepSpeedStrategy):
             return
         for optimizer in self.trainer.optimizers:

@@ -15,7 +15,8 @@ from lt_tiled.strategies._units import refuse_units_in_tiled_modules
 class TiledStrategy(TiledOptions):
     """Stands left of any strategy: marks the modules before the engine wraps the model.
 
-    Fabric never calls ``teardown``: call :meth:`release` to have the model as it was. A model that could not be set up is as it was.
+    Fabric never calls ``teardown``: call :meth:`release` to have the model as it was. A model that could not be set up
+    is as it was.
     """
 
     def setup_module(self, module: nn.Module) -> Any:

@@ -27,7 +27,8 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
     Without ``auto_wrap_policy`` each block is a unit.
 
     Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled module holds units.
+        ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled
+            module holds units.
     """
 
     options_name = "_fsdp_kwargs"
@@ -47,7 +48,12 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
         path = Path(self.broadcast(path))
         models = [value for value in state.values() if isinstance(value, nn.Module) and units_of(value)]
         shards = path.is_dir() and (path / "meta.pt").is_file()  # as Lightning tells a sharded checkpoint
-        if not self.saves_full_on_cpu or len(models) != 1 or storage_options is not None or (path.is_dir() and not shards):
+        if (
+            not self.saves_full_on_cpu
+            or len(models) != 1
+            or storage_options is not None
+            or (path.is_dir() and not shards)
+        ):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         # As the parent does it, but for where the weights come from.

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_tiled._find import plain_name
 from lt_tiled.fabric._mixin import TiledStrategy
+from lt_tiled.modules.find import plain_name
 from lt_tiled.strategies._model_parallel import ModelParallelNeeds
 
 if TYPE_CHECKING:
@@ -28,10 +28,13 @@ class TiledModelParallelStrategy(ModelParallelNeeds, TiledStrategy, ModelParalle
         parallelize_fn: As the parent's; without it the model is sharded by blocks.
 
     Raises:
-        ValueError: At setup, if a size does not divide the ranks, a tiled module holds units, or the model cannot be sharded by blocks.
+        ValueError: At setup, if a size does not divide the ranks, a tiled module holds units, or the model cannot be
+            sharded by blocks.
     """
 
-    def __init__(self, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(parallelize_fn=parallelize_fn or (lambda module, mesh: module), **kwargs)
 
     @override
@@ -71,4 +74,6 @@ def _sharded_state(state: dict[str, Any], weight: nn.Parameter, new: nn.Paramete
     if not isinstance(new, DTensor):
         return state
     alike = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == weight.shape}
-    return state | {name: distribute_tensor(value.to(new.device), new.device_mesh, new.placements) for name, value in alike.items()}
+    return state | {
+        name: distribute_tensor(value.to(new.device), new.device_mesh, new.placements) for name, value in alike.items()
+    }

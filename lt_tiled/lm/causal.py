@@ -14,28 +14,32 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lt_tiled._find import NothingFound, plain_name
 from lt_tiled._log import inform, warn
-from lt_tiled._marks import get_mark
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.lm.flex import flex_attention
+from lt_tiled.loss.cross_entropy import shifted
+from lt_tiled.loss.transformers import LossMark, find_losses, mark_losses
+from lt_tiled.modules.find import NothingFound, plain_name
+from lt_tiled.modules.patch import get_mark
 from lt_tiled.policies import CompileOptions, Tiling, check_compile
-from lt_tiled.tiling.cross_entropy import shifted
-from lt_tiled.tiling.model_loss import LossMark, find_losses, mark_losses
 
 
 class CausalLM(LightningModule):
     """Trains a Hugging Face causal language model, from scratch by its configuration or on from a local directory.
 
-    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``; the model predicts each token
-    from those before it.
+    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``; the model predicts
+    each token from those before it.
 
     Args:
-        config: The fields of a Hugging Face configuration, with ``model_type``: ``{model_type: llama, hidden_size: 256, ...}``.
+        config: The fields of a Hugging Face configuration, with ``model_type``: ``{model_type: llama, hidden_size: 256,
+            ...}``.
         path: A local directory with a model, as ``save_pretrained`` writes it: the other way to name one.
-        attn_implementation: Hugging Face's name of the attention to use (``sdpa``, ``eager``, ``flash_attention_2``, ...).
-        attn_compile: For ``flex_attention``, which is compiled: arguments of ``torch.compile``, such as ``{mode: max-autotune}``.
-        tiled_loss: Compute losses, perplexities and log-probabilities in tiles, so that logits are never whole: ``Tiling.loss``.
+        attn_implementation: Hugging Face's name of the attention to use (``sdpa``, ``eager``, ``flash_attention_2``,
+            ...).
+        attn_compile: For ``flex_attention``, which is compiled: arguments of ``torch.compile``, such as ``{mode:
+            max-autotune}``.
+        tiled_loss: Compute losses, perplexities and log-probabilities in tiles, so that logits are never whole:
+            ``Tiling.loss``.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW, for weights with two dimensions or more.
         warmup_steps: Steps of linear warm-up; then the rate falls to a tenth along a cosine until the end of the run.
@@ -58,11 +62,17 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         if (config is None) == (path is None):
-            raise ValueError("CausalLM takes exactly one of config (fields of a Hugging Face configuration) and path (a local model).")
+            raise ValueError(
+                "CausalLM takes exactly one of config (fields of a Hugging Face configuration) and path (a local model)."
+            )
         if config is not None and "model_type" not in config:
-            raise ValueError(f"CausalLM's config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
+            raise ValueError(
+                f"CausalLM's config has no model_type, only {sorted(config)}: add one, such as model_type: llama."
+            )
         if path is not None and not (Path(path) / "config.json").is_file():
-            raise ValueError(f"path={path!r} is not a directory with a config.json: give a local model; none is downloaded.")
+            raise ValueError(
+                f"path={path!r} is not a directory with a config.json: give a local model; none is downloaded."
+            )
         if attn_compile is not None and attn_implementation != "flex_attention":
             raise ValueError(
                 f"attn_compile={attn_compile!r} is for flex attention, and attn_implementation is {attn_implementation!r}: set it to"
@@ -92,9 +102,14 @@ class CausalLM(LightningModule):
         attention = self.hparams["attn_implementation"]
         if attention == "flex_attention":
             attention = flex_attention(self.attn_compile)
-        if self.hparams["path"] is not None and torch.get_default_device().type != "meta":  # where weights would be of no use
+        if (
+            self.hparams["path"] is not None and torch.get_default_device().type != "meta"
+        ):  # where weights would be of no use
             self.model = AutoModelForCausalLM.from_pretrained(
-                self.hparams["path"], attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()
+                self.hparams["path"],
+                attn_implementation=attention,
+                local_files_only=True,
+                dtype=torch.get_default_dtype(),
             )
         else:
             self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention)
@@ -110,7 +125,9 @@ class CausalLM(LightningModule):
         try:
             mark_losses(find_losses(self.model), self._loss_shards, object())
         except NothingFound:
-            inform(f"the loss of {type(self.model).__name__} is not tiled: it does not compute it from labels and a linear head")
+            inform(
+                f"the loss of {type(self.model).__name__} is not tiled: it does not compute it from labels and a linear head"
+            )
 
     def _config(self) -> Any:
         from transformers import AutoConfig
@@ -124,7 +141,9 @@ class CausalLM(LightningModule):
         vocabulary = self._config().get_text_config().vocab_size
         needed = getattr(self.trainer.datamodule, "vocab_size", None)  # type: ignore[attr-defined]
         if needed is not None and needed > vocabulary:
-            raise ValueError(f"The data has token ids up to {needed - 1} and the model {vocabulary} tokens: set vocab_size: {needed}.")
+            raise ValueError(
+                f"The data has token ids up to {needed - 1} and the model {vocabulary} tokens: set vocab_size: {needed}."
+            )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits of shape ``[B, S, vocabulary]``."""
@@ -153,7 +172,9 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
 
     def _token_losses(self, ids: Tensor) -> Tensor:
-        """Of each token but the first, ``[B, S - 1]``: inside the model's forward, where engines have its head's weights at hand."""
+        """Of each token but the first, ``[B, S - 1]``: inside the model's forward, where engines have its head's
+        weights at hand.
+        """
         found: list[Tensor] = []
 
         def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -170,13 +191,17 @@ class CausalLM(LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
         if any("_flat_param" in name for name, _ in weights):
-            warn("FSDP with use_orig_params=False: weight decay applies to biases and norms too, which are in one tensor with the rest.")
+            warn(
+                "FSDP with use_orig_params=False: weight decay applies to biases and norms too, which are in one tensor with the rest."
+            )
         groups = [
             {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},
             {"params": [p for name, p in weights if name in self._vectors], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps)
+        warmup = torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps
+        )
         steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])

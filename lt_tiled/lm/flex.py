@@ -11,9 +11,11 @@ from lt_tiled._log import inform_once
 
 
 def flex_attention(options: Mapping[str, Any] | None) -> str:
-    """Say that flex attention is going to be compiled, and register it with these options for ``torch.compile``, if there are any.
+    """Say that flex attention is going to be compiled, and register it with these options for ``torch.compile``, if
+    there are any.
 
-    Hugging Face's function compiles ``flex_attention`` itself, with no options, unless it is being compiled: so it is, as a whole.
+    Hugging Face's function compiles ``flex_attention`` itself, with no options, unless it is being compiled: so it is,
+    as a whole.
 
     Returns:
         The name to give as ``attn_implementation``.

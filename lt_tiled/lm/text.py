@@ -20,11 +20,12 @@ from lt_tiled.lm.causal import _require_transformers
 class TextFiles(LightningDataModule):
     """Any text files, cut into windows of ``seq_len`` tokens that do not overlap.
 
-    The last part of the text is for testing, the part before it for validation. Tokens are bytes, or those of a local tokenizer.
+    The last part of the text is for testing, the part before it for validation. Tokens are bytes, or those of a local
+    tokenizer.
 
     Args:
-        paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the Python standard library's own
-            source: real text that every machine has.
+        paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the Python
+            standard library's own source: real text that every machine has.
         tokenizer: A local directory with a Hugging Face tokenizer; ``None`` for bytes.
         seq_len: Tokens per sequence.
         batch_size: Sequences per batch and device.
@@ -33,7 +34,8 @@ class TextFiles(LightningDataModule):
         num_workers: Worker processes of the data loaders.
 
     Raises:
-        ValueError: If a path matches no file, a file cannot be read, or the text is too short for one sequence in each part.
+        ValueError: If a path matches no file, a file cannot be read, or the text is too short for one sequence in each
+            part.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class TextFiles(LightningDataModule):
         return self._loader("test")
 
     def _loader(self, part: str, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(_Windows(self._windows[part]), batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
+        return DataLoader(
+            _Windows(self._windows[part]), batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers
+        )
 
     def _files(self) -> list[Path]:
         if self.paths is None:
@@ -102,9 +106,15 @@ class TextFiles(LightningDataModule):
             if Path(path).is_dir():
                 found = sorted(p for p in Path(path).rglob("*") if p.suffix in (".txt", ".md", ".py"))
             else:
-                found = [Path(path)] if Path(path).is_file() else [Path(p) for p in sorted(glob(path, recursive=True)) if Path(p).is_file()]
+                found = (
+                    [Path(path)]
+                    if Path(path).is_file()
+                    else [Path(p) for p in sorted(glob(path, recursive=True)) if Path(p).is_file()]
+                )
             if not found:
-                raise ValueError(f"paths: {path!r} matches no file: give a file, a directory with .txt, .md or .py files, or a glob.")
+                raise ValueError(
+                    f"paths: {path!r} matches no file: give a file, a directory with .txt, .md or .py files, or a glob."
+                )
             files += found
         return files
 
@@ -142,11 +152,15 @@ def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
             with file.open("rb") as stream:
                 text += stream.read(max_bytes - len(text))
         except OSError as error:
-            raise ValueError(f"{file} cannot be read ({error.strerror}): mend its permissions or leave it out of paths.") from error
+            raise ValueError(
+                f"{file} cannot be read ({error.strerror}): mend its permissions or leave it out of paths."
+            ) from error
         if len(text) >= max_bytes:
             break
     if not text:
-        raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text in them.")
+        raise ValueError(
+            f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text in them."
+        )
     return bytes(text)
 
 

@@ -1,5 +1,1 @@
-"""Boundaries of checkpointed blocks in RAM and on disk."""
-
-from lt_tiled.offload.errors import OffloadDiskFull, OffloadError
-
-__all__ = ["OffloadDiskFull", "OffloadError"]
+"""Block inputs in CPU memory and on disk."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lt_tiled.offload.hooks import Offloader
+from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.spill import SpillFile
 from lt_tiled.offload.tiers import DiskTier, RamTier
 from lt_tiled.policies import Checkpointing, parse_bytes
@@ -20,7 +20,8 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
 
     Args:
         policy: A policy with ``offload`` set.
-        ranks_per_node: Processes that share a node's budgets; by default what the launcher says, else all ranks there are.
+        ranks_per_node: Processes that share a node's budgets; by default what the launcher says, else all ranks there
+            are.
 
     Raises:
         OffloadDiskFull: If the disk has no room for ``disk_budget``.

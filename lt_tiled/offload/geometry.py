@@ -40,7 +40,9 @@ class Geometry:
 
 
 def movable(tensor: Tensor) -> bool:
-    """Whether the tensor is a plain one whose bytes say all: no subclass, no lazy conjugation, no sparse layout, not empty."""
+    """Whether the tensor is a plain one whose bytes say all: no subclass, no lazy conjugation, no sparse layout, not
+    empty.
+    """
     if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     if tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":

@@ -21,8 +21,9 @@ SLAB = 256 * 2**20
 class Slabs:
     """Ranges of RAM out of slabs that together never exceed a budget.
 
-    torch's own pinned allocator rounds each allocation up to a power of two, up to twice the RAM; a slab has the size that it was asked
-    to have and is page-locked as a whole. Where the system refuses to lock it, it is used as it is, with one warning.
+    torch's own pinned allocator rounds each allocation up to a power of two, up to twice the RAM; a slab has the size
+    that it was asked to have and is page-locked as a whole. Where the system refuses to lock it, it is used as it is,
+    with one warning.
 
     Args:
         budget: Bytes.
@@ -39,7 +40,9 @@ class Slabs:
         self._freed: deque[tuple[Slot, torch.cuda.Event | None]] = deque()
 
     def take(self, nbytes: int, pin: bool) -> Slot | None:
-        """A range of ``nbytes``, page-locked for a CUDA device if ``pin``, or ``None`` if the budget has no room for it."""
+        """A range of ``nbytes``, page-locked for a CUDA device if ``pin``, or ``None`` if the budget has no room for
+        it.
+        """
         need = aligned(nbytes)
         with self._lock:
             self._collect()
@@ -86,7 +89,9 @@ class Slabs:
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         locked = pin and self._pin and _lock_pages(memory)
         if pin and self._pin and not locked:
-            warn("The system refuses to page-lock RAM (see ulimit -l): copies to it are slower and wait for each other.")
+            warn(
+                "The system refuses to page-lock RAM (see ulimit -l): copies to it are slower and wait for each other."
+            )
             self._pin = False
         if locked:
             self._unlock.append(weakref.finalize(self, _unlock_pages, memory.data_ptr()))
@@ -147,7 +152,9 @@ def _unlock_pages(address: int) -> None:
 
 
 class Copier:
-    """Copies between a device and RAM on a stream of its own. For CPU tensors there is no stream, and a copy is done at once."""
+    """Copies between a device and RAM on a stream of its own. For CPU tensors there is no stream, and a copy is done at
+    once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,6 @@
-"""The spill file: one file for each process that has no name, so that nothing of it is left, however the process ends."""
+"""The spill file: one file for each process that has no name, so that nothing of it is left, however the process
+ends.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from threading import Lock, local
 from typing import Any
 
 from lt_tiled._log import warn
-from lt_tiled.offload.errors import OffloadDiskFull, OffloadError
+from lt_tiled.errors import OffloadDiskFull, OffloadError
 from lt_tiled.offload.extents import ALIGNMENT, Extents, aligned
 
 CHUNK = 8 * 2**20
@@ -34,9 +36,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SpillFile:
     """Raw bytes at aligned offsets of an unlinked file, written and read by a few threads.
 
-    The file is opened with ``O_TMPFILE``, or made and unlinked at once where the filesystem has no such thing, with mode 0600 in a
-    directory of its own with mode 0700, which is removed again while the file lives on. Space is reserved before it is written to.
-    Nothing is ever synced: after a crash the data is worthless.
+    The file is opened with ``O_TMPFILE``, or made and unlinked at once where the filesystem has no such thing, with
+    mode 0600 in a directory of its own with mode 0700, which is removed again while the file lives on. Space is
+    reserved before it is written to. Nothing is ever synced: after a crash the data is worthless.
 
     Args:
         directory: A directory on the disk to use. It must exist.
@@ -49,7 +51,9 @@ class SpillFile:
         OffloadError: If the directory is missing, is no directory, or cannot be written to.
     """
 
-    def __init__(self, directory: str | Path, budget: int | None = None, *, direct: bool = True, checksum: bool = False) -> None:
+    def __init__(
+        self, directory: str | Path, budget: int | None = None, *, direct: bool = True, checksum: bool = False
+    ) -> None:
         self.directory = str(directory)
         self.budget = None if budget is None else aligned(budget)
         self._checksum = checksum
@@ -130,7 +134,9 @@ class SpillFile:
         return self._submit(self._write, offset, data, first)
 
     def read(self, offset: int, into: memoryview, then: Callable[[], None] | None = None) -> Future[None]:
-        """Begin to read a range, as long as ``into``, into it; the future is done when ``then`` has returned as well."""
+        """Begin to read a range, as long as ``into``, into it; the future is done when ``then`` has returned as
+        well.
+        """
         return self._submit(self._read, offset, into, then)
 
     def _submit(self, run: Callable[..., None], *args: Any) -> Future[None]:
@@ -174,7 +180,9 @@ class SpillFile:
         if then is not None:
             then()
 
-    def _move(self, call: Callable[[int, list[memoryview], int], int], verb: str, offset: int, data: memoryview) -> None:
+    def _move(
+        self, call: Callable[[int, list[memoryview], int], int], verb: str, offset: int, data: memoryview
+    ) -> None:
         """Call until all bytes are moved: a call may move fewer than it was asked to."""
         done = 0
         while done < len(data):
@@ -190,7 +198,9 @@ class SpillFile:
                 raise self._error(error, f"cannot {verb} {len(data) - done} bytes", offset + done) from error
             if moved <= 0:
                 raise OffloadError(
-                    f"short {verb}: {done} of {len(data)} bytes, then nothing", offset=offset + done, directory=self.directory
+                    f"short {verb}: {done} of {len(data)} bytes, then nothing",
+                    offset=offset + done,
+                    directory=self.directory,
                 )
             whole = moved if done + moved == len(data) else moved - moved % ALIGNMENT
             if direct and not whole:
@@ -215,7 +225,9 @@ class SpillFile:
         try:
             private = tempfile.mkdtemp(prefix="lt_tiled-", dir=self.directory)  # mode 0700
         except OSError as error:
-            raise self._error(error, "cannot make a directory for the spill file (make the one that it is in, or give another)") from error
+            raise self._error(
+                error, "cannot make a directory for the spill file (make the one that it is in, or give another)"
+            ) from error
         try:
             folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -254,7 +266,9 @@ class SpillFile:
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         if wait([future for future in self._running if not future.done()], CLOSE_SECONDS).not_done:
-            warn(f"The disk of {self.directory} has not answered for {CLOSE_SECONDS:g} s: its spill file stays open until it does.")
+            warn(
+                f"The disk of {self.directory} has not answered for {CLOSE_SECONDS:g} s: its spill file stays open until it does."
+            )
             return
         self._threads.shutdown(wait=True)
         self._close_file()
@@ -264,7 +278,11 @@ def _open_unnamed(folder: int, flags: int) -> int:
     try:
         return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=folder)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):  # filesystems and kernels without O_TMPFILE
+        if error.errno not in (
+            errno.EOPNOTSUPP,
+            errno.EISDIR,
+            errno.ENOENT,
+        ):  # filesystems and kernels without O_TMPFILE
             raise
     file = os.open("spill", flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     os.unlink("spill", dir_fd=folder)

@@ -35,7 +35,9 @@ class OffloadStats:
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:
         """Lines for people, about a run of that many steps; with its duration, what it means for an SSD."""
         if not self.cpu_bytes + self.disk_bytes + self.kept_bytes:
-            return ["nothing was offloaded: inputs smaller than min_bytes, and those of the keep_last last blocks, stay"]
+            return [
+                "nothing was offloaded: inputs smaller than min_bytes, and those of the keep_last last blocks, stay"
+            ]
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
         lines = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled._log import inform_once
-from lt_tiled.offload.errors import OffloadError
+from lt_tiled.errors import OffloadError
 from lt_tiled.offload.pinned import Copier, Copiers, Slabs, Slot
 from lt_tiled.offload.spill import SpillFile
 
@@ -67,7 +67,8 @@ class RamTier:
             return None
         if not raw.is_cuda:
             inform_once(
-                "cpu to RAM", "Boundaries of a model on the CPU are in RAM already: offload='cpu' frees nothing there, 'disk' does."
+                "cpu to RAM",
+                "Boundaries of a model on the CPU are in RAM already: offload='cpu' frees nothing there, 'disk' does.",
             )
         copier = self.copiers[raw.device]
         return _InRam(copier, slot, copier.copy(slot.memory, raw))
@@ -149,7 +150,9 @@ class DiskTier:
             copied = self.copiers[raw.device].copy(slot.memory, raw)
             assert copied is not None
             written = self.spill.write(offset, _view(slot.memory), first=lambda: _synchronize(copied, raw.device))
-            written.add_done_callback(lambda _: slot.free(after=copied))  # a write that was cancelled has not waited for the copy
+            written.add_done_callback(
+                lambda _: slot.free(after=copied)
+            )  # a write that was cancelled has not waited for the copy
             return _OnDisk(self, raw.device, offset, raw.nbytes, written)
         except BaseException:
             self.spill.give_back(offset, raw.nbytes)
@@ -158,7 +161,9 @@ class DiskTier:
     def stage(self, nbytes: int) -> Slot:
         slot = self.staging.take(nbytes, pin=True)
         if slot is None:
-            raise OffloadError(f"the system has no {nbytes} bytes of RAM to stage a boundary in", directory=self.spill.directory)
+            raise OffloadError(
+                f"the system has no {nbytes} bytes of RAM to stage a boundary in", directory=self.spill.directory
+            )
         return slot
 
     def free_buffers(self) -> None:
@@ -247,7 +252,9 @@ def _synchronize(event: torch.cuda.Event, device: torch.device) -> None:
 
 
 def _for_current_stream(tensor: Tensor) -> Tensor:
-    """It may be used on another stream than the one that was current when it was allocated: the allocator has to know."""
+    """It may be used on another stream than the one that was current when it was allocated: the allocator has to
+    know.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor

@@ -1,1 +1,3 @@
-"""Memory before the run: a step simulated on fake tensors, the longest sequence that fits, and the cheapest settings."""
+"""Memory before the run: a step simulated on fake tensors, the longest sequence that fits, and the cheapest
+settings.
+"""

@@ -55,8 +55,10 @@ def run_plan(
         seq: Tokens of each sequence, if not those of the data.
         memory: Of each device: bytes, or a text such as ``"80GiB"``.
         devices: How many, if not those of the Trainer.
-        find: ``max-seq`` for the longest sequence that fits the memory, ``settings`` for the cheapest settings that fit the length.
-        output: With ``find``, a file to write what was found to, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
+        find: ``max-seq`` for the longest sequence that fits the memory, ``settings`` for the cheapest settings that fit
+            the length.
+        output: With ``find``, a file to write what was found to, for ``lt-tiled fit --config yours.yaml --config
+            output.yaml``.
         plot: A picture of the memory over the step, with and without lt_tiled: ``.png``, ``.svg`` or ``.pdf``.
         plot_lengths: A picture of the peak against the length, for the combinations of features.
         tflops: What a device sustains, in 10**12 operations a second, for the bandwidth that hides offloading.
@@ -70,7 +72,9 @@ def run_plan(
     if find == "max-seq" and seq is not None:
         raise ValueError(f"find='max-seq' looks for the length, and seq={seq} gives one: leave one of them out.")
     if find is not None and any(isinstance(c, PreparingCallback) for c in trainer.get("callbacks") or []):
-        raise ValueError("What is found is written as a strategy's settings, and callbacks have some too: give them to the strategy.")
+        raise ValueError(
+            "What is found is written as a strategy's settings, and callbacks have some too: give them to the strategy."
+        )
     for picture in (plot, plot_lengths):
         if picture is not None:
             check_format(picture)
@@ -102,7 +106,8 @@ def run_plan(
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:
-    """What a configuration needs to run as a plan says, for a second ``--config``: all fields, as those of the first would stay.
+    """What a configuration needs to run as a plan says, for a second ``--config``: all fields, as those of the first
+    would stay.
 
     Args:
         config: The first.
@@ -114,7 +119,11 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
         init.update(StrategyRegistry[strategy]["init_params"])  # what its name stands for
     if found.settings.engine.name.startswith("zero"):
         init["stage"] = int(found.settings.engine.name[-1])
-    made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies() else strategy
+    made = (
+        StrategyRegistry.get(strategy)
+        if isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies()
+        else strategy
+    )
     ours = isinstance(made, Strategy) and type(made).__module__.startswith("lt_tiled")
     path = f"lt_tiled.{type(made).__name__}" if ours else _STRATEGIES[found.settings.engine.name]
     checkpointing = found.settings.checkpointing
@@ -136,13 +145,20 @@ def _fields(policy: Tiling | Checkpointing) -> dict[str, Any]:
 
 def _plain(job: Job, found: Plan) -> Plan:
     """The same without tiles and offloading, and with whole logits."""
-    policy = None if found.settings.checkpointing is None else Checkpointing(targets=found.settings.checkpointing.targets)
+    policy = (
+        None if found.settings.checkpointing is None else Checkpointing(targets=found.settings.checkpointing.targets)
+    )
     return plan(job, found.tokens, replace(found.settings, tiling=None, checkpointing=policy), whole_loss=True)
 
 
 def _peaks(job: Job, tokens: int) -> dict[str, list[tuple[int, int]]]:
     lengths = [max(tokens * 2**power // 8, 256) for power in range(5)]
-    rows = {"whole": [(n, plan(job, n, replace(job.settings, tiling=None, checkpointing=None), whole_loss=True).peak) for n in lengths]}
+    rows = {
+        "whole": [
+            (n, plan(job, n, replace(job.settings, tiling=None, checkpointing=None), whole_loss=True).peak)
+            for n in lengths
+        ]
+    }
     names = ("whole", "tiled loss", "+ checkpointing", "+ tiles", "+ inputs in RAM")
     steps = [s for s in ladder(job) if s.checkpointing is None or s.checkpointing.offload != "disk"]
     for name, settings in zip(names[-len(steps) + 1 :], steps[1:], strict=True):

@@ -27,7 +27,8 @@ class Engine:
     mixed: bool = False
     """Whether FSDP gathers 16-bit weights of float32 shards."""
     live: int = 0
-    """Entries of weights that ZeRO-3 keeps gathered: the smaller of ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``."""
+    """Entries of weights that ZeRO-3 keeps gathered: the smaller of ``stage3_max_live_parameters`` and
+    ``stage3_max_reuse_distance``."""
 
     @property
     def casts_weights(self) -> bool:
@@ -47,7 +48,9 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
         if stage == "zero0":
             return Engine("ddp", ranks)
         buckets = 2 if zero.get("overlap_comm", False) and stage != "zero3" else 1
-        offload = [str(zero.get(f"offload_{what}", {}).get("device", "none")) != "none" for what in ("optimizer", "param")]
+        offload = [
+            str(zero.get(f"offload_{what}", {}).get("device", "none")) != "none" for what in ("optimizer", "param")
+        ]
         live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
         return Engine(
             name=stage,
@@ -63,5 +66,7 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
     if "ModelParallelStrategy" in names:
         return Engine("fsdp2", ranks)
     if "DDPStrategy" in names:
-        return Engine("ddp", ranks, views=bool(getattr(strategy, "_ddp_kwargs", {}).get("gradient_as_bucket_view", False)))
+        return Engine(
+            "ddp", ranks, views=bool(getattr(strategy, "_ddp_kwargs", {}).get("gradient_as_bucket_view", False))
+        )
     return Engine("ddp" if ranks > 1 else "single", ranks)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_tiled.offload.hooks import Offloader
+from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
@@ -40,9 +40,12 @@ def without_memory(where: Whereabouts) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if find_spec("transformers") is not None:
-            # It looks into position ids for packed sequences, and on fake ones builds a mask for the case that there are any; a
-            # prediction is about unpacked ones: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
-            stack.enter_context(mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None))
+            # It looks into position ids for packed sequences, and on fake ones builds a mask for the case that there
+            # are any; a prediction is about unpacked ones:
+            # https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
+            stack.enter_context(
+                mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
+            )
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Kernels(where))
         yield
@@ -77,7 +80,9 @@ class _Kernels(TorchDispatchMode):
 
 
 def fake_weights(model: nn.Module) -> None:
-    """Put fake tensors on the CPU in the place of a model's weights and buffers, those on the meta device included; call it inside."""
+    """Put fake tensors on the CPU in the place of a model's weights and buffers, those on the meta device included;
+    call it inside.
+    """
     known: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -90,7 +95,9 @@ def fake_weights(model: nn.Module) -> None:
         for name, value in list(module.__dict__.items()):  # what is no buffer, such as the state of a metric
             holds = name not in _OWN and isinstance(value, Tensor | list | tuple | dict)
             if holds and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                module.__dict__[name] = pytree.tree_map_only(Tensor, lambda t: known[id(t)] if id(t) in known else _fake(t), value)
+                module.__dict__[name] = pytree.tree_map_only(
+                    Tensor, lambda t: known[id(t)] if id(t) in known else _fake(t), value
+                )
 
 
 _OWN = ("_parameters", "_buffers", "_modules")

@@ -12,7 +12,9 @@ aten = torch.ops.aten
 
 
 class Flops(TorchDispatchMode):
-    """Counts by torch's formulas. ``FlopCounterMode`` counts the same and follows modules by hooks that keep tensors alive."""
+    """Counts by torch's formulas. ``FlopCounterMode`` counts the same and follows modules by hooks that keep tensors
+    alive.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A configuration as something to simulate: a LightningModule, one of its batches, and what its Trainer would do with them."""
+"""A configuration as something to simulate: a LightningModule, one of its batches, and what its Trainer would do with
+them.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +86,17 @@ class Job:
     def _optimizer(self) -> torch.optim.Optimizer:
         found, _ = _init_optimizers_and_lr_schedulers(self.module)
         if len(found) != 1:
-            raise CannotSimulate(f"{type(self.module).__name__} has {len(found)} optimizers: a plan is of a module with one.")
+            raise CannotSimulate(
+                f"{type(self.module).__name__} has {len(found)} optimizers: a plan is of a module with one."
+            )
         return found[0]
 
 
 def make_job(
-    module: LightningModule, datamodule: LightningDataModule | None, trainer: Mapping[str, Any], devices: int | None = None
+    module: LightningModule,
+    datamodule: LightningDataModule | None,
+    trainer: Mapping[str, Any],
+    devices: int | None = None,
 ) -> Job:
     """Configure a module as its Trainer would, without weights.
 
@@ -105,7 +112,9 @@ def make_job(
     strategy = trainer.get("strategy", "auto")
     if isinstance(strategy, str) and strategy != "auto":
         if strategy not in StrategyRegistry.available_strategies():
-            raise ValueError(f"strategy={strategy!r} is not known: give one of {', '.join(StrategyRegistry.available_strategies())}.")
+            raise ValueError(
+                f"strategy={strategy!r} is not known: give one of {', '.join(StrategyRegistry.available_strategies())}."
+            )
         strategy = StrategyRegistry.get(strategy)
     callbacks = trainer.get("callbacks") or []
     precision = str(trainer.get("precision") or "32")
@@ -118,7 +127,11 @@ def make_job(
         clip=bool(trainer.get("gradient_clip_val")),
         foreach=trainer.get("accelerator", "auto") != "cpu",
     )
-    if devices is None and str(trainer.get("devices", "auto")) in ("auto", "-1") and settings.engine.name not in ("single", "ddp"):
+    if (
+        devices is None
+        and str(trainer.get("devices", "auto")) in ("auto", "-1")
+        and settings.engine.name not in ("single", "ddp")
+    ):
         warn("devices='auto' is planned as one, which shards nothing: say how many with --devices.")
     stub = stub_trainer(module)
     if datamodule is not None:
@@ -200,7 +213,12 @@ def loss_of(found: Any, module: LightningModule) -> Tensor:
 
 def stub_trainer(module: LightningModule) -> Trainer:
     """A Trainer that a module can ask what modules ask, and that runs nothing."""
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -244,19 +262,24 @@ def _dtypes(precision: str, engine: Engine) -> tuple[torch.dtype, torch.dtype | 
     if known is None:
         raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
     weights, autocast = known
-    # Their own mixed precision: weights are 16 bits wide where they are gathered, and float32 where they are stepped on.
+    # Their own mixed precision: weights are 16 bits wide where they are gathered, and float32 where they are stepped
+    # on.
     return (autocast, None) if autocast is not None and engine.casts_weights else (weights, autocast)
 
 
 def length_of(batch: Any) -> int:
-    """The length of a batch's sequences: the second dimension of its first tensor with two or three; 0 if there is none (images)."""
+    """The length of a batch's sequences: the second dimension of its first tensor with two or three; 0 if there is none
+    (images).
+    """
     lengths: list[int] = []
     apply_to_collection(batch, Tensor, lambda t: lengths.extend(t.shape[1:2] if t.dim() in (2, 3) else ()))
     return lengths[0] if lengths else 0
 
 
 def lengthened(tensor: Tensor, length: int, tokens: int) -> Tensor:
-    """A tensor with as many tokens in the dimensions, but for the first, that have its sequence's length: its own, over and over."""
+    """A tensor with as many tokens in the dimensions, but for the first, that have its sequence's length: its own, over
+    and over.
+    """
     for dim, size in enumerate(_shape(tensor, length, tokens)):
         if size != tensor.shape[dim]:
             tensor = torch.cat([tensor] * -(-size // tensor.shape[dim]), dim).narrow(dim, 0, size)

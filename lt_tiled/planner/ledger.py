@@ -89,7 +89,9 @@ class Ledger(TorchDispatchMode):
         self.now -= allocation.nbytes
 
     def hold(self, nbytes: int, part: str, path: str = "") -> Callable[[], None]:
-        """Book bytes that no operation makes, until the function that is returned is called; further calls do nothing."""
+        """Book bytes that no operation makes, until the function that is returned is called; further calls do
+        nothing.
+        """
         held = [self._add(nbytes, Place(part, path))]
 
         def release() -> None:
@@ -129,4 +131,6 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             known: Any = leaf  # as the narrowed type would have no other members
             wrapped = is_traceable_wrapper_subclass(known)
-            yield from _plain_tensors([getattr(leaf, name) for name in known.__tensor_flatten__()[0]]) if wrapped else (leaf,)
+            yield from (
+                _plain_tensors([getattr(leaf, name) for name in known.__tensor_flatten__()[0]]) if wrapped else (leaf,)
+            )

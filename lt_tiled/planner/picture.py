@@ -43,21 +43,30 @@ def draw_step(runs: Mapping[str, Simulation], path: str | Path, memory: int | No
     for axis, (title, run) in zip(axes, runs.items(), strict=True):
         rows = _thinned(run.over_time())
         width = len(next(iter(rows.values())))
-        axis.stackplot(range(width), [[v / 2**30 for v in row] for row in rows.values()], colors=[COLORS[p] for p in rows])
+        axis.stackplot(
+            range(width), [[v / 2**30 for v in row] for row in rows.values()], colors=[COLORS[p] for p in rows]
+        )
         axis.set_title(f"{title}\npeak {gib(run.peak)}", fontsize=10)
         axis.set_xticks([])
         start, end = run.phases["forward"], run.end
         for phase, moment in run.phases.items():
             x = (moment - start) / max(end - start, 1) * width
             axis.axvline(x, color="#2e3440", linewidth=0.5, linestyle=":")
-            axis.text(x, top * 1.02, f" {phase}", fontsize=7, va="bottom", ha="left" if phase != "optimizer" else "right")
+            axis.text(
+                x, top * 1.02, f" {phase}", fontsize=7, va="bottom", ha="left" if phase != "optimizer" else "right"
+            )
         axis.set_ylim(0, top * 1.25)
         if memory:
             axis.axhline(memory / 2**30, color="#2e3440", linewidth=1, linestyle="--")
     axes[0].set_ylabel("GiB")
     shown = [part for part in COLORS if any(part in r.over_time() for r in runs.values())]
     figure.legend(
-        [_patch(COLORS[part]) for part in shown], shown, loc="outside lower center", ncols=min(len(shown), 5), fontsize=8, frameon=False
+        [_patch(COLORS[part]) for part in shown],
+        shown,
+        loc="outside lower center",
+        ncols=min(len(shown), 5),
+        fontsize=8,
+        frameon=False,
     )
     figure.savefig(path)
 
@@ -123,5 +132,7 @@ def _thinned(rows: dict[str, list[int]]) -> dict[str, list[int]]:
     """At most :data:`POINTS` moments: of each run of moments, the one where all parts together are highest."""
     totals = [sum(values) for values in zip(*rows.values(), strict=True)]
     width = -(-len(totals) // POINTS)
-    kept = [max(range(low, min(low + width, len(totals))), key=totals.__getitem__) for low in range(0, len(totals), width)]
+    kept = [
+        max(range(low, min(low + width, len(totals))), key=totals.__getitem__) for low in range(0, len(totals), width)
+    ]
     return {part: [row[i] for i in kept] for part, row in rows.items()}

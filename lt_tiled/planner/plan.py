@@ -85,7 +85,11 @@ class Plan:
 
 def describe(settings: Settings) -> str:
     """The settings in a line."""
-    engine = settings.engine.name if settings.engine.ranks == 1 else f"{settings.engine.name} over {settings.engine.ranks} ranks"
+    engine = (
+        settings.engine.name
+        if settings.engine.ranks == 1
+        else f"{settings.engine.name} over {settings.engine.ranks} ranks"
+    )
     return f"{engine}, {_tiling(settings.tiling)}, {_checkpointing(settings.checkpointing)}"
 
 
@@ -101,7 +105,9 @@ def _checkpointing(policy: Checkpointing | None) -> str:
     if policy is None:
         return "no checkpointing"
     return (
-        "checkpointing" if policy.offload is None else f"checkpointing with inputs on {policy.offload}, all but the last {policy.keep_last}"
+        "checkpointing"
+        if policy.offload is None
+        else f"checkpointing with inputs on {policy.offload}, all but the last {policy.keep_last}"
     )
 
 

@@ -17,8 +17,8 @@ from lt_tiled.planner.where import Whereabouts
 class Recording:
     """Books a step between :meth:`start` and :meth:`stop`, which stands in the same thread.
 
-    On a CPU every storage is booked for the part that it serves. On CUDA, whose backward runs in threads of its own, the allocator's trace
-    is read (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), which knows no parts.
+    On a CPU every storage is booked for the part that it serves. On CUDA, whose backward runs in threads of its own,
+    the allocator's trace is read (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), which knows no parts.
 
     Args:
         model: The model.
@@ -27,7 +27,9 @@ class Recording:
         device: Where the model is.
     """
 
-    def __init__(self, model: nn.Module, wrapped: nn.Module | None, optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, wrapped: nn.Module | None, optimizers: list[torch.optim.Optimizer], device: torch.device
+    ) -> None:
         self.model, self.wrapped, self.optimizers, self.device = model, wrapped, optimizers, device
         self.phases: dict[str, int] = {}
         self._stack = ExitStack()
@@ -78,7 +80,9 @@ class Recording:
         if self._ledger is not None:
             self._stack.close()
             ledger = self._ledger
-            return Simulation(ledger.peak, ledger.peak_at, self.phases, ledger.clock, tuple(ledger.allocations), 0, 0, None)
+            return Simulation(
+                ledger.peak, ledger.peak_at, self.phases, ledger.clock, tuple(ledger.allocations), 0, 0, None
+            )
         events = _trace(self.device)
         torch.cuda.memory._record_memory_history(enabled=None)
         return _of_trace(events, self._base, self.phases)

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
-from lt_tiled._find import NothingFound
 from lt_tiled._log import warn_once
+from lt_tiled.loss.transformers import find_losses, untiled_losses
+from lt_tiled.modules.find import NothingFound
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.plan import Plan, describe, gib
 from lt_tiled.planner.simulate import Settings
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
-from lt_tiled.tiling.model_loss import find_losses, untiled_losses
 
 LIMIT = 2**24
-"""No search goes beyond this many tokens: where a step's memory hardly depends on the length, something else ends it."""
+"""No search goes beyond this many tokens: where a step's memory hardly depends on the length, something else ends
+it."""
 CLOSE = 0.02
 """A search for a length ends within this share of the longest."""
 
@@ -48,11 +49,16 @@ def _warn_of_positions(job: Job, tokens: int) -> None:
         most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         if isinstance(most, int) and tokens > most:
             name = type(module).__name__
-            warn_once(f"positions {most}", f"{name} says that it has {most} positions, fewer than the {tokens} tokens of a plan.")
+            warn_once(
+                f"positions {most}",
+                f"{name} says that it has {most} positions, fewer than the {tokens} tokens of a plan.",
+            )
             return
 
 
-def longest(job: Job, memory: int, settings: Settings | None = None, granule: int = 256, tokens: int | None = None) -> Plan:
+def longest(
+    job: Job, memory: int, settings: Settings | None = None, granule: int = 256, tokens: int | None = None
+) -> Plan:
     """The longest sequence whose step fits.
 
     Args:
@@ -67,7 +73,9 @@ def longest(job: Job, memory: int, settings: Settings | None = None, granule: in
     """
     best, low, high = plan(job, granule, settings), granule, None
     if best.peak > memory:
-        raise DoesNotFit(f"{granule} tokens already take {gib(best.peak)}, more than {gib(memory)}: give more memory or devices.")
+        raise DoesNotFit(
+            f"{granule} tokens already take {gib(best.peak)}, more than {gib(memory)}: give more memory or devices."
+        )
     slope, tokens = 0.0, max((tokens or job.tokens) // granule * granule, 2 * granule)
     while True:
         tried = plan(job, tokens, settings)
@@ -78,7 +86,8 @@ def longest(job: Job, memory: int, settings: Settings | None = None, granule: in
             slope, high = (tried.peak - best.peak) / (tokens - low), tokens
         if low >= LIMIT or (high is not None and high - low <= max(granule, int(CLOSE * low))):
             return best
-        # Memory is nearly linear in the length between two kinks: go to where the line meets the limit, at most eight times as far.
+        # Memory is nearly linear in the length between two kinks: go to where the line meets the limit, at most eight
+        # times as far.
         guess = low + int((memory - best.peak) / slope) if slope > 0 else 8 * low
         bound = min(8 * low, LIMIT) if high is None else high - granule
         tokens = max(low + granule, min(guess, bound) // granule * granule)
@@ -87,7 +96,8 @@ def longest(job: Job, memory: int, settings: Settings | None = None, granule: in
 
 
 def cheapest(job: Job, memory: int, tokens: int) -> Plan:
-    """The settings under which a length fits that cost least time: in the order of :func:`ladder`, and then the fewest tiles.
+    """The settings under which a length fits that cost least time: in the order of :func:`ladder`, and then the fewest
+    tiles.
 
     Args:
         job: What is trained.
@@ -111,7 +121,9 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
 
 
 def ladder(job: Job) -> Iterator[Settings]:
-    """Settings in the order of the time that they cost: nothing, the loss in tiles, recompute, tiles, and inputs sent away."""
+    """Settings in the order of the time that they cost: nothing, the loss in tiles, recompute, tiles, and inputs sent
+    away.
+    """
     loss = _has_loss(job)
     steps: list[tuple[Tiling | None, Checkpointing | None]] = [(None, None)]
     alone = Tiling(targets=[], loss=True) if loss else None

@@ -1,4 +1,6 @@
-"""What FSDP and FSDP2 hold beside the model, of one rank: shards in the place of weights, and the gathered weights of a unit."""
+"""What FSDP and FSDP2 hold beside the model, of one rank: shards in the place of weights, and the gathered weights of a
+unit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled._find import find_blocks
+from lt_tiled.modules.find import find_blocks
 from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.ledger import Ledger
 
@@ -190,7 +192,9 @@ class FSDP2(Held):
 
 
 class FSDP(FSDP2):
-    """What ``FullyShardedDataParallel`` allocates (torch/distributed/fsdp/_runtime_utils.py): one flat tensor for each unit."""
+    """What ``FullyShardedDataParallel`` allocates (torch/distributed/fsdp/_runtime_utils.py): one flat tensor for each
+    unit.
+    """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         super().__init__(engine, model, optimizer, ledger)
@@ -218,7 +222,9 @@ def _units(model: nn.Module) -> list[Unit]:
         unit.weights = [p for p in unit.module.parameters() if id(p) not in taken]
         taken.update(map(id, unit.weights))
     rest = [p for p in model.parameters() if id(p) not in taken]
-    around = next((m for m in model.children() if blocks and any(m is not b and _holds(m, b) for _, b in blocks)), model)
+    around = next(
+        (m for m in model.children() if blocks and any(m is not b and _holds(m, b) for _, b in blocks)), model
+    )
     return [*units, Unit("", around, rest)]
 
 

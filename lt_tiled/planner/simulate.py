@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled._log import quiet
+from lt_tiled._prepare import Prepared
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import SINGLE, Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
@@ -21,9 +22,19 @@ from lt_tiled.planner.shards import FSDP, FSDP2, Held, stepped_on
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.planner.zero import Zero, Zero3
 from lt_tiled.policies import Checkpointing, Tiling
-from lt_tiled.prepare import Prepared
 
-PARTS = ("weights", "gradients", "optimizer", "gathered", "communication", "boundaries", "attention", "MLP", "loss", "rest")
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "communication",
+    "boundaries",
+    "attention",
+    "MLP",
+    "loss",
+    "rest",
+)
 """What memory is for, in the order in which it is shown."""
 
 
@@ -166,7 +177,9 @@ def _engine(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, 
         with _ENGINES[engine.name](engine, model, optimizer, ledger).applied() as held:
             yield held
         return
-    buckets = 0 if engine.name == "single" or engine.views else sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    buckets = (
+        0 if engine.name == "single" or engine.views else sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    )
     release = ledger.hold(buckets, "communication")
     yield Held()
     release()

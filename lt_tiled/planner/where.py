@@ -10,18 +10,19 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lt_tiled._find import NothingFound, find_blocks, plain_name, unwrapped
-from lt_tiled._marks import get_mark
-from lt_tiled._trees import split_arguments
-from lt_tiled.checkpointing.blocks import BlockMark
+from lt_tiled._arguments import split_arguments
+from lt_tiled.checkpointing import BlockMark
+from lt_tiled.modules.feed_forward import find_tileable
+from lt_tiled.modules.find import NothingFound, find_blocks, plain_name, unwrapped
+from lt_tiled.modules.patch import get_mark
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.find import find_tileable
-from lt_tiled.tiling.modules import tile_marks
+from lt_tiled.tiling.api import tile_marks
 
 
 class Whereabouts(AbstractContextManager["Whereabouts"]):
-    """Follows a model through its forward by hooks on all modules, and through its backward by the numbers of autograd's nodes.
+    """Follows a model through its forward by hooks on all modules, and through its backward by the numbers of
+    autograd's nodes.
 
     A node's number tells in which forward, or recompute, it was made, and with that for which module it works.
 
@@ -44,7 +45,10 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         self._hooks = ExitStack()
 
     def __enter__(self) -> Whereabouts:
-        for handle in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)):
+        for handle in (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ):
             self._hooks.callback(handle.remove)
         return self
 

@@ -1,4 +1,6 @@
-"""What DeepSpeed holds beside the model, of one rank: buckets, gathered weights, and float32 copies of a part of the weights."""
+"""What DeepSpeed holds beside the model, of one rank: buckets, gathered weights, and float32 copies of a part of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from lt_tiled._find import walk
+from lt_tiled.modules.find import walk
 from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.shards import FSDP2, Held, Unit, stepped_on
-from lt_tiled.tiling.modules import tile_marks
+from lt_tiled.tiling.api import tile_marks
 
 
 class _Masters:
@@ -41,7 +43,9 @@ class _Masters:
 
 
 class Zero3(FSDP2):
-    """What ZeRO-3 allocates (deepspeed/runtime/zero/stage3.py): each module with weights is gathered by itself, a leaf as a whole."""
+    """What ZeRO-3 allocates (deepspeed/runtime/zero/stage3.py): each module with weights is gathered by itself, a leaf
+    as a whole.
+    """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         super().__init__(engine, model, optimizer, ledger)
@@ -96,7 +100,9 @@ class Zero3(FSDP2):
 
 
 class Zero(Held):
-    """What ZeRO-1 and 2 allocate (deepspeed/runtime/zero/stage_1_and_2.py): buckets in the backward, and optimizer state in parts."""
+    """What ZeRO-1 and 2 allocate (deepspeed/runtime/zero/stage_1_and_2.py): buckets in the backward, and optimizer
+    state in parts.
+    """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._find import walk
 from lt_tiled._log import warn
-from lt_tiled._marks import get_mark
+from lt_tiled._prepare import PreparedModels
+from lt_tiled.modules.find import walk
+from lt_tiled.modules.patch import get_mark
 from lt_tiled.policies import Checkpointing
-from lt_tiled.prepare import PreparedModels
 from lt_tiled.strategies._device import on_cpu
-from lt_tiled.tiling.chain import SettleMark
-from lt_tiled.tiling.mark import TileMark
-from lt_tiled.tiling.modules import tile_marks
+from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.deferred import SettleMark
+from lt_tiled.tiling.state import TileMark
 
 
 class DeepSpeedNeeds:
     """Mixed into both DeepSpeed strategies.
 
     Args:
-        zero3_leaf_modules: Mark the tiled modules as leaves for ZeRO-3, which then gathers the weights of each once per pass, whatever the
-            number of tiles. Turn it off only where a module around them is a leaf already.
+        zero3_leaf_modules: Mark the tiled modules as leaves for ZeRO-3, which then gathers the weights of each once per
+            pass, whatever the number of tiles. Turn it off only where a module around them is a leaf already.
     """
 
     guarded: ClassVar[Any]
@@ -43,10 +43,14 @@ class DeepSpeedNeeds:
 
     def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
         if find_spec("deepspeed") is None:
-            raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'.")
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'."
+            )
         super().__init__(*args, **kwargs)
         # DeepSpeed 0.19 calls these by the names that torch 2.13 deprecates, and each call warns.
-        warnings.filterwarnings("ignore", r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
+        )
         self.zero3_leaf_modules = zero3_leaf_modules
         self._hooks: list[Any] = []
         if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
@@ -79,7 +83,8 @@ class DeepSpeedNeeds:
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
 
     def prepare_once(self, model: nn.Module) -> None:
-        """Apply the policies, and let ZeRO-3 gather each tiled module as a whole, before ``deepspeed.initialize`` looks.
+        """Apply the policies, and let ZeRO-3 gather each tiled module as a whole, before ``deepspeed.initialize``
+        looks.
 
         Raises:
             ValueError: Under ZeRO-3, if a tiled module is neither marked as a leaf nor inside of one.
@@ -117,7 +122,9 @@ class DeepSpeedNeeds:
     def _tell_transformers(self) -> Any:
         """What transformers holds weakly, so that it knows for as long as this lives."""
         if find_spec("accelerate") is None:
-            warn("transformers needs accelerate to initialise a model that ZeRO-3 shards: pip install 'lt-tiled[deepspeed]'.")
+            warn(
+                "transformers needs accelerate to initialise a model that ZeRO-3 shards: pip install 'lt-tiled[deepspeed]'."
+            )
             return None
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -131,7 +138,8 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
         ValueError: Under ZeRO-3, if a tiled module is no leaf and in none: its weights would be sharded while it runs.
     """
     for _, _, mark in tile_marks(model):
-        # DeepSpeed reads the gradient of each weight that autograd reaches, and counts those that it does not reach as zeros.
+        # DeepSpeed reads the gradient of each weight that autograd reaches, and counts those that it does not reach as
+        # zeros.
         mark.zeros_for_unused = True
     if not strategy.zero_stage_3:
         return
@@ -156,16 +164,22 @@ def _gathered_together(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for _, _, mark in marks:
         mark.chained = not mark.alone
     chained = {id(module) for _, module, mark in marks if mark.chained}
-    blocks = [(path, m) for path, m in walk(model) if get_mark(m, SettleMark) and not chained.isdisjoint(map(id, m.children()))]
+    blocks = [
+        (path, m)
+        for path, m in walk(model)
+        if get_mark(m, SettleMark) and not chained.isdisjoint(map(id, m.children()))
+    ]
     inside = {id(part) for _, block in blocks for part in block.modules()}
     return [*blocks, *((path, m) for path, m, _ in marks if id(m) not in inside)]
 
 
-def _arguments_for_a_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments_for_a_leaf(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hand a leaf its tensors by position where its forward takes them so, and hidden states that require a gradient.
 
-    ZeRO-3 reduces a leaf's gradients and frees its weights in hooks on the gradients of its positional inputs. Without one, as behind
-    frozen embeddings, DeepSpeed fails, tiled or not: https://github.com/deepspeedai/DeepSpeed/pull/5074.
+    ZeRO-3 reduces a leaf's gradients and frees its weights in hooks on the gradients of its positional inputs. Without
+    one, as behind frozen embeddings, DeepSpeed fails, tiled or not: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
     if kwargs:
         mark = get_mark(module, TileMark) or get_mark(module, SettleMark)

@@ -13,9 +13,11 @@ def on_cpu(strategy: Any) -> bool:
 
 
 class FollowsAccelerator:
-    """Takes its device from ``accelerator`` and ``devices``, where Lightning's own class stays on its ``device`` argument, the CPU.
+    """Takes its device from ``accelerator`` and ``devices``, where Lightning's own class stays on its ``device``
+    argument, the CPU.
 
-    Lightning's connectors fill ``parallel_devices`` of a strategy that they did not build. ``device`` counts only without them.
+    Lightning's connectors fill ``parallel_devices`` of a strategy that they did not build. ``device`` counts only
+    without them.
     """
 
     _root_device: torch.device

@@ -1,8 +1,8 @@
 """What ``FullyShardedDataParallel`` needs beside the shared mixins, for Trainer and for Fabric.
 
 Lightning 2.6 runs it on CUDA devices alone. Here it runs on the CPU too: torch wants an explicit device there
-(https://github.com/Lightning-AI/pytorch-lightning/pull/21774), and a full state that is not "offloaded to the CPU", because that
-frees what it returns (https://github.com/Lightning-AI/pytorch-lightning/pull/21804).
+(https://github.com/Lightning-AI/pytorch-lightning/pull/21774), and a full state that is not "offloaded to the CPU",
+because that frees what it returns (https://github.com/Lightning-AI/pytorch-lightning/pull/21804).
 """
 
 from __future__ import annotations
@@ -38,9 +38,15 @@ class FSDPNeeds:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.auto_wrap_policy = self.fsdp_options.pop("auto_wrap_policy", None)  # else the parent warns where we have wrapped
+        self.auto_wrap_policy = self.fsdp_options.pop(
+            "auto_wrap_policy", None
+        )  # else the parent warns where we have wrapped
         if self._activation_checkpointing_kwargs and self.checkpointing is not None:
-            name = "activation_checkpointing" if "check_fn" in self._activation_checkpointing_kwargs else "activation_checkpointing_policy"
+            name = (
+                "activation_checkpointing"
+                if "check_fn" in self._activation_checkpointing_kwargs
+                else "activation_checkpointing_policy"
+            )
             raise ValueError(
                 f"{type(self).__name__} was given {name} and checkpointing={self.checkpointing!r}: blocks would be recomputed twice. Leave"
                 f" {name} out, or pass checkpointing=False."
@@ -79,7 +85,9 @@ class FSDPNeeds:
         }
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Make each block a unit, or what ``auto_wrap_policy`` says, unless there are units already; and one of the rest."""
+        """Make each block a unit, or what ``auto_wrap_policy`` says, unless there are units already; and one of the
+        rest.
+        """
         units = units_of(model)
         if not units:
             policy = self.auto_wrap_policy or policy_of_blocks(model, self.checkpointing)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.strategies._units import shard_blocks
-from lt_tiled.tiling.modules import tile_marks
+from lt_tiled.tiling.api import tile_marks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,8 @@ class ModelParallelNeeds:
         Raises:
             ValueError: If a size does not divide the number of ranks.
         """
-        # The parents take all devices of a node for tensors: a model without a plan would be neither sharded nor reduced.
+        # The parents take all devices of a node for tensors: a model without a plan would be neither sharded nor
+        # reduced.
         ranks, data, tensor = self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size
         for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
             if size != "auto" and ranks % size:
@@ -52,7 +53,8 @@ class ModelParallelNeeds:
             roots: The modules in it that are called, which hold all of its weights.
 
         Raises:
-            ValueError: If tensor-parallel ranks want a plan, or a plan leaves gradients unreduced, or units share a weight.
+            ValueError: If tensor-parallel ranks want a plan, or a plan leaves gradients unreduced, or units share a
+                weight.
         """
         tensor, data = (self.device_mesh[name].size() for name in ("tensor_parallel", "data_parallel"))
         name = type(model).__name__
@@ -80,7 +82,8 @@ class ModelParallelNeeds:
         """
         if self.device_mesh.size() > 1:
             for _, _, mark in tile_marks(model):
-                # FSDP2 reduces the gradients that there are: ranks whose tokens chose different experts have different ones.
+                # FSDP2 reduces the gradients that there are: ranks whose tokens chose different experts have different
+                # ones.
                 mark.zeros_for_unused = True
         mesh = self.device_mesh["tensor_parallel"]
         if mesh.size() > 1:

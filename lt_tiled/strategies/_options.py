@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from lt_tiled._prepare import PreparedModels
 from lt_tiled._types import PositiveInt
 from lt_tiled.policies import Checkpointing, Tiers, Tiling, as_checkpointing, as_tiling
-from lt_tiled.prepare import PreparedModels
 
 _DEFAULT = Tiling()
 
@@ -18,8 +18,8 @@ class TiledOptions:
 
     Args:
         tiling: What runs tile by tile; a number is a shard count, ``None`` and ``False`` turn it off.
-        checkpointing: Which blocks are recomputed in the backward, and where their inputs wait; ``True`` is the default policy, ``"cpu"``,
-            ``"disk"`` and ``"cpu+disk"`` offload, ``False`` turns it off.
+        checkpointing: Which blocks are recomputed in the backward, and where their inputs wait; ``True`` is the default
+            policy, ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload, ``False`` turns it off.
     """
 
     def __init__(

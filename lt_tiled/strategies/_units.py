@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from lt_tiled._find import find_blocks, has_forward, unwrapped, walk
 from lt_tiled._log import inform, warn
-from lt_tiled._marks import get_mark
-from lt_tiled.checkpointing.blocks import find_checkpointable
+from lt_tiled.checkpointing import find_checkpointable
+from lt_tiled.modules.find import find_blocks, has_forward, unwrapped, walk
+from lt_tiled.modules.patch import get_mark
 from lt_tiled.policies import Checkpointing
-from lt_tiled.tiling.chain import JoinMark
-from lt_tiled.tiling.modules import tile_marks
+from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.deferred import JoinMark
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,9 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
     apart = any(id(m) in units for m in [*(m for _, m, mark in marks if mark.chained), *(m for _, m in joined)])
     for _, _, mark in marks:
         mark.chained = mark.chained and not (apart and mark.alone)
-    inside = {id(m) for _, m, mark in marks if mark.chained} | {id(m) for _, m in joined if not all(mark.alone for _, _, mark in marks)}
+    inside = {id(m) for _, m, mark in marks if mark.chained} | {
+        id(m) for _, m in joined if not all(mark.alone for _, _, mark in marks)
+    }
     for path, module in [*((path, m) for path, m, _ in marks), *((path, m) for path, m in joined if id(m) in inside)]:
         for name, part in module.named_modules():
             if id(unwrapped(part)) in units and (part is not module or id(module) in inside):
@@ -56,7 +58,9 @@ def policy_of_blocks(model: nn.Module, checkpointing: Checkpointing | None) -> C
     return is_block
 
 
-def shard_blocks(model: nn.Module, roots: list[nn.Module], mesh: DeviceMesh, checkpointing: Checkpointing | None) -> None:
+def shard_blocks(
+    model: nn.Module, roots: list[nn.Module], mesh: DeviceMesh, checkpointing: Checkpointing | None
+) -> None:
     """Apply ``fully_shard`` to each block of the model, and to what is around them.
 
     Args:
@@ -115,7 +119,9 @@ def _refuse_shared_weights(units: list[tuple[str, nn.Module]]) -> None:
     """A unit's weights are those of its modules that no unit further in holds."""
     owner: dict[int, str] = {}
     for path, unit in units:
-        inner = {id(part) for _, other in units if other is not unit and _holds(unit, other) for part in other.modules()}
+        inner = {
+            id(part) for _, other in units if other is not unit and _holds(unit, other) for part in other.modules()
+        }
         own = {id(p): p for m in unit.modules() if id(m) not in inner for p in m.parameters(recurse=False)}
         for weight in own.values():
             if owner.setdefault(id(weight), path) != path:

@@ -27,11 +27,12 @@ _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParalle
 class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
     """Tiling and checkpointing under ``FullyShardedDataParallel``, with all of :class:`FSDPStrategy`'s arguments.
 
-    Without ``auto_wrap_policy`` each block is a unit. A model that was wrapped stays wrapped from ``fit`` to ``validate``, ``test`` or
-    ``predict``, and gradients are clipped by their norm over all ranks.
+    Without ``auto_wrap_policy`` each block is a unit. A model that was wrapped stays wrapped from ``fit`` to
+    ``validate``, ``test`` or ``predict``, and gradients are clipped by their norm over all ranks.
 
     Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled module holds units.
+        ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled
+            module holds units.
     """
 
     options_name = "kwargs"
@@ -41,7 +42,8 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if isinstance(self.model, FullyShardedDataParallel):
-            # The plugin raises because it does not know the root: https://github.com/Lightning-AI/pytorch-lightning/issues/19235
+            # The plugin raises because it does not know the root:
+            # https://github.com/Lightning-AI/pytorch-lightning/issues/19235
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
 
     @override
@@ -59,7 +61,8 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        # The parent wraps a wrapped model again, or not at its root: https://github.com/Lightning-AI/pytorch-lightning/issues/19015
+        # The parent wraps a wrapped model again, or not at its root:
+        # https://github.com/Lightning-AI/pytorch-lightning/issues/19015
         if model in _ROOTS:
             self._root = _ROOTS[model]()
             if self._root is None:
@@ -87,7 +90,9 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
         # The parent numbers the weights, which have no numbers in a flat parameter; it loads the names as well.
         assert self.model is not None
         config = FullOptimStateDictConfig(offload_to_cpu=not on_cpu(self), rank0_only=True)
-        with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
+        with FullyShardedDataParallel.state_dict_type(
+            self.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config
+        ):
             inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
             return FullyShardedDataParallel.optim_state_dict(self.model, inner)
 

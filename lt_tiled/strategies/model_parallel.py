@@ -14,11 +14,13 @@ from lt_tiled.strategies._units import callable_children
 class TiledModelParallelStrategy(ModelParallelNeeds, TiledStrategy, ModelParallelStrategy):
     """Tiling and checkpointing under FSDP2, with all of :class:`ModelParallelStrategy`'s arguments.
 
-    A model that ``configure_model`` did not parallelize is sharded by blocks, and each child of the LightningModule around them, which
-    then has to be called through its ``forward``. ``"auto"`` sizes are all ranks for data and one for tensors, or what the other leaves.
+    A model that ``configure_model`` did not parallelize is sharded by blocks, and each child of the LightningModule
+    around them, which then has to be called through its ``forward``. ``"auto"`` sizes are all ranks for data and one
+    for tensors, or what the other leaves.
 
     Raises:
-        ValueError: At setup, if a size does not divide the ranks, a tiled module holds units, or the model cannot be sharded by blocks.
+        ValueError: At setup, if a size does not divide the ranks, a tiled module holds units, or the model cannot be
+            sharded by blocks.
     """
 
     @override

@@ -31,7 +31,8 @@ def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept
         name: What messages call it.
 
     Raises:
-        NotTokenWise: If the output depends on a tensor that is neither an argument nor a registered weight, or see :func:`check_kept`.
+        NotTokenWise: If the output depends on a tensor that is neither an argument nor a registered weight, or see
+            :func:`check_kept`.
     """
     known = {id(leaf) for leaf in leaves}
     nodes = _graph(output)
@@ -69,7 +70,8 @@ def _graph(output: Any) -> set[Any]:
 
 def _check_kept(nodes: set[Any], work: Work, before: Kept, name: str) -> None:
     for (index, path, attribute), value in kept_tensors(work).items():
-        # What the output depends on (a normalised weight) is computed anew in each run; the rest is kept for somebody else.
+        # What the output depends on (a normalised weight) is computed anew in each run; the rest is kept for somebody
+        # else.
         if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:
             where = f"{path}.{attribute}" if path else attribute
             raise NotTokenWise(

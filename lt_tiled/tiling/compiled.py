@@ -1,4 +1,6 @@
-"""What runs on one tile, compiled: the forward, and the recompute with its gradients as one graph without the values that none reads."""
+"""What runs on one tile, compiled: the forward, and the recompute with its gradients as one graph without the values
+that none reads.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lt_tiled._arguments import Arguments
 from lt_tiled._log import inform_once
-from lt_tiled._trees import Arguments
 from lt_tiled.policies import CompileOptions
 from lt_tiled.tiling.work import Work
 
@@ -22,7 +24,8 @@ class CannotCompile(Exception):
 
 
 class CompiledTile:
-    """The two compiled functions of one kind of work; tiles of any number of tokens share them, and so do a model's layers.
+    """The two compiled functions of one kind of work; tiles of any number of tokens share them, and so do a model's
+    layers.
 
     Args:
         kind: What log lines call it.
@@ -79,12 +82,16 @@ class CompiledTile:
         leaves = [_like(t, t.detach().requires_grad_(index in wanted)) for index, t in enumerate(tensors)]
         chosen = [w.detach().requires_grad_() for w, _ in weights]
         with self._compiling(), torch.enable_grad():
-            found = self._backward(holder, arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values()))
+            found = self._backward(
+                holder, arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values())
+            )
         return list(found[: len(chosen)]), list(found[len(chosen) :])
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        inform_once(f"compile {self.kind}", f"compiles the tiles of {self.kind} at their first use, which can take minutes")
+        inform_once(
+            f"compile {self.kind}", f"compiles the tiles of {self.kind} at their first use, which can take minutes"
+        )
         try:
             # Inductor's own random numbers would be others in the recompute than in the forward.
             with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(_LIMITS):
@@ -110,7 +117,9 @@ _LIMITS = {"trace_autograd_ops": True, "recompile_limit": 64}
 
 
 class _Holder(nn.Module):
-    """The work's modules under one root, so that ``functional_call`` can name their weights, also while ``forward`` is replaced."""
+    """The work's modules under one root, so that ``functional_call`` can name their weights, also while ``forward`` is
+    replaced.
+    """
 
     def __init__(self, work: Work) -> None:
         super().__init__()

@@ -22,13 +22,15 @@ Bounds = tuple[int, int]
 
 
 def tile_bounds(tiling: Tiling, tokens: int, hidden: int, wide: int | None = None) -> list[Bounds]:
-    """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one, to which a lone token does not fall.
+    """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one, to which a lone token
+    does not fall.
 
-    ``"auto"`` makes ``ceil(4 * wide / hidden)`` tiles: a tile's widest tensor is then a quarter as large as the hidden states of all
-    tokens, all that a tile holds is less than what attention adds at its own peak, and more tiles do not lower the peak of a block
-    (``pytest tests/planner/test_auto.py``). Where the width is not known it follows Arctic Long Sequence Training (arXiv:2506.13996),
-    ``ceil(tokens / hidden)``. No tile has less than :data:`MIN_TILE_TOKENS`. A tile holds two tokens or more: one does not tell the
-    layout of an output, and compiled code is compiled anew for sizes of one.
+    ``"auto"`` makes ``ceil(4 * wide / hidden)`` tiles: a tile's widest tensor is then a quarter as large as the hidden
+    states of all tokens, all that a tile holds is less than what attention adds at its own peak, and more tiles do not
+    lower the peak of a block (``pytest tests/planner/test_auto.py``). Where the width is not known it follows Arctic
+    Long Sequence Training (arXiv:2506.13996), ``ceil(tokens / hidden)``. No tile has less than :data:`MIN_TILE_TOKENS`.
+    A tile holds two tokens or more: one does not tell the layout of an output, and compiled code is compiled anew for
+    sizes of one.
 
     Args:
         tiling: The policy.
@@ -72,7 +74,9 @@ class TokenShape:
         return flat.view(*self.lead, *flat.shape[1:])
 
     def as_tile(self, flat: Tensor) -> Tensor:
-        """``[t, ...]`` as the module sees it: ``[1, t, ...]`` for three-dimensional hidden states, ``[t, ...]`` for two."""
+        """``[t, ...]`` as the module sees it: ``[1, t, ...]`` for three-dimensional hidden states, ``[t, ...]`` for
+        two.
+        """
         return flat.view(*self.tile_lead(flat.shape[0]), *flat.shape[1:])
 
     def tile_lead(self, tokens: int) -> tuple[int, ...]:
@@ -92,7 +96,9 @@ class OutputLayout:
 
 
 def describe_output(output: Any, shape: TokenShape, tokens: int) -> OutputLayout | None:
-    """The layout of a tile's output if it is one tensor, whose shape alone tells it; else ``None``: it takes a comparison."""
+    """The layout of a tile's output if it is one tensor, whose shape alone tells it; else ``None``: it takes a
+    comparison.
+    """
     if isinstance(output, Tensor) and output.shape[: len(shape.lead)] == shape.tile_lead(tokens):
         return OutputLayout(pytree.tree_structure(output), ("tokens",), ("",))
     return None
@@ -108,8 +114,13 @@ def compare_outputs(
     """
     (few, tree), (many, other_tree) = _flatten_named(small), _flatten_named(large)
     if tree != other_tree:
-        raise NotTokenWise(f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled.")
-    kinds = tuple(_leaf_kind(name, a, b, sizes, shape, reductions or {}, module) for (name, a), (_, b) in zip(few, many, strict=True))
+        raise NotTokenWise(
+            f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled."
+        )
+    kinds = tuple(
+        _leaf_kind(name, a, b, sizes, shape, reductions or {}, module)
+        for (name, a), (_, b) in zip(few, many, strict=True)
+    )
     return OutputLayout(tree, kinds, tuple(name for name, _ in few))
 
 
@@ -123,7 +134,13 @@ def _flatten_named(output: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]
 
 
 def _leaf_kind(
-    name: str, few: Any, many: Any, sizes: tuple[int, int], shape: TokenShape, reductions: Mapping[str, str], module: str
+    name: str,
+    few: Any,
+    many: Any,
+    sizes: tuple[int, int],
+    shape: TokenShape,
+    reductions: Mapping[str, str],
+    module: str,
 ) -> Kind:
     where = f"{module}: output {name or 'value'}"
     if isinstance(few, Tensor) and isinstance(many, Tensor):
@@ -145,7 +162,9 @@ def _leaf_kind(
                 f"{where} is {few!r} for {sizes[0]} tokens and {many!r} for {sizes[1]}: it cannot be put together from tiles."
             )
         return "constant"
-    raise NotTokenWise(f"{where} is a {type(few).__name__}: only tensors, and trees of them that torch can flatten, come from tiles.")
+    raise NotTokenWise(
+        f"{where} is a {type(few).__name__}: only tensors, and trees of them that torch can flatten, come from tiles."
+    )
 
 
 class OutputAssembly:
@@ -162,12 +181,16 @@ class OutputAssembly:
         low, high = bounds
         leaves, tree = pytree.tree_flatten(output)
         if tree != self.layout.tree:
-            raise NotTokenWise(f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled.")
+            raise NotTokenWise(
+                f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled."
+            )
         if not self.leaves:
             self.leaves = [self._allocate(leaf, kind) for leaf, kind in zip(leaves, self.layout.kinds, strict=True)]
         for whole, leaf, kind, name in zip(self.leaves, leaves, self.layout.kinds, self.layout.names, strict=True):
             if isinstance(leaf, Tensor) == (kind == "constant"):
-                raise NotTokenWise(f"{self.module}: output {name or 'value'} is a tensor in one call and none in another.")
+                raise NotTokenWise(
+                    f"{self.module}: output {name or 'value'} is a tensor in one call and none in another."
+                )
             if kind in ("tokens", "flat"):
                 lead = self.shape.tile_lead(high - low) if kind == "tokens" else (high - low,)
                 if leaf.shape[: len(lead)] != lead:
@@ -182,7 +205,8 @@ class OutputAssembly:
                 whole.add_(leaf, alpha=(high - low) / self.shape.tokens)
 
     def _allocate(self, leaf: Any, kind: Kind) -> Any:
-        # In the final shape, not as a view of another one: what a custom Function returns may be changed in place only if it is no view.
+        # In the final shape, not as a view of another one: what a custom Function returns may be changed in place only
+        # if it is no view.
         if kind == "tokens":
             return leaf.new_empty(*self.shape.lead, *leaf.shape[len(self.shape.lead) :])
         if kind == "flat":

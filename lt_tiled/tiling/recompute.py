@@ -1,4 +1,6 @@
-"""Running a tile a second time exactly as the first time: randomness, autocast, and no arithmetic that the backward does not use."""
+"""Running a tile a second time exactly as the first time: randomness, autocast, and no arithmetic that the backward
+does not use.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ class PackCounter(torch.autograd.graph.saved_tensors_hooks):
 
         def pack(tensor: Tensor) -> Tensor:
             self.count += 1
-            # An output that its own node holds through a hook would keep the node for ever, if nobody runs the graph backward.
+            # An output that its own node holds through a hook would keep the node for ever, if nobody runs the graph
+            # backward.
             return tensor if tensor.is_leaf else tensor.detach()
 
         super().__init__(pack, lambda packed: packed)
@@ -99,10 +102,11 @@ class CannotSkip(Exception):
 class LastProjectionSkip(TorchDispatchMode):
     """Does not compute a matrix product whose value no backward reads: the last projection of a recomputed MLP.
 
-    Once the graph has saved its last tensor (``packs`` of them), the values that follow are of no use. A matrix product then
-    gives a stand-in that takes no memory, while autograd still links its node. An operation after that which would carry a value
-    out of the graph (to the host, into an existing tensor, out of autograd's sight, into a custom autograd Function or other hooks,
-    which may keep it for themselves) raises :class:`CannotSkip`, and so does a tensor saved late.
+    Once the graph has saved its last tensor (``packs`` of them), the values that follow are of no use. A matrix product
+    then gives a stand-in that takes no memory, while autograd still links its node. An operation after that which would
+    carry a value out of the graph (to the host, into an existing tensor, out of autograd's sight, into a custom
+    autograd Function or other hooks, which may keep it for themselves) raises :class:`CannotSkip`, and so does a tensor
+    saved late.
     """
 
     def __init__(self, packs: int) -> None:
@@ -122,7 +126,9 @@ class LastProjectionSkip(TorchDispatchMode):
         self.counter.__exit__(*exc)
 
     def check(self, outputs: Iterable[Any]) -> None:
-        """Raise if a skipped value was seen: the graph saved more than was known, or a hook on an output may read it later."""
+        """Raise if a skipped value was seen: the graph saved more than was known, or a hook on an output may read it
+        later.
+        """
         hooks = [hook for t in outputs if isinstance(t, Tensor) for hook in (t._backward_hooks or {}).values()]
         # Those of register_multi_grad_hook (FlopCounterMode, FSDP2) are for the moment, not for the value.
         hooked = any(hook.__module__ != "torch.autograd.graph" for hook in hooks)
@@ -137,7 +143,9 @@ class LastProjectionSkip(TorchDispatchMode):
             if not (is_traceable_wrapper_subclass(left) or is_traceable_wrapper_subclass(right)):
                 self.skipped = True
                 return left.new_zeros(()).expand(*left.shape[:-1], right.shape[-1])
-        if self.skipped and (not ours or func is aten.detach.default or func._schema.is_mutable or _OUT_OF_GRAPH.intersection(func.tags)):
+        if self.skipped and (
+            not ours or func is aten.detach.default or func._schema.is_mutable or _OUT_OF_GRAPH.intersection(func.tags)
+        ):
             self.seen = True  # the module's own code may catch the exception
             raise CannotSkip
         return func(*args, **(kwargs or {}))

@@ -44,12 +44,14 @@ class Weight:
 def trainable_weights(work: Work) -> list[Weight]:
     """The tensors of the work's modules that want a gradient, each once.
 
-    Views of a parameter in plain attributes count too: FSDP with ``use_orig_params=False`` keeps its views of the flat weights there. Other
-    attributes are what the module computed itself.
+    Views of a parameter in plain attributes count too: FSDP with ``use_orig_params=False`` keeps its views of the flat
+    weights there. Other attributes are what the module computed itself.
     """
     found: dict[int, Weight] = {}
     for owner in work.parts():
-        attributes = ((n, v) for n, v in owner.__dict__.items() if isinstance(v, Tensor) and isinstance(v._base, nn.Parameter))
+        attributes = (
+            (n, v) for n, v in owner.__dict__.items() if isinstance(v, Tensor) and isinstance(v._base, nn.Parameter)
+        )
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items(), *attributes]:
             if tensor is not None and tensor.requires_grad:
                 places = found.setdefault(id(tensor), Weight(tensor)).places
@@ -65,7 +67,11 @@ def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterato
         (holder, name, tensor)
         for w, tensor in zip(weights, tensors, strict=True)
         for owner, name in w.places
-        for holder in (cast("dict[str, Any]", owner._parameters), cast("dict[str, Any]", owner._buffers), owner.__dict__)
+        for holder in (
+            cast("dict[str, Any]", owner._parameters),
+            cast("dict[str, Any]", owner._buffers),
+            owner.__dict__,
+        )
         if name in holder  # in two of them under FSDP with use_orig_params=True
     ]
     before = [holder[name] for holder, name, _ in slots]
@@ -79,10 +85,12 @@ def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterato
 
 
 class GradientSum:
-    """Sums one tensor's gradients over the tiles while autograd produces them, so that only one tile's is alive beside the sum.
+    """Sums one tensor's gradients over the tiles while autograd produces them, so that only one tile's is alive beside
+    the sum.
 
-    The leaf's hook adds the tile's gradient to the sum and hands autograd a stand-in of no size. Sums of 16-bit gradients
-    are kept in float32 and rounded once: summed in their own dtype their error grows with the number of tiles.
+    The leaf's hook adds the tile's gradient to the sum and hands autograd a stand-in of no size. Sums of 16-bit
+    gradients are kept in float32 and rounded once: summed in their own dtype their error grows with the number of
+    tiles.
     """
 
     def __init__(self, tensor: Tensor, accumulate: str) -> None:
@@ -106,7 +114,9 @@ class GradientSum:
         return self._nothing
 
     def take(self, zeros: bool = False) -> Tensor | None:
-        """The sum in the tensor's own dtype; if no tile used the tensor, ``None``, or zeros where they are asked for."""
+        """The sum in the tensor's own dtype; if no tile used the tensor, ``None``, or zeros where they are asked
+        for.
+        """
         total, self.sum = self.sum, None
         if total is None:
             return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None

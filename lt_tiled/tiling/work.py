@@ -15,7 +15,9 @@ class NotTokenWise(ValueError):
 
 @dataclass(frozen=True)
 class Work:
-    """A function of tensors that works token by token: a module's forward, another method, a chain of modules, any callable."""
+    """A function of tensors that works token by token: a module's forward, another method, a chain of modules, any
+    callable.
+    """
 
     function: Callable[..., Any]
     modules: tuple[nn.Module, ...]

@@ -42,14 +42,18 @@ def test_no_red_cell(everyone: list[Peer]) -> None:
 
 
 def test_error_is_flat(everyone: list[Peer]) -> None:
-    """From 1 to 512 tiles the error of lt_tiled's bfloat16 gradients stays within 1.5 times, where DeepSpeed's does not."""
+    """From 1 to 512 tiles the error of lt_tiled's bfloat16 gradients stays within 1.5 times, where DeepSpeed's does
+    not.
+    """
     (sheet,) = rounding(everyone, CPU, (1, 64, 512))
     assert verdicts(sheet, "lt_tiled") == [True] * 3
     assert verdicts(sheet, "DeepSpeed") == [True, False, False]
 
 
 def test_flops(everyone: list[Peer]) -> None:
-    """A checkpointed step in tiles has the untiled one's FLOPs and two MLP forwards per token; DeepSpeed's has three."""
+    """A checkpointed step in tiles has the untiled one's FLOPs and two MLP forwards per token; DeepSpeed's has
+    three.
+    """
     (sheet,) = costs(everyone, Size(tokens=512, hidden=64, wide=256, layers=2, shards=8))
     untiled, ours, theirs = sheet.rows
     assert [cell.text for cell in ours[:4]] == ["lt_tiled", "1.00", "1.00", "2"]

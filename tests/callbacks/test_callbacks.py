@@ -13,7 +13,9 @@ from tests.lit import LitTiny, replaced, trainer
 
 
 def test_losses_are_the_same_and_it_is_undone() -> None:
-    """Under a stock strategy the callback tiles fit, validate and predict, leaves losses as they are, and the model plain each time."""
+    """Under a stock strategy the callback tiles fit, validate and predict, leaves losses as they are, and the model
+    plain each time.
+    """
     plain, model = LitTiny(), LitTiny()
     trainer("auto").fit(plain)
     callback = TiledMLP(num_shards=4)
@@ -48,7 +50,9 @@ def test_arguments() -> None:
 
 
 def test_offloaded_checkpointing(tmp_path: Path) -> None:
-    """Under a stock strategy the callback offloads, logs each step's figures, leaves losses bit for bit, and the model plain."""
+    """Under a stock strategy the callback offloads, logs each step's figures, leaves losses bit for bit, and the model
+    plain.
+    """
     plain, model = LitTiny(), LitTiny()
     trainer("tiled", callbacks=[]).fit(plain)
     logger = CSVLogger(tmp_path, name="logs")
@@ -73,7 +77,9 @@ def test_report_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of a run the report prints what was tiled and checkpointed, into how many tiles, and the peak memory of a step."""
+    """At the end of a run the report prints what was tiled and checkpointed, into how many tiles, and the peak memory
+    of a step.
+    """
     report = TilingReport()
     trainer(TiledSingleDeviceStrategy(tiling=4), callbacks=[report]).fit(LitTiny())
     printed = capsys.readouterr().out

@@ -39,7 +39,12 @@ def test_picture_and_prediction(strategy: Any, tmp_path: Path, capsys: pytest.Ca
     assert monitor.predicted is not None
     assert monitor.predicted.peak == pytest.approx(monitor.measured.peak, rel=0.02)
     assert list(monitor.measured.phases) == ["forward", "backward", "optimizer"]
-    assert monitor.measured.parts_at(monitor.measured.peak_at).keys() >= {"weights", "optimizer", "boundaries", "attention"}
+    assert monitor.measured.parts_at(monitor.measured.peak_at).keys() >= {
+        "weights",
+        "optimizer",
+        "boundaries",
+        "attention",
+    }
     assert "memory of step 2: " in " ".join(capsys.readouterr().out.split())
 
 
@@ -65,7 +70,9 @@ def test_figures_of_each_step(tmp_path: Path) -> None:
 
 
 def test_fabric(tmp_path: Path) -> None:
-    """With Fabric the same figures are logged at each step of the optimizer, with the tokens that went into the model."""
+    """With Fabric the same figures are logged at each step of the optimizer, with the tokens that went into the
+    model.
+    """
     monitor = MemoryMonitor()
     fabric = Fabric(
         accelerator="cpu",
@@ -90,7 +97,9 @@ def test_fabric(tmp_path: Path) -> None:
 def test_a_run_that_is_too_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A run that ends before the step of the picture says so; an ending that cannot be drawn is refused at once."""
     with caplog.at_level("WARNING", "lt_tiled"):
-        trainer("tiled", callbacks=[MemoryMonitor(plot=str(tmp_path / "a.svg"), step=9)], limit_val_batches=0).fit(LitTiny())
+        trainer("tiled", callbacks=[MemoryMonitor(plot=str(tmp_path / "a.svg"), step=9)], limit_val_batches=0).fit(
+            LitTiny()
+        )
     assert "the run ended after 3 steps" in caplog.text
     assert not (tmp_path / "a.svg").exists()
     with pytest.raises(ValueError, match=r"'a.jpeg2' must end in .png, .svg or .pdf"):
@@ -126,9 +135,17 @@ def test_a_module_that_cannot_be_predicted(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_accumulation(tmp_path: Path) -> None:
-    """With several batches for each step of the optimizer, the picture is of a batch on which it steps, and the prediction holds."""
+    """With several batches for each step of the optimizer, the picture is of a batch on which it steps, and the
+    prediction holds.
+    """
     monitor = MemoryMonitor(plot=str(tmp_path / "a.png"))
-    run = trainer(TiledSingleDeviceStrategy(tiling=4), callbacks=[monitor], max_steps=3, accumulate_grad_batches=2, limit_val_batches=0)
+    run = trainer(
+        TiledSingleDeviceStrategy(tiling=4),
+        callbacks=[monitor],
+        max_steps=3,
+        accumulate_grad_batches=2,
+        limit_val_batches=0,
+    )
     run.fit(CausalLM(LLAMA), datamodule=TextFiles(seq_len=1024))
     assert monitor.measured is not None
     assert monitor.predicted is not None

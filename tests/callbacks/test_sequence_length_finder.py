@@ -44,7 +44,9 @@ class Long(LitTiny):
 
 @pytest.mark.parametrize("fits", [128, 300])
 def test_doubling_and_bisection(fits: int) -> None:
-    """The length is the longest multiple of the granule that fits, found by doubling and halving, and the run trains on it."""
+    """The length is the longest multiple of the granule that fits, found by doubling and halving, and the run trains on
+    it.
+    """
     module = Long(fits)
     finder = SequenceLengthFinder(start=64, granule=16)
     trainer("tiled", callbacks=[finder], limit_val_batches=0).fit(module)
@@ -55,7 +57,9 @@ def test_doubling_and_bisection(fits: int) -> None:
 
 
 def test_a_start_that_does_not_fit_and_a_limit() -> None:
-    """A first length that is too long is halved; no length is longer than the limit; where nothing fits that is said."""
+    """A first length that is too long is halved; no length is longer than the limit; where nothing fits that is
+    said.
+    """
     module = Long(40)
     trainer("tiled", callbacks=[SequenceLengthFinder(start=128, granule=8)], limit_val_batches=0).fit(module)
     assert module.seq_len == 40
@@ -67,7 +71,9 @@ def test_a_start_that_does_not_fit_and_a_limit() -> None:
 
 
 def test_it_leaves_nothing_behind() -> None:
-    """Losses of the run are those of a run that begins at that length: weights, random numbers and the optimizer are as before."""
+    """Losses of the run are those of a run that begins at that length: weights, random numbers and the optimizer are as
+    before.
+    """
     plain, tried = Long(), Long(200)
     plain.seq_len = 192
     trainer("tiled", limit_val_batches=0).fit(plain)
@@ -98,7 +104,9 @@ def test_data_of_a_datamodule() -> None:
 def ranks_agree() -> tuple[int, list[int]]:
     rank = torch.distributed.get_rank()
     module = Long((200, 90)[rank])
-    trainer("tiled_ddp", devices=2, callbacks=[SequenceLengthFinder(start=64, granule=16)], limit_val_batches=0).fit(module)
+    trainer("tiled_ddp", devices=2, callbacks=[SequenceLengthFinder(start=64, granule=16)], limit_val_batches=0).fit(
+        module
+    )
     return module.seq_len, module.lengths[-3:]
 
 
@@ -109,7 +117,11 @@ def test_ranks_agree(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"start": 0}, "start=0"), ({"granule": -1}, "granule=-1"), ({"start": 64, "limit": 32}, "limit=32 is shorter than start=64")],
+    [
+        ({"start": 0}, "start=0"),
+        ({"granule": -1}, "granule=-1"),
+        ({"start": 64, "limit": 32}, "limit=32 is shorter than start=64"),
+    ],
 )
 def test_bad_input(arguments: dict[str, Any], message: str) -> None:
     """Bounds are checked when the callback is made."""
@@ -140,17 +152,23 @@ print("found", finder.found)
 
 
 def test_memory_that_really_ends() -> None:
-    """In a process whose memory is limited, the allocator's own errors are recovered from, and the run trains on what was found."""
+    """In a process whose memory is limited, the allocator's own errors are recovered from, and the run trains on what
+    was found.
+    """
     root = str(Path(__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=170, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=170, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("found ")[1]) >= 512
     assert "do not fit" in done.stderr
 
 
 class Careful(Long):
-    """Holds what a search might change: a loss that is not always a number, frozen parts, counts, a schedule over the run's steps."""
+    """Holds what a search might change: a loss that is not always a number, frozen parts, counts, a schedule over the
+    run's steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +191,9 @@ class Careful(Long):
 
 
 def test_a_careful_module() -> None:
-    """After a loss of nan no weight is nan; frozen parts stay so; metrics and buffers count the run alone; its data have the new length."""
+    """After a loss of nan no weight is nan; frozen parts stay so; metrics and buffers count the run alone; its data
+    have the new length.
+    """
     module = Careful()
     trainer("tiled", callbacks=[SequenceLengthFinder(start=64, limit=128, granule=64)], limit_val_batches=0).fit(module)
     assert module.seq_len == 128
@@ -191,7 +211,9 @@ def test_loaders_that_cannot_be_changed() -> None:
 
 
 def test_the_order_of_callbacks() -> None:
-    """A callback that tiles and stands behind the finder, which would try the model without it, is refused; before it, it counts."""
+    """A callback that tiles and stands behind the finder, which would try the model without it, is refused; before it,
+    it counts.
+    """
     with pytest.raises(ValueError, match="TiledMLP stands behind SequenceLengthFinder"):
         trainer("auto", callbacks=[SequenceLengthFinder(), TiledMLP(2)], limit_val_batches=0).fit(Long())
     module = Long()

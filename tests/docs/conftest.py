@@ -29,10 +29,13 @@ def _commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         program = f"import sys; sys.path[0] = {str(ROOT)!r}; from tests.docs.shim import main; main()"
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{program}" {name} "$@"\n')
         command.chmod(0o755)
-    # On the CPU and with one thread for each rank, as everywhere in the tests; a wide terminal, to read what is printed.
+    # On the CPU and with one thread for each rank, as everywhere in the tests; a wide terminal, to read what is
+    # printed.
     settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb", WARM: address}
     environment = {**os.environ, **settings, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    warm = subprocess.Popen([sys.executable, "-m", "tests.docs.warm", address], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
+    warm = subprocess.Popen(
+        [sys.executable, "-m", "tests.docs.warm", address], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL
+    )
     end = time.monotonic() + START_SECONDS
     while not Path(address).exists():
         assert warm.poll() is None, "the process that runs the commands has ended"
@@ -45,7 +48,9 @@ def _commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 
 @pytest.fixture
 def shell(_commands: dict[str, str]) -> Shell:
-    """Runs a script of bash in the test's folder, and returns what it prints; its first failing command fails the test."""
+    """Runs a script of bash in the test's folder, and returns what it prints; its first failing command fails the
+    test.
+    """
 
     def run(script: Path) -> str:
         done = subprocess.run(

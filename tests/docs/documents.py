@@ -31,7 +31,8 @@ class Block:
     line: int
     """Of the document, from 1, where the code begins."""
     file: str | None = None
-    """The name to save it under: a comment ``<!-- file: train.py -->`` stands before the block, or begins with that and holds the file."""
+    """The name to save it under: a comment ``<!-- file: train.py -->`` stands before the block, or begins with that and
+    holds the file."""
     output: bool = False
     """Whether commands have to print it: a comment ``<!-- output -->`` stands before."""
 

@@ -1,4 +1,5 @@
-"""What stands in the place of commands that documents name: it runs them with limits, or checks that what they name is there.
+"""What stands in the place of commands that documents name: it runs them with limits, or checks that what they name is
+there.
 
 Each is a line of shell that calls :func:`main` with its name and arguments.
 """

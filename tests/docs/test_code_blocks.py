@@ -15,7 +15,9 @@ _STRICT = """set -euo pipefail; trap 'echo "line $LINENO of the document: $BASH_
 
 
 def files_of(document: Path) -> None:
-    """Put the files that a document shows into this folder; beside them those of a checkout, but for pages that do without."""
+    """Put the files that a document shows into this folder; beside them those of a checkout, but for pages that do
+    without.
+    """
     named = [block for block in blocks(document) if block.file is not None]
     assert len(named) == len({block.file for block in named}), "two blocks with one name"
     for block in named:
@@ -51,7 +53,9 @@ def test_python(document: Path, shell: Shell) -> None:
 
 @pytest.mark.parametrize("document", having("sh"), ids=name_of)
 def test_commands(document: Path, shell: Shell) -> None:
-    """The commands of a document run, on the files that it shows, and print what it says that they print, but for numbers."""
+    """The commands of a document run, on the files that it shows, and print what it says that they print, but for
+    numbers.
+    """
     files_of(document)
     program = Path("run.sh")
     lines = script(b for b in blocks(document) if b.language == "sh").splitlines()
@@ -68,7 +72,9 @@ def _unnamed(document: Path) -> list[Block]:
 
 @pytest.mark.parametrize("document", having("yaml"), ids=name_of)
 def test_yaml(document: Path, shell: Shell) -> None:
-    """A YAML block that is no file for the commands of its document is a configuration that the command line understands."""
+    """A YAML block that is no file for the commands of its document is a configuration that the command line
+    understands.
+    """
     files_of(document)
     lines = []
     for block in _unnamed(document):

@@ -13,7 +13,11 @@ from tests.docs.documents import DOCUMENTS, ROOT, name_of, tokens
 def targets(document: Path) -> list[str]:
     """The addresses of a document's links and images."""
     inline = [child for token in tokens(document) for child in token.children or []]
-    return [str(child.attrs.get("href") or child.attrs.get("src")) for child in inline if child.type in ("link_open", "image")]
+    return [
+        str(child.attrs.get("href") or child.attrs.get("src"))
+        for child in inline
+        if child.type in ("link_open", "image")
+    ]
 
 
 def anchors(document: Path) -> set[str]:
@@ -25,7 +29,9 @@ def anchors(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
-    """Each link and image of a document that is not of the web is a file of the repository, and each heading it names is there."""
+    """Each link and image of a document that is not of the web is a file of the repository, and each heading it names
+    is there.
+    """
     for target in targets(document):
         if "://" in target:
             continue

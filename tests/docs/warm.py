@@ -1,4 +1,5 @@
-"""A process that has imported the package and runs each command in a child: the imports take seconds, and a child has them at once.
+"""A process that has imported the package and runs each command in a child: the imports take seconds, and a child has
+them at once.
 
 Run ``python -m tests.docs.warm ADDRESS``; :func:`request` asks it to run something.
 """
@@ -25,7 +26,8 @@ from typing import NoReturn
 
 
 def request(address: str, command: list[str]) -> int:
-    """Let the process run ``python`` or ``lt-tiled`` with these arguments, here and with this process's environment and streams.
+    """Let the process run ``python`` or ``lt-tiled`` with these arguments, here and with this process's environment and
+    streams.
 
     Returns:
         The exit status.
@@ -51,7 +53,9 @@ def _serve(address: str) -> list[str]:
     import lt_tiled.cli
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        lt_tiled.cli.main(["fit", "--model=CausalLM", "--data=TextFiles", "--trainer.strategy.help=TiledDDPStrategy"])  # fills caches
+        lt_tiled.cli.main(
+            ["fit", "--model=CausalLM", "--data=TextFiles", "--trainer.strategy.help=TiledDDPStrategy"]
+        )  # fills caches
     gc.freeze()  # else the first collection in a child copies all memory
     while True:
         connection, _ = server.accept()

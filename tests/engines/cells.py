@@ -1,4 +1,6 @@
-"""One cell of the matrix: a training loop, an engine, and what is tiled, checkpointed and offloaded, on the ranks of a world."""
+"""One cell of the matrix: a training loop, an engine, and what is tiled, checkpointed and offloaded, on the ranks of a
+world.
+"""
 
 from __future__ import annotations
 
@@ -74,22 +76,35 @@ class Look(pl.Callback):
 
 def seen(strategy: Any) -> tuple[list[int], int, int]:
     report = strategy.prepared[0].report()
-    return [row.tiles for row in report.tiled], len(report.blocks), report.offloaded.disk_bytes if report.offloaded else 0
+    return (
+        [row.tiles for row in report.tiled],
+        len(report.blocks),
+        report.offloaded.disk_bytes if report.offloaded else 0,
+    )
 
 
 def in_trainer(engine: str, mode: str, directory: str, built: bool = False, **kwargs: Any) -> Ran:
-    """Three optimizer steps, each followed by a validation; ``built`` builds the model before the strategy's contexts."""
+    """Three optimizer steps, each followed by a validation; ``built`` builds the model before the strategy's
+    contexts.
+    """
     model, look = LitTiny(tiled_loss=mode == "loss"), Look()
     if built:
         model.configure_model()
     chosen = strategy(lt_tiled, engine, **policies(mode, directory))
-    run = trainer(chosen, devices=dist.get_world_size(), callbacks=[look], **{"val_check_interval": 1, "limit_val_batches": 1} | kwargs)
+    run = trainer(
+        chosen,
+        devices=dist.get_world_size(),
+        callbacks=[look],
+        **{"val_check_interval": 1, "limit_val_batches": 1} | kwargs,
+    )
     run.fit(model)
     return Ran(model.losses, model.val_losses, *look.seen, replaced(model))
 
 
 def in_fabric(engine: str, mode: str, directory: str, accumulate: bool = True, **kwargs: Any) -> Ran:
-    """Four steps on sequences whose length, and shard count, differ between the ranks, every second one under ``no_backward_sync``."""
+    """Four steps on sequences whose length, and shard count, differ between the ranks, every second one under
+    ``no_backward_sync``.
+    """
     fabric = Fabric(
         accelerator="cpu",
         devices=dist.get_world_size(),

@@ -1,4 +1,5 @@
-"""A training script, as a user starts one: three steps with offload to disk, and a line for each rank that says what it saw.
+"""A training script, as a user starts one: three steps with offload to disk, and a line for each rank that says what it
+saw.
 
 ``program.py engine directory [--nodes N] [--devices N] [--fail-on RANK]``
 """
@@ -59,7 +60,9 @@ def main() -> None:
     spill = args.directory / "spill"
     policy = Checkpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
     chosen = strategy(lt_tiled, args.engine, tiling=4, checkpointing=policy)
-    run = trainer(chosen, devices=args.devices, num_nodes=args.nodes, callbacks=[Tell(args.directory)], limit_val_batches=0)
+    run = trainer(
+        chosen, devices=args.devices, num_nodes=args.nodes, callbacks=[Tell(args.directory)], limit_val_batches=0
+    )
     run.fit(MayFail(args.fail_on))
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints of every engine: resumed in the middle of an epoch, loaded by another engine, and loaded into the plain model."""
+"""Checkpoints of every engine: resumed in the middle of an epoch, loaded by another engine, and loaded into the plain
+model.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ FORMATS = {
 
 
 class ByIndex(LitTiny):
-    """Its batches depend on their index and the rank alone, so that a resumed run sees those of an uninterrupted one."""
+    """Its batches depend on their index and the rank alone, so that a resumed run sees those of an uninterrupted
+    one.
+    """
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Ids(16), batch_size=2)
@@ -66,7 +70,9 @@ def interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[f
 
 @pytest.mark.parametrize("case", FORMATS)
 def test_resume_in_the_middle_of_an_epoch(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """A run that is interrupted after two of four batches has the losses of one that is not, optimizer state included."""
+    """A run that is interrupted after two of four batches has the losses of one that is not, optimizer state
+    included.
+    """
     (spill := tmp_path / "spill").mkdir()
     for whole, parts in on_ranks(interrupt, case, str(tmp_path / "run.ckpt"), str(spill)):
         assert len(whole) == 4
@@ -101,7 +107,10 @@ def validate_plain(state: dict[str, Tensor]) -> list[list[float]]:
     model.configure_model()
     model.load_state_dict(state, strict=True)
     with torch.no_grad():
-        return [[float(lm_loss(model.net(ids), ids))] for ids in (torch.stack([Ids(4)[rank], Ids(4)[rank + 2]]) for rank in range(2))]
+        return [
+            [float(lm_loss(model.net(ids), ids))]
+            for ids in (torch.stack([Ids(4)[rank], Ids(4)[rank + 2]]) for rank in range(2))
+        ]
 
 
 @pytest.mark.parametrize("case", FORMATS)
@@ -121,7 +130,9 @@ def validate_from(case: str, path: str, directory: str) -> list[float]:
     model = LitTiny()
     extra = {"load_full_weights": True} if case == "zero3" else {}
     chosen = strategy(lt_tiled, case.split()[0], **policies("disk", directory), **FORMATS[case], **extra)
-    trainer(chosen, devices=dist.get_world_size(), limit_val_batches=1).validate(model, ckpt_path=path, verbose=False, weights_only=False)
+    trainer(chosen, devices=dist.get_world_size(), limit_val_batches=1).validate(
+        model, ckpt_path=path, verbose=False, weights_only=False
+    )
     return model.val_losses
 
 
@@ -131,10 +142,14 @@ def test_load_with_another_engine(saved_by: str, loaded_by: str, on_ranks: OnRan
     """A full checkpoint of one engine validates on another as on its own."""
     path = str(tmp_path / "trained.ckpt")
     validated = on_ranks(train_and_save, saved_by, path, str(tmp_path))
-    assert on_ranks(validate_from, loaded_by, path, str(tmp_path)) == [pytest.approx(losses, rel=1e-6) for losses in validated]
+    assert on_ranks(validate_from, loaded_by, path, str(tmp_path)) == [
+        pytest.approx(losses, rel=1e-6) for losses in validated
+    ]
 
 
-def fabric_steps(case: str, mode: str, directory: str, steps: range, load: str | None = None, save: str | None = None) -> list[float]:
+def fabric_steps(
+    case: str, mode: str, directory: str, steps: range, load: str | None = None, save: str | None = None
+) -> list[float]:
     """Steps on batches that depend on their number, from a checkpoint and to one."""
     engine = case.split()[0]
     chosen = strategy(lt_tiled.fabric, engine, **policies(mode, directory), **FORMATS[case])
@@ -155,7 +170,9 @@ def fabric_steps(case: str, mode: str, directory: str, steps: range, load: str |
 
 def fabric_interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[float]]:
     first = fabric_steps(case, "disk", directory, range(2), save=path)
-    return fabric_steps(case, "untiled", directory, range(4)), first + fabric_steps(case, "disk", directory, range(2, 4), load=path)
+    return fabric_steps(case, "untiled", directory, range(4)), first + fabric_steps(
+        case, "disk", directory, range(2, 4), load=path
+    )
 
 
 @pytest.mark.parametrize("case", FORMATS)
@@ -171,6 +188,15 @@ def test_consolidated_checkpoint(case: str, tool: str, on_ranks: OnRanks, tmp_pa
     """A sharded checkpoint that Lightning's tool made whole validates on another engine as on its own."""
     path, whole = tmp_path / "trained.ckpt", tmp_path / "whole.ckpt"
     validated = on_ranks(train_and_save, case, str(path), str(tmp_path))
-    command = (sys.executable, "-m", f"lightning.{tool}.utilities.consolidate_checkpoint", str(path), "--output_file", str(whole))
+    command = (
+        sys.executable,
+        "-m",
+        f"lightning.{tool}.utilities.consolidate_checkpoint",
+        str(path),
+        "--output_file",
+        str(whole),
+    )
     subprocess.run(command, check=True, timeout=60, capture_output=True)
-    assert on_ranks(validate_from, "ddp", str(whole), str(tmp_path)) == [pytest.approx(losses, rel=1e-6) for losses in validated]
+    assert on_ranks(validate_from, "ddp", str(whole), str(tmp_path)) == [
+        pytest.approx(losses, rel=1e-6) for losses in validated
+    ]

@@ -27,7 +27,9 @@ from tests.world import World
 
 def unequal_tilings() -> tuple[str, str]:
     def set_up_one() -> None:
-        chosen = lt_tiled.fabric.TiledModelParallelStrategy(tensor_parallel, tensor_parallel_size=2, tiling=(4, 2)[dist.get_rank()])
+        chosen = lt_tiled.fabric.TiledModelParallelStrategy(
+            tensor_parallel, tensor_parallel_size=2, tiling=(4, 2)[dist.get_rank()]
+        )
         fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
         fabric.launch()
         fabric.setup_module(TinyLM())
@@ -45,7 +47,9 @@ def test_unequal_tilings_of_a_tensor_parallel_group(world: World) -> None:
 def save_twice(path: str) -> list[str]:
     """A sharded checkpoint, then a full one of the weights but the head at the same place; the keys of the latter."""
     for kind, chosen in (("sharded", None), ("full", {"model": _no_head})):
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, "fsdp", tiling=4, state_dict_type=kind))
+        fabric = Fabric(
+            accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, "fsdp", tiling=4, state_dict_type=kind)
+        )
         fabric.launch()
         model, optimizer = set_up(fabric, TinyLM(), "fsdp")
         train(fabric, model, optimizer, [draw((2, 24), 0)])
@@ -61,7 +65,9 @@ def _no_head(name: str, value: Any) -> bool:
 
 
 def test_full_over_sharded_with_a_filter(world: World, tmp_path: Path) -> None:
-    """On the CPU, FSDP's full checkpoint takes the place of a sharded one, and leaves out what the filter leaves out."""
+    """On the CPU, FSDP's full checkpoint takes the place of a sharded one, and leaves out what the filter leaves
+    out.
+    """
     expected = sorted(name for name in TinyLM().state_dict() if _no_head(name, None))
     assert world(save_twice, str(tmp_path / "model.ckpt")) == [expected] * 2
 
@@ -79,7 +85,9 @@ class Pretrained(CausalLM):
 
 def from_pretrained(path: str) -> Tensor:
     model = Pretrained(path=path)
-    trainer("tiled_deepspeed_stage_3", devices=2, max_steps=1).fit(model, torch.utils.data.DataLoader(Words(), batch_size=1))
+    trainer("tiled_deepspeed_stage_3", devices=2, max_steps=1).fit(
+        model, torch.utils.data.DataLoader(Words(), batch_size=1)
+    )
     return model.seen
 
 

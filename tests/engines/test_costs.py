@@ -1,4 +1,6 @@
-"""What tiling costs an engine: no collective and no wait for the device beyond the untiled step's, however many tiles there are."""
+"""What tiling costs an engine: no collective and no wait for the device beyond the untiled step's, however many tiles
+there are.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def operations(engine: str, shards: int | None, checkpointed: bool) -> dict[str,
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_collectives(engine: str, checkpointed: bool, on_ranks: OnRanks) -> None:
-    """A step has no gather, reduction or read by the host that the untiled step has not, and as many at 1 as at 4 and at 16 tiles.
+    """A step has no gather, reduction or read by the host that the untiled step has not, and as many at 1 as at 4 and
+    at 16 tiles.
 
     Under ZeRO-3 it has fewer gathers, because the weights of a tiled module come together.
     """

@@ -47,9 +47,16 @@ def draw(shape: tuple[int, int], rank: int) -> Tensor:
 
 
 def ddp_error(
-    model: type[TinyLM], options: dict[str, Any], batches: Batches, shards: list[int], checkpointed: bool, steps: int = 2
+    model: type[TinyLM],
+    options: dict[str, Any],
+    batches: Batches,
+    shards: list[int],
+    checkpointed: bool,
+    steps: int = 2,
 ) -> float:
-    """The worst gradient's relative error, on this rank, against the untiled float64 gradients averaged over the ranks."""
+    """The worst gradient's relative error, on this rank, against the untiled float64 gradients averaged over the
+    ranks.
+    """
     torch.manual_seed(0)
     net = model()
     true = copy.deepcopy(net).double()
@@ -61,7 +68,9 @@ def ddp_error(
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
 
-    prepared = prepare(net, tiling=Tiling(shards[dist.get_rank()]), checkpointing=Checkpointing() if checkpointed else None)
+    prepared = prepare(
+        net, tiling=Tiling(shards[dist.get_rank()]), checkpointing=Checkpointing() if checkpointed else None
+    )
     wrapped = DistributedDataParallel(net, **options)
     worst = 0.0
     for _ in range(steps):
@@ -78,9 +87,13 @@ def ddp_error(
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
+)
 def test_gradients(world: World, options: dict[str, Any], checkpointed: bool) -> None:
-    """Under each of DDP's options, checkpointed or not, gradients are the untiled ones averaged over the ranks, step after step."""
+    """Under each of DDP's options, checkpointed or not, gradients are the untiled ones averaged over the ranks, step
+    after step.
+    """
     assert max(world(ddp_error, TinyLM, options, EVEN, [4, 4], checkpointed)) < FP32
 
 
@@ -98,7 +111,9 @@ def test_accumulation_with_no_sync(world: World, checkpointed: bool) -> None:
 
 
 def test_unused_weights(world: World) -> None:
-    """With ``find_unused_parameters`` a head that one rank does not use, and a weight that no rank uses, have the untiled gradients."""
+    """With ``find_unused_parameters`` a head that one rank does not use, and a weight that no rank uses, have the
+    untiled gradients.
+    """
     assert max(world(ddp_error, WithSpare, {"find_unused_parameters": True}, EVEN, [4, 4], True)) < FP32
 
 
@@ -130,7 +145,9 @@ def ddp_offload(directory: str | None, steps: int = 20) -> tuple[list[float], li
 
 
 def test_offload_is_bit_identical(world: World, tmp_path: Path) -> None:
-    """Over 20 steps with ``no_sync`` and validation, two ranks in one directory have bit for bit the losses and weights without offload."""
+    """Over 20 steps with ``no_sync`` and validation, two ranks in one directory have bit for bit the losses and weights
+    without offload.
+    """
     plain, offloaded = world(ddp_offload, None), world(ddp_offload, str(tmp_path))
     for (losses, weights, _), (offloaded_losses, offloaded_weights, moved) in zip(plain, offloaded, strict=True):
         assert offloaded_losses == losses
@@ -167,7 +184,9 @@ def test_ranks_share_the_nodes_budget(world: World, tmp_path: Path) -> None:
 # Trainer
 
 
-def fit(strategy: Any, callbacks: list[pl.Callback] | None = None, **kwargs: Any) -> tuple[list[float], list[float], set[int], int]:
+def fit(
+    strategy: Any, callbacks: list[pl.Callback] | None = None, **kwargs: Any
+) -> tuple[list[float], list[float], set[int], int]:
     model = LitTiny()
     trainer(strategy, devices=2, callbacks=callbacks, **kwargs).fit(model)
     return model.losses, model.val_losses, model.forwards_replaced, replaced(model)
@@ -199,7 +218,8 @@ def in_trainer(case: str, kwargs: dict[str, Any]) -> tuple[list[float], list[flo
 
 @pytest.mark.parametrize("case", ["strategy", "find_unused_parameters", "static_graph", "named", "callback"])
 def test_trainer(world: World, case: str) -> None:
-    """Losses of training and validation are those of stock DDP, modules are marked in every step, and none after the run.
+    """Losses of training and validation are those of stock DDP, modules are marked in every step, and none after the
+    run.
 
     For the strategy, its options, its registered name, and the callback beside stock DDP.
     """

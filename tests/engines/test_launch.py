@@ -1,4 +1,6 @@
-"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails ends all of them."""
+"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails ends all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,19 @@ def free_port() -> int:
 def on_two_nodes(engine: str, directory: Path) -> list[subprocess.Popen[str]]:
     meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return [
-        start(*TORCHRUN, *meet, f"--node-rank={node}", PROGRAM, engine, str(directory), "--nodes=2", "--devices=1") for node in range(2)
+        start(*TORCHRUN, *meet, f"--node-rank={node}", PROGRAM, engine, str(directory), "--nodes=2", "--devices=1")
+        for node in range(2)
     ]
 
 
 @pytest.mark.parametrize(
-    ("engine", "launcher"), [("fsdp2", "lightning"), ("zero3", "torchrun"), ("fsdp2", "two nodes"), ("zero3", "two nodes")]
+    ("engine", "launcher"),
+    [("fsdp2", "lightning"), ("zero3", "torchrun"), ("fsdp2", "two nodes"), ("zero3", "two nodes")],
 )
 def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRanks) -> None:
-    """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks, and leaves no file."""
+    """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks, and leaves
+    no file.
+    """
     if launcher == "two nodes":
         runs = on_two_nodes(engine, directory)
     elif launcher == "torchrun":
@@ -63,15 +69,23 @@ def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRank
     assert [rank["node"] for rank in ranks] == ([0, 1] if launcher == "two nodes" else [0, 0])
     assert {rank["budget"] for rank in ranks} == {(8 if launcher == "two nodes" else 4) * 2**20}
     assert all(rank["disk_bytes"] > 0 for rank in ranks)
-    assert [rank["losses"] for rank in ranks] == [pytest.approx(run.losses, rel=1e-5) for run in on_ranks(in_trainer, engine, "tiled", "")]
+    assert [rank["losses"] for rank in ranks] == [
+        pytest.approx(run.losses, rel=1e-5) for run in on_ranks(in_trainer, engine, "tiled", "")
+    ]
     assert list((directory / "spill").iterdir()) == []
 
 
 @pytest.mark.parametrize(("engine", "launcher"), [("fsdp", "torchrun"), ("zero2", "lightning")])
 def test_one_rank_fails(engine: str, launcher: str, directory: Path) -> None:
-    """An exception on rank 1 in its second step ends every rank, within the limit, with the exception in what is printed."""
+    """An exception on rank 1 in its second step ends every rank, within the limit, with the exception in what is
+    printed.
+    """
     program = (PROGRAM, engine, str(directory), "--fail-on=1")
-    command = (*TORCHRUN, "--standalone", "--nproc-per-node=2", *program) if launcher == "torchrun" else (sys.executable, *program)
+    command = (
+        (*TORCHRUN, "--standalone", "--nproc-per-node=2", *program)
+        if launcher == "torchrun"
+        else (sys.executable, *program)
+    )
     (code,), (printed,) = finish([start(*command)], LIMIT)
     assert code != 0
     assert "this rank fails" in printed

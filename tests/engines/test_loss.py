@@ -58,19 +58,25 @@ def test_tied_embeddings(on_ranks: OnRanks, engine: str) -> None:
 
 
 def mean_gradients() -> tuple[Tensor, Tensor]:
-    """The ranks' mean of the gradients of a loss with a global count, and the gradient of the mean over all ranks' labels."""
+    """The ranks' mean of the gradients of a loss with a global count, and the gradient of the mean over all ranks'
+    labels.
+    """
     rank = dist.get_rank()
     weight = torch.linspace(-1, 1, 32 * 8, dtype=torch.float64).view(32, 8).requires_grad_()
     batches = [torch.Generator().manual_seed(r) for r in range(2)]
     hidden = [torch.randn(4 + 9 * r, 8, generator=batches[r], dtype=torch.float64) for r in range(2)]
     labels = [torch.randint(32, (4 + 9 * r,), generator=batches[r]) for r in range(2)]
-    (mine,) = torch.autograd.grad(tiled_linear_cross_entropy(hidden[rank], weight, labels[rank], num_shards=2, count="global"), weight)
+    (mine,) = torch.autograd.grad(
+        tiled_linear_cross_entropy(hidden[rank], weight, labels[rank], num_shards=2, count="global"), weight
+    )
     dist.all_reduce(mine)
     (true,) = torch.autograd.grad(F.cross_entropy(torch.cat(hidden) @ weight.t(), torch.cat(labels)), weight)
     return mine / 2, true
 
 
 def test_mean_over_all_ranks(world: World) -> None:
-    """With ``count="global"`` the mean of the ranks' gradients is that of the mean over all of their labels, however they are spread."""
+    """With ``count="global"`` the mean of the ranks' gradients is that of the mean over all of their labels, however
+    they are spread.
+    """
     for mean, true in world(mean_gradients):
         torch.testing.assert_close(mean, true, rtol=1e-6, atol=1e-9)

@@ -1,4 +1,6 @@
-"""Every engine, in Trainer and in Fabric, trains on two ranks as it does untiled, whatever is tiled, checkpointed and offloaded."""
+"""Every engine, in Trainer and in Fabric, trains on two ranks as it does untiled, whatever is tiled, checkpointed and
+offloaded.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ def untiled() -> dict[tuple[str, str], list[Ran]]:
 def test_losses_are_the_untiled_ones(
     loop: str, engine: str, mode: str, on_ranks: OnRanks, untiled: dict[tuple[str, str], list[Ran]], tmp_path: Path
 ) -> None:
-    """Losses of several optimizer steps and of validation equal the untiled run's, on sequences of unequal length in Fabric."""
+    """Losses of several optimizer steps and of validation equal the untiled run's, on sequences of unequal length in
+    Fabric.
+    """
     if (loop, engine) not in untiled:
         untiled[loop, engine] = on_ranks(LOOPS[loop], engine, "untiled", str(tmp_path))
     shards = (4, 4) if loop == "trainer" else (5, 2)
-    for rank, (plain, tiled) in enumerate(zip(untiled[loop, engine], on_ranks(LOOPS[loop], engine, mode, str(tmp_path)), strict=True)):
+    for rank, (plain, tiled) in enumerate(
+        zip(untiled[loop, engine], on_ranks(LOOPS[loop], engine, mode, str(tmp_path)), strict=True)
+    ):
         assert len(plain.losses) >= 3
         assert plain.losses[-1] != plain.losses[0]
         assert tiled.losses == pytest.approx(plain.losses, rel=NEAR)

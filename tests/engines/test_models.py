@@ -1,4 +1,6 @@
-"""Models of several kinds under every engine: chains in blocks, norms behind the MLP, mixtures of experts, images and text."""
+"""Models of several kinds under every engine: chains in blocks, norms behind the MLP, mixtures of experts, images and
+text.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch import Tensor
 import lt_tiled
 from lt_tiled import Checkpointing, Tiling
 from lt_tiled.report import Report
-from lt_tiled.tiling.modules import tile_marks
+from lt_tiled.tiling.api import tile_marks
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import set_up, strategy
 from tests.engines.conftest import OnRanks
@@ -26,13 +28,17 @@ ENGINES = ["ddp", "fsdp", "fsdp_flat", "fsdp2", "zero2", "zero3"]
 
 
 def built(kind: str, tied: bool) -> Any:
-    """A model; units of FSDP cannot share a weight, and DDP wants none that is unused, as BERT's second bias is where they do not."""
+    """A model; units of FSDP cannot share a weight, and DDP wants none that is unused, as BERT's second bias is where
+    they do not.
+    """
     architecture = ARCHITECTURES[kind]
     return replace(architecture, fields={**architecture.fields, "tie_word_embeddings": tied}).build(torch.float32)
 
 
 def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]) -> tuple[list[float], bool, bool]:
-    """The losses of three steps on other tokens on each rank, whether all that is tiled ran in tiles, and whether all were compiled."""
+    """The losses of three steps on other tokens on each rank, whether all that is tiled ran in tiles, and whether all
+    were compiled.
+    """
     rank = dist.get_rank()
     chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
@@ -56,7 +62,9 @@ def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
-    """Tiled and checkpointed, with other lengths on each rank, three steps have the losses of the engine's own untiled run."""
+    """Tiled and checkpointed, with other lengths on each rank, three steps have the losses of the engine's own untiled
+    run.
+    """
     untiled = on_ranks(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, Tiling(3), {})
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
@@ -87,7 +95,10 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
         net = get_peft_model(net, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     if dist.get_rank():
         image = next(m for m in net.modules() if hasattr(m, "config")).config.image_token_id
-        inputs = {"input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == image, 7), "labels": inputs["labels"]}
+        inputs = {
+            "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == image, 7),
+            "labels": inputs["labels"],
+        }
     chosen = lt_tiled.fabric.TiledDDPStrategy(tiling=tiling, checkpointing=Checkpointing(), find_unused_parameters=True)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
     fabric.launch()
@@ -102,7 +113,9 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trains", "frozen tower, LoRA on some layers"])
 @pytest.mark.parametrize("kind", ["Qwen 3-VL", "Gemma 3 (image and text)"])
 def test_images_on_one_rank(world: World, kind: str, frozen: bool) -> None:
-    """Under DDP with images on one rank and none on the other, both towers are tiled, and both ranks' gradients are the untiled ones."""
+    """Under DDP with images on one rank and none on the other, both towers are tiled, and both ranks' gradients are the
+    untiled ones.
+    """
     untiled = world(images_on_one_rank, kind, frozen, None)
     tiled = world(images_on_one_rank, kind, frozen, Tiling(3))
     for (true, _), (found, all_tiled) in zip(untiled, tiled, strict=True):
@@ -132,14 +145,18 @@ def refused(kind: str, wrap: str) -> str:
 
 
 def test_units_in_a_chain(world: World) -> None:
-    """A half of an inline chain that is an FSDP unit is refused; an MLP unit with a norm behind it is tiled without the norm."""
+    """A half of an inline chain that is an FSDP unit is refused; an MLP unit with a norm behind it is tiled without the
+    norm.
+    """
     assert all("FSDP unit" in text for text in world(refused, "OPT", "fc2"))
     assert world(refused, "Gemma 2", "mlp") == ["", ""]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
-    """With compiled tiles the losses are the untiled ones under every engine, and none falls back to uncompiled ones."""
+    """With compiled tiles the losses are the untiled ones under every engine, and none falls back to uncompiled
+    ones.
+    """
     untiled = on_ranks(losses, engine, "Llama", None, {})
     tiled = on_ranks(losses, engine, "Llama", Tiling(3, compile={"backend": "aot_eager"}), {})
     for (true, *_), (found, all_tiled, compiled) in zip(untiled, tiled, strict=True):
@@ -151,7 +168,9 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
 @pytest.mark.parametrize("kind", ["Llama", "Gemma 2"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -> None:
-    """With ``Tiling(loss=True)`` the losses of three steps are those of the engine's own untiled run with whole logits."""
+    """With ``Tiling(loss=True)`` the losses of three steps are those of the engine's own untiled run with whole
+    logits.
+    """
     untiled = on_ranks(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, Tiling(3, loss=True), {})
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):

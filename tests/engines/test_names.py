@@ -31,7 +31,9 @@ STAGES = ("", "_stage_1", "_stage_2", "_stage_3", "_stage_3_offload")
 def test_registered_names_train(name: str, on_ranks: OnRanks) -> None:
     """``Trainer(strategy=name)`` trains with modules marked, and has DDP's losses."""
     plain = on_ranks(by_name, "ddp", "ddp")
-    for (losses, _), (named, marked) in zip(plain, on_ranks(by_name, "zero" if "deepspeed" in name else "fsdp", name), strict=True):
+    for (losses, _), (named, marked) in zip(
+        plain, on_ranks(by_name, "zero" if "deepspeed" in name else "fsdp", name), strict=True
+    ):
         assert named == pytest.approx(losses, rel=1e-5)
         assert marked == {4}
 
@@ -45,7 +47,9 @@ class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Inspect(pl.Callback):
-    """Notes the spread of a weight before the first step, gathered over the ranks, and the sizes of the optimizer's groups."""
+    """Notes the spread of a weight before the first step, gathered over the ranks, and the sizes of the optimizer's
+    groups.
+    """
 
     def on_train_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
         weight = next(p for name, p in module.named_parameters() if name.endswith("gate_proj.weight"))
@@ -77,7 +81,9 @@ def causal(_: str, name: str) -> tuple[float, list[tuple[int, float]]]:
 
 @pytest.mark.parametrize("name", ["tiled_ddp", "tiled_fsdp2", "tiled_deepspeed_stage_2", "tiled_deepspeed_stage_3"])
 def test_causal_lm(name: str, on_ranks: OnRanks) -> None:
-    """A Hugging Face model has its own initial weights, also built sharded, and its norms alone are spared from weight decay."""
+    """A Hugging Face model has its own initial weights, also built sharded, and its norms alone are spared from weight
+    decay.
+    """
     for spread, groups in on_ranks(causal, "zero" if "deepspeed" in name else "ddp", name):
         assert spread == pytest.approx(0.02, rel=0.1)  # transformers' initializer_range; torch's default would give 0.1
         assert groups == [(2 + 7 * 2, 0.1), (5, 0.0)]

@@ -39,10 +39,14 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
         assert after.disk_bytes > 0
 
 
-@pytest.mark.parametrize("kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=["accumulation", "clipping"])
+@pytest.mark.parametrize(
+    "kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=["accumulation", "clipping"]
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_steps(engine: str, kwargs: dict[str, Any], on_ranks: OnRanks, tmp_path: Path) -> None:
-    """Gradient accumulation, and clipping by the norm over all ranks, train as plain DDP does, or as DeepSpeed accumulates untiled."""
+    """Gradient accumulation, and clipping by the norm over all ranks, train as plain DDP does, or as DeepSpeed
+    accumulates untiled.
+    """
     like = engine if engine.startswith("zero") and "accumulate_grad_batches" in kwargs else "ddp"
     plain = on_ranks(partial(in_trainer, built=True, max_steps=2, **kwargs), like, "untiled", str(tmp_path))
     tiled = on_ranks(partial(in_trainer, built=True, max_steps=2, **kwargs), engine, "disk", str(tmp_path))
@@ -80,12 +84,21 @@ def lora() -> nn.Module:
     """A Llama with adapters on its attention and MLPs, all else frozen."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    )
     return _Logits(model)
 
 
-def train_model(engine: str, mode: str, directory: str, build: Callable[[], nn.Module]) -> tuple[list[float], list[int]]:
-    chosen = strategy(lt_tiled.fabric, engine, **policies(mode, directory), **({"find_unused_parameters": True} if engine == "ddp" else {}))
+def train_model(
+    engine: str, mode: str, directory: str, build: Callable[[], nn.Module]
+) -> tuple[list[float], list[int]]:
+    chosen = strategy(
+        lt_tiled.fabric,
+        engine,
+        **policies(mode, directory),
+        **({"find_unused_parameters": True} if engine == "ddp" else {}),
+    )
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
     torch.manual_seed(0)

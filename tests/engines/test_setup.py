@@ -84,7 +84,9 @@ class TiesChildren(Flat):
 
 def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> tuple[str, str, int]:
     module = model()
-    kind, text = error_of(lambda: trainer(strategy(lt_tiled, engine, tiling=4, **options), devices=dist.get_world_size()).fit(module))
+    kind, text = error_of(
+        lambda: trainer(strategy(lt_tiled, engine, tiling=4, **options), devices=dist.get_world_size()).fit(module)
+    )
     assert module.losses == []
     return kind, text, replaced(module)
 
@@ -92,15 +94,28 @@ def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> t
 @pytest.mark.parametrize(
     ("engine", "model", "options", "message"),
     [
-        ("fsdp", LitTiny, {"auto_wrap_policy": {nn.Linear}}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
+        (
+            "fsdp",
+            LitTiny,
+            {"auto_wrap_policy": {nn.Linear}},
+            r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit",
+        ),
         ("fsdp2", ShardsInside, {}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
-        ("fsdp2", HoldsWeights, {}, "HoldsWeights holds scale itself, which no unit can: move what has weights into a module of its own"),
+        (
+            "fsdp2",
+            HoldsWeights,
+            {},
+            "HoldsWeights holds scale itself, which no unit can: move what has weights into a module of its own",
+        ),
         ("fsdp2", TiesChildren, {}, r"embed and head share a weight of shape \[32, 16\] and would be sharded apart"),
         ("zero3", LitTiny, {"zero3_leaf_modules": False}, "is tiled and no leaf module of ZeRO-3"),
     ],
 )
-def test_trainer_refuses(engine: str, model: type[LitTiny], options: dict[str, Any], message: str, on_ranks: OnRanks) -> None:
-    """A unit inside a tiled module, by policy or by hand, and weights that no unit can hold, are errors before the first step.
+def test_trainer_refuses(
+    engine: str, model: type[LitTiny], options: dict[str, Any], message: str, on_ranks: OnRanks
+) -> None:
+    """A unit inside a tiled module, by policy or by hand, and weights that no unit can hold, are errors before the
+    first step.
 
     The model is left unmarked.
     """
@@ -176,7 +191,13 @@ def test_callback(engine: str, on_ranks: OnRanks) -> None:
 def fit_validate_fit(engine: str) -> tuple[list[float], list[float], int]:
     """Fit, validate and fit again, one wrapped model and one trainer."""
     module = LitTiny()
-    run = trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size(), max_epochs=1, max_steps=-1, num_sanity_val_steps=0)
+    run = trainer(
+        strategy(lt_tiled, engine, tiling=4),
+        devices=dist.get_world_size(),
+        max_epochs=1,
+        max_steps=-1,
+        num_sanity_val_steps=0,
+    )
     run.fit(module)
     run.validate(module, verbose=False)
     run.fit_loop.max_epochs = 2
@@ -188,7 +209,9 @@ def fit_validate_fit(engine: str) -> tuple[list[float], list[float], int]:
 def test_fit_then_validate_then_fit(engine: str, on_ranks: OnRanks) -> None:
     """One model goes through ``fit``, ``validate`` and ``fit`` as under DDP, though FSDP has wrapped it by then."""
     plain = on_ranks(fit_validate_fit, "ddp")
-    for (losses, val_losses, _), (sharded, sharded_val, left) in zip(plain, on_ranks(fit_validate_fit, engine), strict=True):
+    for (losses, val_losses, _), (sharded, sharded_val, left) in zip(
+        plain, on_ranks(fit_validate_fit, engine), strict=True
+    ):
         assert sharded == pytest.approx(losses, rel=1e-5)
         assert sharded_val == pytest.approx(val_losses, rel=1e-5)
         assert left == 0
@@ -247,7 +270,15 @@ def fit_losses(engine: str, model: type[LitTiny], options: dict[str, Any]) -> li
         (LitTiny, {"cpu_offload": True}),
         (WrapsByHand, {}),
     ],
-    ids=["policy of blocks", "policy of tiled modules", "hybrid", "gradients only", "no sharding", "cpu offload", "by hand"],
+    ids=[
+        "policy of blocks",
+        "policy of tiled modules",
+        "hybrid",
+        "gradients only",
+        "no sharding",
+        "cpu offload",
+        "by hand",
+    ],
 )
 def test_fsdp_arguments(model: type[LitTiny], options: dict[str, Any], world: World) -> None:
     """FSDP's own arguments, and wrapping by hand, work on the CPU and give DDP's losses."""
@@ -287,7 +318,11 @@ class _MaskedMLP(GatedMLP):
 
 
 def keyword_losses(engine: str, mode: str) -> list[float]:
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy(lt_tiled.fabric, engine, **policies(mode, "")))
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy(lt_tiled.fabric, engine, **policies(mode, "")),
+    )
     fabric.launch()
     torch.manual_seed(0)
     model, optimizer = set_up(fabric, ByKeyword(), engine)
@@ -298,7 +333,9 @@ def keyword_losses(engine: str, mode: str) -> list[float]:
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_arguments_by_keyword(engine: str, on_ranks: OnRanks) -> None:
-    """Hidden states passed by keyword train as untiled DDP does, also where ZeRO-3 looks at positional arguments alone."""
+    """Hidden states passed by keyword train as untiled DDP does, also where ZeRO-3 looks at positional arguments
+    alone.
+    """
     plain = on_ranks(keyword_losses, "ddp", "untiled")
     assert on_ranks(keyword_losses, engine, "checkpointed") == [pytest.approx(losses, rel=1e-5) for losses in plain]
 
@@ -375,7 +412,10 @@ def sizes_refused(options: dict[str, Any]) -> tuple[str, str]:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs a plan"),
         ({"data_parallel_size": 1}, "tensor_parallel_size=2 needs a plan"),
-        ({"parallelize_fn": tensor_parallel}, "no unit, so that nobody reduces its gradients over the 2 data-parallel ranks"),
+        (
+            {"parallelize_fn": tensor_parallel},
+            "no unit, so that nobody reduces its gradients over the 2 data-parallel ranks",
+        ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 2 ranks"),
     ],
 )

@@ -36,12 +36,18 @@ class Run:
         return [float(loss) for loss in re.findall(r"(?:loss|->) (\d+\.\d{5})\b", self.printed)]
 
     def report(self) -> list[tuple[str, int, str, str]]:
-        """What was done, to how many modules of which class (less the prefix that FSDP2 gives it), and in how many tiles."""
+        """What was done, to how many modules of which class (less the prefix that FSDP2 gives it), and in how many
+        tiles.
+        """
         row = r"^│ (\w[\w ]*?) +│ (\d+) x (?:FSDP)?(\w+) +│ .* │ +\d* │ +(\d*) │$"
-        return [(what, int(count), kind, tiles) for what, count, kind, tiles in re.findall(row, self.printed, re.MULTILINE)]
+        return [
+            (what, int(count), kind, tiles) for what, count, kind, tiles in re.findall(row, self.printed, re.MULTILINE)
+        ]
 
 
-def run_both(script: str, directory: Path, args: Sequence[str], tiled: Sequence[str], untiled: Sequence[str]) -> tuple[Run, Run]:
+def run_both(
+    script: str, directory: Path, args: Sequence[str], tiled: Sequence[str], untiled: Sequence[str]
+) -> tuple[Run, Run]:
     """Run a script tiled and untiled, side by side; whatever is left of them, their other ranks too, is killed."""
     command = (sys.executable, str(ROOT / "examples" / script), "--accelerator=cpu")
     both = (("tiled", tiled), ("untiled", untiled))
@@ -56,7 +62,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a small model and its tokenizer, and a text beside them."""
     directory = tmp_path_factory.mktemp("lora") / "llama"
     tokenizer = ByT5Tokenizer(extra_ids=0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer))).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -66,14 +77,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lora(llama: Path) -> tuple[Run, Run]:
-    args = [str(llama), str(llama.parent / "text.txt"), "--seq-len=2048", "--steps=8", "--rank=4", "--learning-rate=0.02"]
+    args = [
+        str(llama),
+        str(llama.parent / "text.txt"),
+        "--seq-len=2048",
+        "--steps=8",
+        "--rank=4",
+        "--learning-rate=0.02",
+    ]
     return run_both("lora.py", llama.parent, args, tiled=[], untiled=["--untiled"])
 
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     args = ["--devices=2", "--seq-len=2048", "--width=64", "--depth=2", "--steps=5", "--learning-rate=0.01"]
-    return run_both("gpt_fabric.py", tmp_path_factory.mktemp("gpt"), args, tiled=["--strategy=tiled_fsdp2"], untiled=["--strategy=ddp"])
+    return run_both(
+        "gpt_fabric.py",
+        tmp_path_factory.mktemp("gpt"),
+        args,
+        tiled=["--strategy=tiled_fsdp2"],
+        untiled=["--strategy=ddp"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +120,11 @@ def test_losses(example: str, request: pytest.FixtureRequest) -> None:
 
 
 REPORTS = {
-    "lora": [("tiled", 2, "LlamaMLP", "2"), ("tiled loss", 1, "PeftModelForCausalLM", "1"), ("checkpointed", 2, "LlamaDecoderLayer", "")],
+    "lora": [
+        ("tiled", 2, "LlamaMLP", "2"),
+        ("tiled loss", 1, "PeftModelForCausalLM", "1"),
+        ("checkpointed", 2, "LlamaDecoderLayer", ""),
+    ],
     "gpt": [("tiled", 2, "MLP", "2"), ("checkpointed", 2, "Block", "")],
     "llava": [
         ("tiled", 2, "CLIPMLP", "2"),
@@ -129,7 +157,9 @@ def test_adapter(lora: tuple[Run, Run], llama: Path) -> None:
 def distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """Of all weights together, relative."""
     assert found.keys() == true.keys()
-    squares = torch.stack([torch.stack([(found[name] - true[name]).square().sum(), true[name].square().sum()]) for name in true]).sum(0)
+    squares = torch.stack(
+        [torch.stack([(found[name] - true[name]).square().sum(), true[name].square().sum()]) for name in true]
+    ).sum(0)
     return float((squares[0] / squares[1]).sqrt())
 
 

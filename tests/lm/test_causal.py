@@ -36,10 +36,14 @@ def data() -> TextFiles:
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}], ids=lambda c: c["model_type"]
+    "config",
+    [LLAMA, {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}],
+    ids=lambda c: c["model_type"],
 )
 def test_trains_any_architecture_by_its_config(config: dict[str, Any], data: TextFiles) -> None:
-    """A model built from its configuration trains with tiles: the loss falls, and validation logs torchmetrics' perplexity."""
+    """A model built from its configuration trains with tiles: the loss falls, and validation logs torchmetrics'
+    perplexity.
+    """
     model = CausalLM(config, learning_rate=1e-2, warmup_steps=2)
     run = trainer(TiledSingleDeviceStrategy(tiling=4), max_steps=-1, max_epochs=3, limit_val_batches=1)
     run.fit(model, datamodule=data)
@@ -47,7 +51,9 @@ def test_trains_any_architecture_by_its_config(config: dict[str, Any], data: Tex
     with torch.no_grad():
         logits = model.eval()(ids)
     assert float(run.callback_metrics["train_loss"]) < 4.0
-    assert float(run.callback_metrics["val_perplexity"]) == pytest.approx(float(perplexity(logits[:, :-1], ids[:, 1:])), rel=1e-4)
+    assert float(run.callback_metrics["val_perplexity"]) == pytest.approx(
+        float(perplexity(logits[:, :-1], ids[:, 1:])), rel=1e-4
+    )
 
 
 def test_loads_a_local_model(tmp_path: Path) -> None:
@@ -60,7 +66,9 @@ def test_loads_a_local_model(tmp_path: Path) -> None:
 
 
 def test_test_and_predict(data: TextFiles) -> None:
-    """``test`` logs a perplexity, and ``predict`` gives the log-probability of each token but the first, which agrees with it."""
+    """``test`` logs a perplexity, and ``predict`` gives the log-probability of each token but the first, which agrees
+    with it.
+    """
     model = CausalLM(LLAMA)
     run = trainer("tiled")
     tested = run.test(model, datamodule=data, verbose=False)[0]["test_perplexity"]
@@ -74,7 +82,9 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_rou
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda c: c["model_type"])
 def test_tiled_loss_changes_no_figure(config: dict[str, Any], data: TextFiles) -> None:
-    """Training loss, perplexity and log-probabilities are those of whole logits; a mixture's auxiliary loss is in the first alone."""
+    """Training loss, perplexity and log-probabilities are those of whole logits; a mixture's auxiliary loss is in the
+    first alone.
+    """
     found = []
     for tiled in (False, 3):
         torch.manual_seed(0)
@@ -92,7 +102,9 @@ def test_tiled_loss_changes_no_figure(config: dict[str, Any], data: TextFiles) -
 
 @pytest.mark.parametrize("call", ["fit", "validate", "predict"])
 def test_logits_are_never_whole(call: str, data: TextFiles) -> None:
-    """By default, the peak of training, of evaluation and of prediction is lower by most of the whole logits in float32."""
+    """By default, the peak of training, of evaluation and of prediction is lower by most of the whole logits in
+    float32.
+    """
     peaks = []
     for tiled in (False, 8):
         model = CausalLM({**LLAMA, "vocab_size": 16384}, tiled_loss=tiled)
@@ -104,7 +116,9 @@ def test_logits_are_never_whole(call: str, data: TextFiles) -> None:
 
 
 def test_a_strategy_says_how_many_tiles(data: TextFiles) -> None:
-    """The number of tiles in a strategy's ``Tiling(loss=...)``, or a callback's, counts while it holds the model; the report tells it."""
+    """The number of tiles in a strategy's ``Tiling(loss=...)``, or a callback's, counts while it holds the model; the
+    report tells it.
+    """
     model, report = CausalLM(LLAMA), TilingReport()
     fifth = TiledSingleDeviceStrategy(tiling=Tiling(loss=5))
     ways = [(fifth, [], 5), ("tiled", [], 1), ("auto", [TiledMLP(targets=[], loss=2)], 2)]
@@ -168,7 +182,9 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [None, {"backend": "aot_eager"}])
 def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
-    """Flex attention gives the logits of ``sdpa``, with compile options or without, and a line says that it is going to be compiled."""
+    """Flex attention gives the logits of ``sdpa``, with compile options or without, and a line says that it is going to
+    be compiled.
+    """
     _said.clear()
     models = []
     for attention, compiled in (("sdpa", None), ("flex_attention", options)):
@@ -194,7 +210,9 @@ def test_flex_attention_uses_its_options(data: TextFiles) -> None:
     for attention, options in (("sdpa", None), ("flex_attention", {"backend": backend})):
         torch.manual_seed(0)
         model = CausalLM(LLAMA, attn_implementation=attention, attn_compile=options)
-        (metrics,) = trainer(TiledSingleDeviceStrategy(tiling=4), limit_val_batches=1).validate(model, data, verbose=False)
+        (metrics,) = trainer(TiledSingleDeviceStrategy(tiling=4), limit_val_batches=1).validate(
+            model, data, verbose=False
+        )
         found.append(metrics["val_perplexity"])
     assert used
     assert found[1] == pytest.approx(found[0], rel=1e-4)
@@ -202,7 +220,9 @@ def test_flex_attention_uses_its_options(data: TextFiles) -> None:
 
 @pytest.mark.gpu
 def test_flex_attention_trains(data: TextFiles) -> None:
-    """On a GPU, flex attention with options and compiled tiles train: the losses are those of ``sdpa`` and plain tiles."""
+    """On a GPU, flex attention with options and compiled tiles train: the losses are those of ``sdpa`` and plain
+    tiles.
+    """
     losses = []
     for attention, options, compiled in (("sdpa", None, False), ("flex_attention", {"dynamic": False}, True)):
         torch.manual_seed(0)
@@ -215,7 +235,9 @@ def test_flex_attention_trains(data: TextFiles) -> None:
 
 
 def test_compile_options_without_flex_attention() -> None:
-    """``attn_compile`` with another attention, or with what ``torch.compile`` does not take, is refused with the remedy."""
+    """``attn_compile`` with another attention, or with what ``torch.compile`` does not take, is refused with the
+    remedy.
+    """
     with pytest.raises(ValueError, match=r"attn_compile=.*'sdpa'.*'flex_attention'"):
         CausalLM(LLAMA, attn_compile={"mode": "default"})
     with pytest.raises(ValueError, match=r"attn_compile has no argument 'modes'"):
@@ -223,7 +245,9 @@ def test_compile_options_without_flex_attention() -> None:
 
 
 def test_evaluation_through_an_adapter(data: TextFiles) -> None:
-    """With an adapter around the model, evaluation runs it once, tiled, with its perplexity, and leaves its loss as it was."""
+    """With an adapter around the model, evaluation runs it once, tiled, with its perplexity, and leaves its loss as it
+    was.
+    """
     from peft import LoraConfig, get_peft_model
 
     class Adapted(CausalLM):

@@ -71,7 +71,11 @@ def test_tokenizer(tmp_path: Path) -> None:
     [
         (None, {"paths": "nowhere/*.txt"}, r"paths: 'nowhere/\*.txt' matches no file"),
         (b"", {"paths": "a.txt"}, r"The 1 files of paths are empty \(a.txt is the first\)"),
-        (b"abc" * 9, {"paths": "a.txt", "seq_len": 10}, r"has 27 tokens, 2 sequences of seq_len=10, and needs at least 3"),
+        (
+            b"abc" * 9,
+            {"paths": "a.txt", "seq_len": 10},
+            r"has 27 tokens, 2 sequences of seq_len=10, and needs at least 3",
+        ),
         (b"abc", {"paths": "a.txt", "tokenizer": "none/here"}, r"tokenizer='none/here' is not a directory"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 
 from lt_tiled import Checkpointing
 from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.hooks import Offloader
+from lt_tiled.offload.offloader import Offloader
 
 
 def offloader(directory: str) -> Offloader:
@@ -55,5 +55,7 @@ def fork_after_start(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it, and that is inherited
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # whoever started the tests may ignore it, and that is inherited
     globals()[sys.argv[1]](sys.argv[2])

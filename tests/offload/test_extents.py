@@ -8,7 +8,9 @@ from lt_tiled.offload.extents import ALIGNMENT, Extents, aligned
 
 
 def test_ranges_never_overlap_and_all_come_back() -> None:
-    """Over thousands of random takes and returns no two ranges overlap, and in the end the whole space is one range again."""
+    """Over thousands of random takes and returns no two ranges overlap, and in the end the whole space is one range
+    again.
+    """
     rng, extents, held = random.Random(0), Extents(256 * ALIGNMENT), []
     for _ in range(5000):
         if held and rng.random() < 0.5:

@@ -33,7 +33,9 @@ BASE = torch.arange(240.0)
     ids=lambda t: f"{list(t.shape)}{list(t.stride())}{t.dtype}",
 )
 def test_values_and_strides_come_back(tensor: Tensor) -> None:
-    """Views with offsets, gaps, overlaps and strides of zero, and every dtype, come back with the same values and strides."""
+    """Views with offsets, gaps, overlaps and strides of zero, and every dtype, come back with the same values and
+    strides.
+    """
     assert movable(tensor)
     back = Geometry.of(tensor).rebuild(raw_bytes(tensor).clone())
     if tensor.dtype == torch.float8_e4m3fn:  # torch compares no fp8
@@ -62,5 +64,7 @@ def test_an_expanded_tensor_moves_its_own_bytes() -> None:
     ids=["empty", "parameter", "gaps", "conjugate", "sparse", "meta", "nested"],
 )
 def test_what_stays(tensor: Tensor) -> None:
-    """Weights, empty and lazy tensors, other layouts, subclasses, and views that are mostly gaps are left where they are."""
+    """Weights, empty and lazy tensors, other layouts, subclasses, and views that are mostly gaps are left where they
+    are.
+    """
     assert not movable(tensor)

@@ -32,7 +32,9 @@ def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: d
     """
     if "disk" in offload:
         fields = {"directory": str(tmp_path), **fields}
-    offloader = build_offloader(Checkpointing(**{"offload": offload, "min_bytes": 0, "keep_last": 0, "cpu_budget": None, **fields}))
+    offloader = build_offloader(
+        Checkpointing(**{"offload": offload, "min_bytes": 0, "keep_last": 0, "cpu_budget": None, **fields})
+    )
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             tensors = [busy() for _ in range(3)]

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from lt_tiled.offload import pinned
+from lt_tiled.errors import pinned
 from lt_tiled.offload.pinned import Slabs
 
 
@@ -23,7 +23,9 @@ def test_refused_page_locks_fall_back(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def test_no_ram_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the system has less RAM than the budget, what there is stays in use and the rest goes elsewhere, with one warning."""
+    """Where the system has less RAM than the budget, what there is stays in use and the rest goes elsewhere, with one
+    warning.
+    """
     slabs = Slabs(2**30)
     first = slabs.take(200 * 2**20, pin=False)
 

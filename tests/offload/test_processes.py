@@ -87,7 +87,10 @@ def test_two_processes_in_one_directory(tmp_path: Path, start: Start) -> None:
         lm_loss(model(IDS), IDS).backward()
     plain = model.embed.weight.grad.clone()
     model.zero_grad()
-    with prepare(model, checkpointing=Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0, checksum=True)):
+    with prepare(
+        model,
+        checkpointing=Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0, checksum=True),
+    ):
         loss = lm_loss(model(IDS), IDS)
         other.kill()
         other.communicate(timeout=30)

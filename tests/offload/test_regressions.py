@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, OffloadDiskFull, Tiling, prepare
 from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.hooks import Boundary, Offloader
+from lt_tiled.offload.offloader import Boundary, Offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
 from tests.models import Block, H, TinyLM, lm_loss
 from tests.offload.test_hooks import away, freed, settle
@@ -23,7 +23,9 @@ IDS = torch.arange(2 * 24).view(2, 24) % 32
 
 
 def disk(tmp_path: Path, **fields: object) -> Offloader:
-    return build_offloader(Checkpointing(**{"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields}))
+    return build_offloader(
+        Checkpointing(**{"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields})
+    )
 
 
 def test_a_tensor_is_not_freed_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +75,9 @@ def test_a_tensor_and_its_transpose_are_two(tmp_path: Path) -> None:
 
 
 def test_a_new_tensor_at_an_old_address_is_new(tmp_path: Path) -> None:
-    """DeepSpeed's reused ``id()``: tensors that get the memory of freed ones one after the other each come back as themselves."""
+    """DeepSpeed's reused ``id()``: tensors that get the memory of freed ones one after the other each come back as
+    themselves.
+    """
     offloader, packed = disk(tmp_path), []
     for i in range(50):
         packed.append(away(offloader, torch.full((500,), float(i))))
@@ -110,9 +114,13 @@ def test_a_restored_tensor_is_dropped_after_use(tmp_path: Path) -> None:
     offloader.close()
 
 
-@pytest.mark.parametrize("disguise", [lambda w: w, lambda w: w.t(), lambda w: w.detach(), lambda w: w.detach().t(), lambda w: w[2:]])
+@pytest.mark.parametrize(
+    "disguise", [lambda w: w, lambda w: w.t(), lambda w: w.detach(), lambda w: w.detach().t(), lambda w: w[2:]]
+)
 def test_a_weight_is_not_taken_for_an_activation(disguise: object) -> None:
-    """torchtune: a weight, its transpose, its detached alias and a part of it stay where they are, as inputs of a block."""
+    """torchtune: a weight, its transpose, its detached alias and a part of it stay where they are, as inputs of a
+    block.
+    """
 
     class UsesWeight(Block):
         def forward(self, weight: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -120,7 +128,9 @@ def test_a_weight_is_not_taken_for_an_activation(disguise: object) -> None:
 
     model, shapes = nn.ModuleList([UsesWeight(), UsesWeight()]), []
     model.shared = nn.Linear(H, H)
-    with prepare(model, checkpointing=Checkpointing("UsesWeight", offload="disk", min_bytes=0, select=["weight", "x"])) as prepared:
+    with prepare(
+        model, checkpointing=Checkpointing("UsesWeight", offload="disk", min_bytes=0, select=["weight", "x"])
+    ) as prepared:
         real = prepared.offloader.pack
         prepared.offloader.pack = lambda t, block: shapes.append(t.shape) or real(t, block)
         x = randn(1, 8, H) * 1
@@ -146,7 +156,9 @@ def test_keyword_hidden_states_are_found() -> None:
 
 
 def test_a_hook_around_the_backward_sees_no_tile() -> None:
-    """An offloading context that is open around forward and backward packs the boundaries, and none of the tiles' intermediates."""
+    """An offloading context that is open around forward and backward packs the boundaries, and none of the tiles'
+    intermediates.
+    """
     packed: list[tuple[int, ...]] = []
     model = TinyLM(3)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t)
@@ -174,7 +186,9 @@ def test_slabs_have_the_size_they_were_asked_to_have() -> None:
     """Torch rounds pinned allocations up to powers of two: a budget of 300 MiB is 300 MiB here, in two slabs."""
     slabs = Slabs(300 * 2**20)
     slots = [slabs.take(50 * 2**20, pin=False) for _ in range(6)]
-    assert [slot is None for slot in slots] == [False] * 5 + [True]  # five in the first slab, and what is left is too small
+    assert [slot is None for slot in slots] == [False] * 5 + [
+        True
+    ]  # five in the first slab, and what is left is too small
     assert slabs.size == SLAB
     assert slabs.take(44 * 2**20, pin=False) is not None
     assert slabs.size == 300 * 2**20
@@ -182,7 +196,9 @@ def test_slabs_have_the_size_they_were_asked_to_have() -> None:
 
 
 def test_thousands_of_boundaries_share_a_slab() -> None:
-    """llm-compressor #2790: ten thousand small boundaries are ranges of one slab, not ten thousand page-locked blocks."""
+    """llm-compressor #2790: ten thousand small boundaries are ranges of one slab, not ten thousand page-locked
+    blocks.
+    """
     slabs = Slabs(2**30)
     slots = [slabs.take(5000, pin=False) for _ in range(10_000)]
     assert len(slabs._slabs) == 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_tiled.offload import OffloadDiskFull, OffloadError
+from lt_tiled.errors import OffloadDiskFull, OffloadError
 from lt_tiled.offload.spill import CHUNK, SpillFile
 from tests.offload.faults import each_call, fail, nothing, nth_call, short
 
@@ -71,7 +71,9 @@ def test_slots_are_reused(spill: SpillFile) -> None:
 
 
 def test_private_and_unnamed(spill: SpillFile, tmp_path: Path) -> None:
-    """The open file has no name, mode 0600 and no other link; no directory is left beside it, while it is open and after."""
+    """The open file has no name, mode 0600 and no other link; no directory is left beside it, while it is open and
+    after.
+    """
     put(spill)
     status = os.fstat(spill._file)
     assert stat.S_IMODE(status.st_mode) == 0o600
@@ -80,7 +82,9 @@ def test_private_and_unnamed(spill: SpillFile, tmp_path: Path) -> None:
 
 
 def test_without_o_tmpfile(tmp_path: Path) -> None:
-    """Without unnamed files one is made in a directory of mode 0700, exclusively, not through a link, and unlinked at once."""
+    """Without unnamed files one is made in a directory of mode 0700, exclusively, not through a link, and unlinked at
+    once.
+    """
     real, seen = os.open, []
 
     def no_tmpfile(path: str, flags: int, *args: object, **kwargs: object) -> int:
@@ -164,8 +168,12 @@ def test_interrupted_calls_go_on(spill: SpillFile) -> None:
         ("preadv", nothing, OffloadError, "short read: 0 of"),
     ],
 )
-def test_failing_calls_are_errors(spill: SpillFile, function: str, fault: object, kind: type[OffloadError], message: str) -> None:
-    """Whichever call fails or moves nothing, the error names offset and directory; the space comes back, and the next try works."""
+def test_failing_calls_are_errors(
+    spill: SpillFile, function: str, fault: object, kind: type[OffloadError], message: str
+) -> None:
+    """Whichever call fails or moves nothing, the error names offset and directory; the space comes back, and the next
+    try works.
+    """
     failures: list[OffloadError] = []
     for _ in each_call(function, fault):
         offset = spill.take(len(DATA))
@@ -188,14 +196,19 @@ def test_failing_calls_are_errors(spill: SpillFile, function: str, fault: object
 def test_full_disk_at_setup(tmp_path: Path) -> None:
     """If the disk has no room for the budget, opening fails, before a byte is written, and leaves nothing open."""
     before = os.listdir("/proc/self/fd")
-    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFull, match="cannot reserve 1048576 bytes more"):
+    with (
+        nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
+        pytest.raises(OffloadDiskFull, match="cannot reserve 1048576 bytes more"),
+    ):
         SpillFile(tmp_path, 2**20)
     assert os.listdir("/proc/self/fd") == before
     assert os.listdir(tmp_path) == []
 
 
 def test_full_disk_while_growing(tmp_path: Path) -> None:
-    """Without a budget a disk that cannot give a large extension gives the small one that is needed; if not, the error says so."""
+    """Without a budget a disk that cannot give a large extension gives the small one that is needed; if not, the error
+    says so.
+    """
     spill = SpillFile(tmp_path)
     with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)):
         assert get(spill, put(spill)) == DATA
@@ -213,7 +226,8 @@ def test_budget(tmp_path: Path) -> None:
     assert os.fstat(spill._file).st_blocks * 512 >= 10 * 4096
     offsets = [spill.take(4096) for _ in range(10)]
     with pytest.raises(
-        OffloadDiskFull, match=r"budget of 40960 bytes has no free range of 4096 bytes \(40960 are in use\): raise disk_budget"
+        OffloadDiskFull,
+        match=r"budget of 40960 bytes has no free range of 4096 bytes \(40960 are in use\): raise disk_budget",
     ):
         spill.take(1)
     spill.give_back(offsets[3], 4096)
@@ -240,7 +254,9 @@ def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE])
 def test_open_fails(tmp_path: Path, code: int) -> None:
-    """A read-only disk, missing permission and too many open files are errors at whichever call they come, and nothing is left."""
+    """A read-only disk, missing permission and too many open files are errors at whichever call they come, and nothing
+    is left.
+    """
     for function in ("mkdir", "open"):
         with nth_call(function, 1, fail(code)), pytest.raises(OffloadError, match=os.strerror(code)):
             SpillFile(tmp_path)
@@ -317,8 +333,12 @@ def test_closed(spill: SpillFile) -> None:
     spill.close()
 
 
-def test_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Closing on a disk that answers no more ends within its limit, with a warning, and keeps the file open for what still runs."""
+def test_close_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing on a disk that answers no more ends within its limit, with a warning, and keeps the file open for what
+    still runs.
+    """
     gate = threading.Event()
     monkeypatch.setattr("lt_tiled.offload.spill.CLOSE_SECONDS", 0.1)
     spill = SpillFile(tmp_path)

@@ -71,7 +71,9 @@ class Watch(pl.Callback):
         if index == 2:
             self.ledger.restart_peak()
 
-    def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+    def on_train_batch_end(
+        self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
         if index == 2:
             self.peak = self.ledger.peak
 
@@ -80,7 +82,12 @@ def measured(strategy: Any, module: type[CausalLM] = CausalLM, **kwargs: Any) ->
     """The peak of live bytes of a real step, from before the model was made."""
     with Resizing() as ledger:
         watch = Watch(ledger)
-        run = trainer(strategy(), devices=dist.get_world_size() if dist.is_initialized() else 1, callbacks=[watch], limit_val_batches=0)
+        run = trainer(
+            strategy(),
+            devices=dist.get_world_size() if dist.is_initialized() else 1,
+            callbacks=[watch],
+            limit_val_batches=0,
+        )
         run.fit(module(**kwargs), datamodule=TextFiles(seq_len=TOKENS))
     return watch.peak
 
@@ -89,4 +96,8 @@ def predicted(strategy: Any, devices: int = 1, module: type[CausalLM] = CausalLM
     """The same without a run."""
     with torch.device("meta"):
         model = module(**kwargs)
-    return make_job(model, TextFiles(seq_len=TOKENS), {"strategy": strategy(), "accelerator": "cpu", "devices": devices}).simulate().peak
+    return (
+        make_job(model, TextFiles(seq_len=TOKENS), {"strategy": strategy(), "accelerator": "cpu", "devices": devices})
+        .simulate()
+        .peak
+    )

@@ -28,7 +28,9 @@ def test_more_tiles_save_nothing(name: str, offload: Any) -> None:
     with torch.device("meta"):
         module = CausalLM(MODELS[name])
     job = make_job(
-        module, TextFiles(seq_len=2048), {"strategy": TiledSingleDeviceStrategy(), "accelerator": "cpu", "precision": "bf16-true"}
+        module,
+        TextFiles(seq_len=2048),
+        {"strategy": TiledSingleDeviceStrategy(), "accelerator": "cpu", "precision": "bf16-true"},
     )
     peaks = {
         shards: plan(job, 16384, job.settings.__class__(Tiling(shards, loss=True), Checkpointing(offload=offload))).peak

@@ -25,7 +25,9 @@ def refused(*args: str) -> str:
 
 def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints what holds the peak, where it stands, the FLOPs, and whether it fits."""
-    text = planned(capsys, "--seq=8192", "--memory=1GiB", "--trainer.strategy.init_args.checkpointing=disk", "--tflops=1")
+    text = planned(
+        capsys, "--seq=8192", "--memory=1GiB", "--trainer.strategy.init_args.checkpointing=disk", "--tflops=1"
+    )
     for expected in (
         "LlamaForCausalLM, 8192 tokens",
         "│ weights │",
@@ -48,7 +50,9 @@ def test_sharded_over_other_devices(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``--find settings`` writes is taken by ``fit`` as a second config, which changes nothing else of the first."""
+    """What ``--find settings`` writes is taken by ``fit`` as a second config, which changes nothing else of the
+    first.
+    """
     text = planned(capsys, "--seq=16384", "--memory=170MiB", "--find=settings", "--output=found.yaml")
     assert "Written to found.yaml" in text
     found = yaml.safe_load(Path("found.yaml").read_text())
@@ -58,7 +62,9 @@ def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert both["data"]["init_args"]["seq_len"] == 16384
     first = config(capsys, "--config", QUICKSTART)
     assert both["model"] == first["model"]
-    assert {k: v for k, v in both["trainer"].items() if k != "strategy"} == {k: v for k, v in first["trainer"].items() if k != "strategy"}
+    assert {k: v for k, v in both["trainer"].items() if k != "strategy"} == {
+        k: v for k, v in first["trainer"].items() if k != "strategy"
+    }
 
 
 def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,14 +79,23 @@ def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
 def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` keeps the settings that it was given, a number of tiles among them, and writes them."""
     planned(capsys, "--memory=40MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
-    strategy = ("--trainer.strategy=TiledSingleDeviceStrategy", "--trainer.strategy.tiling=8", "--trainer.strategy.checkpointing=true")
+    strategy = (
+        "--trainer.strategy=TiledSingleDeviceStrategy",
+        "--trainer.strategy.tiling=8",
+        "--trainer.strategy.checkpointing=true",
+    )
     planned(capsys, "--memory=40MiB", "--find=max-seq", *strategy, "--output=own.yaml")
-    plain, own = (yaml.safe_load(Path(f"{name}.yaml").read_text())["trainer"]["strategy"]["init_args"] for name in ("plain", "own"))
+    plain, own = (
+        yaml.safe_load(Path(f"{name}.yaml").read_text())["trainer"]["strategy"]["init_args"]
+        for name in ("plain", "own")
+    )
     assert (plain["tiling"]["num_shards"], own["tiling"]["num_shards"]) == ("auto", 8)
 
 
 def test_what_cannot_be_planned() -> None:
-    """Arguments that lack something, and lengths that fit with no settings, end the command with a line that says so."""
+    """Arguments that lack something, and lengths that fit with no settings, end the command with a line that says
+    so.
+    """
     assert "find='max-seq' needs to know what has to fit: give --memory" in refused("--find=max-seq")
     assert "'step.jpeg2' must end in" in refused("--plot=step.jpeg2")
     assert "do not fit into 1.0 MiB with any settings" in refused("--find=settings", "--memory=1MiB")
@@ -88,7 +103,9 @@ def test_what_cannot_be_planned() -> None:
 
 
 def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    """The config of Llama 3 8B is planned on any machine; its weights' shards on 8 ranks are their exact size, in bfloat16."""
+    """The config of Llama 3 8B is planned on any machine; its weights' shards on 8 ranks are their exact size, in
+    bfloat16.
+    """
     main(["plan", "--config", str(ROOT / "configs" / "plan" / "llama_8b.yaml"), "--seq=2048"])
     text = " ".join(capsys.readouterr().out.split())
     assert "zero3 over 8 ranks, num_shards=auto, checkpointing with inputs on cpu, all but the last 1" in text
@@ -105,16 +122,27 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
-    """Other settings of the first config do not stay beside what was found, and what a strategy's name stands for is kept."""
+    """Other settings of the first config do not stay beside what was found, and what a strategy's name stands for is
+    kept.
+    """
     Path("first.yaml").write_text(
         "trainer: {accelerator: cpu, strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: "
         "{tiling: {tile_tokens: 512}, checkpointing: {offload: disk, keep_last: 3}}}}\n"
     )
-    planned(capsys, "--config", "first.yaml", "--seq=16384", "--memory=170MiB", "--find=settings", "--output=found.yaml")
-    init = config(capsys, "--config", QUICKSTART, "--config", "first.yaml", "--config", "found.yaml")["trainer"]["strategy"]["init_args"]
+    planned(
+        capsys, "--config", "first.yaml", "--seq=16384", "--memory=170MiB", "--find=settings", "--output=found.yaml"
+    )
+    init = config(capsys, "--config", QUICKSTART, "--config", "first.yaml", "--config", "found.yaml")["trainer"][
+        "strategy"
+    ]["init_args"]
     assert init["tiling"]["tile_tokens"] is None
     assert (init["checkpointing"]["offload"], init["checkpointing"]["keep_last"]) == (None, 1)
-    named = ("--trainer.strategy=ddp_find_unused_parameters_true", "--memory=1GiB", "--find=settings", "--output=named.yaml")
+    named = (
+        "--trainer.strategy=ddp_find_unused_parameters_true",
+        "--memory=1GiB",
+        "--find=settings",
+        "--output=named.yaml",
+    )
     planned(capsys, *named)
     strategy = yaml.safe_load(Path("named.yaml").read_text())["trainer"]["strategy"]
     assert strategy["class_path"] == "lt_tiled.TiledDDPStrategy"
@@ -123,5 +151,7 @@ def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixtur
 
 def test_settings_of_callbacks() -> None:
     """Where callbacks tile or offload, which what is found would not change, that is said."""
-    assert "give them to the strategy" in refused("--memory=1GiB", "--find=settings", "--trainer.callbacks+=lt_tiled.callbacks.TiledMLP")
+    assert "give them to the strategy" in refused(
+        "--memory=1GiB", "--find=settings", "--trainer.callbacks+=lt_tiled.callbacks.TiledMLP"
+    )
     assert "leave one of them out" in refused("--memory=1GiB", "--find=max-seq", "--seq=512")

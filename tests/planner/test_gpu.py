@@ -35,8 +35,15 @@ def test_four_layers_of_llama_8b(tokens: int, offload: Any) -> None:
     with torch.device("meta"):
         planned = CausalLM(LLAMA_8B)
     strategy = TiledSingleDeviceStrategy(**policies)
-    predicted = make_job(planned, data, {"strategy": strategy, "accelerator": "gpu", "precision": "bf16-true"}).simulate().peak
-    options: dict[str, Any] = {"accelerator": "gpu", "precision": "bf16-true", "callbacks": [monitor], "limit_val_batches": 0}
+    predicted = (
+        make_job(planned, data, {"strategy": strategy, "accelerator": "gpu", "precision": "bf16-true"}).simulate().peak
+    )
+    options: dict[str, Any] = {
+        "accelerator": "gpu",
+        "precision": "bf16-true",
+        "callbacks": [monitor],
+        "limit_val_batches": 0,
+    }
     run = trainer(TiledSingleDeviceStrategy(**policies), max_steps=3, **options)
     run.fit(CausalLM(LLAMA_8B), datamodule=data)
     assert predicted == pytest.approx(monitor.peak, rel=0.05)

@@ -33,11 +33,15 @@ def job(strategy: Any = None, module: Any = None, **trainer: Any) -> Job:
     with torch.device("meta"):
         module = module() if module is not None else CausalLM(LLAMA)
     data = TextFiles(seq_len=2048) if isinstance(module, CausalLM) else None
-    return make_job(module, data, {"strategy": strategy or TiledSingleDeviceStrategy(), "accelerator": "cpu", **trainer})
+    return make_job(
+        module, data, {"strategy": strategy or TiledSingleDeviceStrategy(), "accelerator": "cpu", **trainer}
+    )
 
 
 def test_parts_are_the_peak() -> None:
-    """The parts add up to the peak, weights and optimizer state are their exact sizes, and the peak has a phase and a place."""
+    """The parts add up to the peak, weights and optimizer state are their exact sizes, and the peak has a phase and a
+    place.
+    """
     found = plan(job())
     assert sum(found.parts.values()) == found.peak
     weights = sum(p.nbytes for p in tiny_llama(**{k: v for k, v in LLAMA.items() if k != "model_type"}).parameters())
@@ -48,7 +52,9 @@ def test_parts_are_the_peak() -> None:
 
 
 def test_features_lower_the_part_that_they_are_for() -> None:
-    """A tiled loss lowers what the loss ever holds, recompute what attention does, tiles what the MLP does, and all lower the peak."""
+    """A tiled loss lowers what the loss ever holds, recompute what attention does, tiles what the MLP does, and all
+    lower the peak.
+    """
     base = job()
 
     def held(part: str, whole_loss: bool = False, **settings: Any) -> tuple[int, int]:
@@ -58,7 +64,10 @@ def test_features_lower_the_part_that_they_are_for() -> None:
     plain, loss = held("loss", whole_loss=True), held("loss", tiling=Tiling(targets=[], loss=8))
     assert loss[0] <= plain[0] / 2
     assert held("attention", checkpointing=Checkpointing())[0] <= held("attention")[0] * 2 / 3
-    recompute, tiled = held("MLP", checkpointing=Checkpointing()), held("MLP", checkpointing=Checkpointing(), tiling=Tiling(8))
+    recompute, tiled = (
+        held("MLP", checkpointing=Checkpointing()),
+        held("MLP", checkpointing=Checkpointing(), tiling=Tiling(8)),
+    )
     assert tiled[0] <= recompute[0] / 4
     assert plain[1] > recompute[1] > tiled[1]
 
@@ -71,7 +80,9 @@ def test_flops_are_exact() -> None:
         for t, c in ((None, None), (None, Checkpointing()), (Tiling(8, loss=4), Checkpointing()))
     )
     head = 3 * 2 * 2048 * LLAMA["hidden_size"] * LLAMA["vocab_size"]
-    last = 3 * 2 * 2048 * LLAMA["intermediate_size"] * LLAMA["hidden_size"]  # of each layer, whose value no backward needs
+    last = (
+        3 * 2 * 2048 * LLAMA["intermediate_size"] * LLAMA["hidden_size"]
+    )  # of each layer, whose value no backward needs
     attention = 3 * 4 * 2048 * 2048 * LLAMA["hidden_size"] // 2
     forward = (plain - head - attention * 7 // 2) // 3
     assert recompute - plain == forward + attention - last
@@ -79,7 +90,9 @@ def test_flops_are_exact() -> None:
 
 
 def test_offloaded_bytes_and_bandwidth() -> None:
-    """What goes to a tier is the boundaries' exact size, and the bandwidth that hides it follows from the forward's FLOPs."""
+    """What goes to a tier is the boundaries' exact size, and the bandwidth that hides it follows from the forward's
+    FLOPs.
+    """
     found = plan(job(TiledSingleDeviceStrategy(checkpointing=Checkpointing(offload="disk", min_bytes=0))))
     moved = found.simulation.offloaded
     assert moved is not None
@@ -100,11 +113,14 @@ def test_longest() -> None:
 
 
 def test_cheapest() -> None:
-    """Where memory is plenty nothing is set; as it falls the settings come in the order of what they cost; then there are none."""
+    """Where memory is plenty nothing is set; as it falls the settings come in the order of what they cost; then there
+    are none.
+    """
     base = job()
     tokens = 8192
     needed = [
-        plan(base, tokens, base.settings.__class__(tiling=t, checkpointing=c)).peak for t, c in ((None, None), (None, Checkpointing()))
+        plan(base, tokens, base.settings.__class__(tiling=t, checkpointing=c)).peak
+        for t, c in ((None, None), (None, Checkpointing()))
     ]
     lavish, tight = (cheapest(base, memory, tokens) for memory in (needed[0], needed[1] * 3 // 4))
     assert (lavish.settings.tiling, lavish.settings.checkpointing) == (None, None)
@@ -114,10 +130,14 @@ def test_cheapest() -> None:
     fewer = tight.settings.tiling.num_shards // 2
     if fewer > 1:
         assert (
-            plan(base, tokens, tight.settings.__class__(tiling=Tiling(fewer, loss=True), checkpointing=Checkpointing())).peak
+            plan(
+                base, tokens, tight.settings.__class__(tiling=Tiling(fewer, loss=True), checkpointing=Checkpointing())
+            ).peak
             > needed[1] * 3 // 4
         )
-    with pytest.raises(DoesNotFit, match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices"):
+    with pytest.raises(
+        DoesNotFit, match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices"
+    ):
         cheapest(base, MIB, tokens)
 
 
@@ -125,7 +145,9 @@ def test_found_settings_hold_in_a_run() -> None:
     """A real step with the settings that were found stays within the memory that they were found for."""
     memory = 36 * MIB
     found = cheapest(job(), memory, 2048)
-    chosen = partial(TiledSingleDeviceStrategy, tiling=found.settings.tiling, checkpointing=found.settings.checkpointing or False)
+    chosen = partial(
+        TiledSingleDeviceStrategy, tiling=found.settings.tiling, checkpointing=found.settings.checkpointing or False
+    )
     assert measured(chosen, config=LLAMA) <= memory * 1.02
 
 
@@ -140,7 +162,9 @@ class Peeking(LitTiny):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.net.blocks[1].register_forward_hook(lambda module, args, output: output if float(output.sum()) > 0 else output * 2)
+        self.net.blocks[1].register_forward_hook(
+            lambda module, args, output: output if float(output.sum()) > 0 else output * 2
+        )
 
 
 class Vectors(LitTiny):
@@ -149,7 +173,9 @@ class Vectors(LitTiny):
 
 
 def test_what_cannot_be_simulated() -> None:
-    """A module that looks at values is refused with the operation and the place; one without sequences cannot be lengthened."""
+    """A module that looks at values is refused with the operation and the place; one without sequences cannot be
+    lengthened.
+    """
     with pytest.raises(CannotSimulate, match=r"aten._local_scalar_dense.default in net needs the values"):
         job(module=Peeking).simulate()
     with pytest.raises(ValueError, match="no tensor with two or three dimensions"):
@@ -170,7 +196,9 @@ class ByHand(LitTiny):
         return None
 
 
-@pytest.mark.parametrize(("module", "message"), [(Doubled, "has 2 optimizers"), (ByHand, "returned NoneType and no loss")])
+@pytest.mark.parametrize(
+    ("module", "message"), [(Doubled, "has 2 optimizers"), (ByHand, "returned NoneType and no loss")]
+)
 def test_modules_that_optimize_by_hand(module: Any, message: str) -> None:
     """What has no single loss and optimizer is refused by name."""
     with pytest.raises(CannotSimulate, match=message):
@@ -186,7 +214,13 @@ def test_own_module() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "weights", "autocast"),
-    [("bf16-true", 2, None), ("bf16-mixed", 4, torch.bfloat16), ("16-mixed", 4, torch.float16), ("32-true", 4, None), (None, 4, None)],
+    [
+        ("bf16-true", 2, None),
+        ("bf16-mixed", 4, torch.bfloat16),
+        ("16-mixed", 4, torch.float16),
+        ("32-true", 4, None),
+        (None, 4, None),
+    ],
 )
 def test_precision(precision: str | None, weights: int, autocast: torch.dtype | None) -> None:
     """Weights have the dtype of the precision, and mixed precision runs under autocast."""
@@ -221,7 +255,9 @@ def test_engines_by_strategy(strategy: Any, ranks: int, name: str) -> None:
 
 
 def test_more_ranks_hold_less() -> None:
-    """Weights, gradients and optimizer state of a rank shrink with their number under ZeRO-3, and what is offloaded is not there."""
+    """Weights, gradients and optimizer state of a rank shrink with their number under ZeRO-3, and what is offloaded is
+    not there.
+    """
     peaks = {}
     for ranks in (1, 2, 8):
         base = job(TiledDeepSpeedStrategy(stage=3), devices=ranks, precision="bf16-true")
@@ -233,7 +269,9 @@ def test_more_ranks_hold_less() -> None:
 
 
 def test_a_plan_leaves_the_module_as_it_was() -> None:
-    """After a simulation no forward is replaced, also after one that failed, and the same job gives the same peak again."""
+    """After a simulation no forward is replaced, also after one that failed, and the same job gives the same peak
+    again.
+    """
     base = job(module=LitTiny)
     first = base.simulate().peak
     assert all("forward" not in vars(m) for m in base.module.modules())
@@ -244,7 +282,9 @@ def test_a_plan_leaves_the_module_as_it_was() -> None:
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_pictures(ending: str, tmp_path: Path) -> None:
-    """Both pictures are drawn in each format; an unknown one, or a directory that is not there, is refused before any work."""
+    """Both pictures are drawn in each format; an unknown one, or a directory that is not there, is refused before any
+    work.
+    """
     found = plan(job())
     draw_step({"with": found.simulation, "again": found.simulation}, tmp_path / f"step.{ending}", 64 * MIB)
     draw_lengths({"tiled": [(1024, found.peak), (2048, 2 * found.peak)]}, tmp_path / f"lengths.{ending}", 64 * MIB)
@@ -268,12 +308,17 @@ def test_the_picture_ends_where_the_parts_do() -> None:
 def test_the_line_of_settings() -> None:
     """The settings are described in a line."""
     base = job(TiledDDPStrategy(tiling=4, checkpointing="disk"), devices=2)
-    assert describe(base.settings) == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk, all but the last 1"
+    assert (
+        describe(base.settings)
+        == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk, all but the last 1"
+    )
     assert isinstance(base.module, nn.Module)
 
 
 class Plain(pl.LightningModule):
-    """What people write: built at once, a bare ``training_step(self, batch)``, hooks, metrics, tensors in lists, several loaders."""
+    """What people write: built at once, a bare ``training_step(self, batch)``, hooks, metrics, tensors in lists,
+    several loaders.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +353,9 @@ def test_what_people_write() -> None:
 
 @pytest.mark.parametrize(("devices", "ranks"), [("0,1", 2), ([0, 1, 2], 3), (4, 4), ("4", 4), ("auto", 1), (-1, 1)])
 def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks are counted however the Trainer takes devices; what is not known is one, which is said where an engine shards."""
+    """Ranks are counted however the Trainer takes devices; what is not known is one, which is said where an engine
+    shards.
+    """
     with caplog.at_level("WARNING", "lt_tiled"):
         assert job(TiledDeepSpeedStrategy(stage=3), devices=devices).settings.engine.ranks == ranks
     assert ("say how many with --devices" in caplog.text) == (devices in ("auto", -1))

@@ -29,11 +29,15 @@ def test_single_device(name: str) -> None:
     """On one device, the prediction is within 2 % of what a real step holds, for each feature."""
     options, arguments = ALONE[name]
     made = partial(TiledSingleDeviceStrategy, **options)
-    assert predicted(made, config=LLAMA, **arguments) == pytest.approx(measured(made, config=LLAMA, **arguments), rel=NEAR)
+    assert predicted(made, config=LLAMA, **arguments) == pytest.approx(
+        measured(made, config=LLAMA, **arguments), rel=NEAR
+    )
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["plain", "tiled"])
-@pytest.mark.parametrize(("module", "config"), [(Adapted, LLAMA), (CausalLM, MIXTRAL)], ids=["LoRA", "mixture of experts"])
+@pytest.mark.parametrize(
+    ("module", "config"), [(Adapted, LLAMA), (CausalLM, MIXTRAL)], ids=["LoRA", "mixture of experts"]
+)
 def test_kinds_of_models(module: type[CausalLM], config: dict[str, Any], tiled: bool) -> None:
     """So it is for an adapter on frozen weights, and for a mixture of experts, plain and tiled."""
     given = {"tiling": 8} if tiled else {"tiling": None, "checkpointing": False}
@@ -44,7 +48,11 @@ def test_kinds_of_models(module: type[CausalLM], config: dict[str, Any], tiled: 
 
 def made(engine: str, tiled: bool) -> Any:
     """A strategy; DeepSpeed's with buckets as small as the model, which by default are larger than all the rest."""
-    chosen = strategy(lt_tiled, engine, **({"tiling": 8, "checkpointing": True} if tiled else {"tiling": None, "checkpointing": False}))
+    chosen = strategy(
+        lt_tiled,
+        engine,
+        **({"tiling": 8, "checkpointing": True} if tiled else {"tiling": None, "checkpointing": False}),
+    )
     if engine.startswith("zero"):
         chosen.config["zero_optimization"] |= {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
     return chosen
@@ -57,7 +65,9 @@ def of_engine(engine: str, tiled: bool) -> int:
 @pytest.mark.parametrize("tiled", [False, True], ids=["plain", "tiled"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2", "zero2", "zero3"])
 def test_engines(on_ranks: OnRanks, engine: str, tiled: bool) -> None:
-    """On two ranks of each engine, the prediction is within 2 % of what a real step holds, plain and with everything on."""
+    """On two ranks of each engine, the prediction is within 2 % of what a real step holds, plain and with everything
+    on.
+    """
     found = predicted(partial(made, engine, tiled), 2, config=LLAMA, tiled_loss=8 if tiled else False)
     for real in on_ranks(of_engine, engine, tiled):
         assert found == pytest.approx(real, rel=NEAR)

@@ -36,7 +36,9 @@ def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
 
 
 def test_losses_are_the_stock_strategys() -> None:
-    """Training and validation losses are those of the stock strategy; every module is marked in each step and plain after the run."""
+    """Training and validation losses are those of the stock strategy; every module is marked in each step and plain
+    after the run.
+    """
     plain, model = LitTiny(), LitTiny()
     trainer("auto").fit(plain)
     trainer(tiled()).fit(model)
@@ -52,7 +54,10 @@ NAMES = {
     "tiled_fsdp": TiledFSDPStrategy,
     "tiled_fsdp2": TiledModelParallelStrategy,
     "tiled_deepspeed": TiledDeepSpeedStrategy,
-    **{f"tiled_deepspeed_stage_{stage}": TiledDeepSpeedStrategy for stage in (1, 2, 3, "2_offload", "3_offload", "3_offload_nvme")},
+    **{
+        f"tiled_deepspeed_stage_{stage}": TiledDeepSpeedStrategy
+        for stage in (1, 2, 3, "2_offload", "3_offload", "3_offload_nvme")
+    },
     "tiled_fsdp_cpu_offload": TiledFSDPStrategy,
 }
 
@@ -71,7 +76,9 @@ def test_registered_names() -> None:
 
 
 def test_short_forms() -> None:
-    """A bare number is a shard count, ``True`` the default policy; ``None`` and ``False`` turn a feature off; both are on by default."""
+    """A bare number is a shard count, ``True`` the default policy; ``None`` and ``False`` turn a feature off; both are
+    on by default.
+    """
     assert TiledDDPStrategy(tiling=8).tiling == Tiling(8)
     assert TiledDDPStrategy(tiling=None).tiling is TiledDDPStrategy(tiling=False).tiling is None
     assert TiledDDPStrategy(tiling=True).tiling == Tiling()
@@ -81,12 +88,19 @@ def test_short_forms() -> None:
 
 
 def test_two_ways_to_checkpoint_are_refused() -> None:
-    """A parent's own activation checkpointing beside ours is refused with the remedy, and allowed with ``checkpointing=False``."""
+    """A parent's own activation checkpointing beside ours is refused with the remedy, and allowed with
+    ``checkpointing=False``.
+    """
     for home in (lt_tiled, lt_tiled.fabric):
         with pytest.raises(ValueError, match=r"given activation_checkpointing_policy .* pass checkpointing=False"):
             home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear})
-        assert home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, checkpointing=False).checkpointing is None
-        with pytest.raises(ValueError, match=r"given cpu_checkpointing .* pass checkpointing='cpu', or pass checkpointing=False"):
+        assert (
+            home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, checkpointing=False).checkpointing
+            is None
+        )
+        with pytest.raises(
+            ValueError, match=r"given cpu_checkpointing .* pass checkpointing='cpu', or pass checkpointing=False"
+        ):
             home.TiledDeepSpeedStrategy(cpu_checkpointing=True)
         assert home.TiledDeepSpeedStrategy(cpu_checkpointing=True, checkpointing=False).checkpointing is None
         with pytest.raises(ValueError, match="cpu_checkpointing"):
@@ -100,7 +114,10 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'lt-tiled\[deepspeed\]'"):
             home.TiledDeepSpeedStrategy()
     code = "import sys; sys.modules['deepspeed'] = None; import lt_tiled; lt_tiled.TiledFSDPStrategy(); print('fine')"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "fine\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+        == "fine\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,11 +191,15 @@ def test_fit_then_validate_then_predict() -> None:
 
 
 def test_checkpoints_load_either_way(tmp_path: Path) -> None:
-    """A checkpoint written with tiling has the plain keys, loads into the untouched model and resumes there, and the other way round."""
+    """A checkpoint written with tiling has the plain keys, loads into the untouched model and resumes there, and the
+    other way round.
+    """
 
     def save(strategy: Any, name: str, **kwargs: Any) -> tuple[LitTiny, Path]:
         model, folder = LitTiny(), tmp_path / name
-        run = trainer(strategy, enable_checkpointing=True, callbacks=[ModelCheckpoint(folder, save_last=True)], **kwargs)
+        run = trainer(
+            strategy, enable_checkpointing=True, callbacks=[ModelCheckpoint(folder, save_last=True)], **kwargs
+        )
         run.fit(model)
         return model, folder / "last.ckpt"
 
@@ -225,7 +246,9 @@ def test_weight_averaging() -> None:
         model.configure_model()
         trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(model)
         models.append(copy.deepcopy(model))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-5) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)
+    )
 
 
 def test_compiled_lightning_module() -> None:
@@ -240,28 +263,43 @@ def test_compiled_lightning_module() -> None:
 
 
 def test_offload_through_a_strategy(tmp_path: Path) -> None:
-    """Offloading to disk leaves losses bit for bit the same, and each logged step has the figures of the step before."""
+    """Offloading to disk leaves losses bit for bit the same, and each logged step has the figures of the step
+    before.
+    """
     losses, logs = [], []
-    for checkpointing in (Checkpointing(), Checkpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0)):
+    for checkpointing in (
+        Checkpointing(),
+        Checkpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0),
+    ):
         (tmp_path / "scratch").mkdir(exist_ok=True)
         model = LitTiny()
         logger = pl.loggers.CSVLogger(tmp_path, name=str(len(losses)))
         trainer(tiled(checkpointing=checkpointing), logger=logger, log_every_n_steps=1).fit(model)
         losses.append(model.losses)
-        logs.append((Path(logger.log_dir) / "metrics.csv").read_text() if (Path(logger.log_dir) / "metrics.csv").exists() else "")
+        logs.append(
+            (Path(logger.log_dir) / "metrics.csv").read_text()
+            if (Path(logger.log_dir) / "metrics.csv").exists()
+            else ""
+        )
     assert losses[0] == losses[1]
     assert "offload/" not in logs[0]
     rows = logs[1].splitlines()
     column = rows[0].split(",").index("offload/disk_bytes")
-    assert [float(row.split(",")[column]) for row in rows[1:]] == [2 * 24 * 16 * 4.0] * 3  # one of two boundaries; the last one stays
+    assert [float(row.split(",")[column]) for row in rows[1:]] == [
+        2 * 24 * 16 * 4.0
+    ] * 3  # one of two boundaries; the last one stays
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
-    """With accumulation there is one row for each optimizer step, with the bytes of all its micro-batches, where Lightning's rows are."""
+    """With accumulation there is one row for each optimizer step, with the bytes of all its micro-batches, where
+    Lightning's rows are.
+    """
     logger = pl.loggers.CSVLogger(tmp_path)
     checkpointing = Checkpointing(offload="disk", min_bytes=0)
-    run = trainer(tiled(checkpointing=checkpointing), logger=logger, log_every_n_steps=1, accumulate_grad_batches=2, max_steps=2)
+    run = trainer(
+        tiled(checkpointing=checkpointing), logger=logger, log_every_n_steps=1, accumulate_grad_batches=2, max_steps=2
+    )
     run.fit(LitTiny())
     header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     columns = [header.split(",").index(name) for name in ("step", "offload/disk_bytes")]

@@ -1,4 +1,6 @@
-"""Adapters of PEFT on tiled models: LoRA, DoRA, ``modules_to_save``, quantised bases; added before and after preparation."""
+"""Adapters of PEFT on tiled models: LoRA, DoRA, ``modules_to_save``, quantised bases; added before and after
+preparation.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def adapted(model: nn.Module, **fields: Any) -> Any:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_parity(name: str, after: bool) -> None:
-    """Adapters added before or after preparation give the untiled loss, the untiled gradients, and gradients for the same weights."""
+    """Adapters added before or after preparation give the untiled loss, the untiled gradients, and gradients for the
+    same weights.
+    """
     torch.manual_seed(0)
     base = tiny_llama().double()
     true = run(adapted(copy.deepcopy(base), **ADAPTERS[name]))
@@ -65,7 +69,9 @@ def test_parity(name: str, after: bool) -> None:
 
 
 def test_inline_chain_with_adapters() -> None:
-    """LoRA on the two halves of OPT's feed-forward part gives the untiled gradients, and the chain stays one tile's size."""
+    """LoRA on the two halves of OPT's feed-forward part gives the untiled gradients, and the chain stays one tile's
+    size.
+    """
     architecture = ARCHITECTURES["OPT"]
     base = architecture.build()
     true = run(adapted(copy.deepcopy(base), target_modules=["fc1", "fc2"]), architecture.feed(base))
@@ -79,7 +85,9 @@ def test_dropout_of_adapters_is_replayed() -> None:
     """``lora_dropout`` draws the same masks in the recompute: the gradient is the slope of the loss with one seed."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=["gate", "up", "down"], lora_dropout=0.4, init_lora_weights=False), model)
+    inject_adapter_in_model(
+        LoraConfig(r=4, target_modules=["gate", "up", "down"], lora_dropout=0.4, init_lora_weights=False), model
+    )
     model, x = model.double(), randn(2, 24, H, dtype=torch.float64)
     weight = next(p for name, p in model.named_parameters() if "lora_A" in name)
     direction, eps = randn(*weight.shape, seed=3, dtype=torch.float64).detach(), 1e-6

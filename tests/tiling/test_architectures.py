@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.report import Report, pattern
-from lt_tiled.tiling.find import find_tileable
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.meters import peak_bytes
 
@@ -39,7 +39,9 @@ def found_in(model: nn.Module) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parity(name: str) -> None:
-    """``auto`` finds the feed-forward parts, and the loss and all gradients of the tiled, checkpointed model are the untiled ones."""
+    """``auto`` finds the feed-forward parts, and the loss and all gradients of the tiled, checkpointed model are the
+    untiled ones.
+    """
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     true = run(model, architecture)
@@ -50,7 +52,9 @@ def test_parity(name: str) -> None:
     assert tiled.keys() == true.keys()
     scale = max(float(gradient.norm()) for gradient in true.values())
     for key, gradient in true.items():
-        assert float((tiled[key] - gradient).norm()) <= architecture.error * max(float(gradient.norm()), 1e-3 * scale), key
+        assert float((tiled[key] - gradient).norm()) <= architecture.error * max(
+            float(gradient.norm()), 1e-3 * scale
+        ), key
 
 
 PEAK = Tiling(tile_tokens=16, self_check=False)
@@ -87,11 +91,17 @@ def row(name: str) -> str:
 
 
 def test_table_of_the_docs(request: pytest.FixtureRequest) -> None:
-    """The table in ``docs/models.md`` says what is found in each architecture; ``pytest --write-docs`` writes it anew."""
+    """The table in ``docs/models.md`` says what is found in each architecture; ``pytest --write-docs`` writes it
+    anew.
+    """
     text = TABLE.read_text()
     head, begin, rest = text.partition("<!-- table: begin -->\n")
     _, end, tail = rest.partition("<!-- table: end -->")
-    lines = ["| architecture | class | where | what is tiled | norm in the tiles |", "|---|---|---|---|---|", *map(row, ARCHITECTURES)]
+    lines = [
+        "| architecture | class | where | what is tiled | norm in the tiles |",
+        "|---|---|---|---|---|",
+        *map(row, ARCHITECTURES),
+    ]
     written = head + begin + "\n".join(lines) + "\n" + end + tail
     if request.config.getoption("--write-docs"):
         TABLE.write_text(written)

@@ -47,7 +47,9 @@ def tokens(length: int) -> Tensor:
 
 @pytest.mark.parametrize("mlp", [GatedMLP, PlainMLP])
 def test_two_graphs_for_all_layers_tiles_and_lengths(mlp: type[nn.Module]) -> None:
-    """A forward and a backward are compiled once: two layers, a short last tile, other lengths and batches use the same two graphs."""
+    """A forward and a backward are compiled once: two layers, a short last tile, other lengths and batches use the same
+    two graphs.
+    """
     graphs, net = Graphs(), nn.Sequential(mlp(), mlp()).double()
     for module in net:
         tile(module, tile_tokens=12, compile={"backend": graphs})
@@ -64,7 +66,9 @@ def plain(module: nn.Module) -> nn.Module:
 
 
 def test_the_backward_computes_no_value_that_it_does_not_read() -> None:
-    """The compiled backward of a gated MLP has 8 products: gate and up again, and two for each of three weights; not ``down`` again."""
+    """The compiled backward of a gated MLP has 8 products: gate and up again, and two for each of three weights; not
+    ``down`` again.
+    """
     graphs, module = Graphs(), GatedMLP().double()
     tile(module, tile_tokens=12, compile={"backend": graphs})
     gradients(module, tokens(24))
@@ -72,7 +76,9 @@ def test_the_backward_computes_no_value_that_it_does_not_read() -> None:
 
 
 def test_inductor_with_dropout() -> None:
-    """Under inductor, dropout draws the same masks in the compiled recompute: the gradient is the slope of the loss with one seed."""
+    """Under inductor, dropout draws the same masks in the compiled recompute: the gradient is the slope of the loss
+    with one seed.
+    """
     module, x = PlainMLP(dropout=0.3).double(), tokens(25)
     module.act = nn.Sequential(nn.GELU(), nn.Dropout(0.4))
     tile(module, tile_tokens=12, compile=True)
@@ -169,7 +175,9 @@ def test_weights_that_later_calls_use() -> None:
 
 
 def test_an_argument_that_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """With dropout and an argument that the module does not use, tiles are compiled and the gradient of the argument is zero."""
+    """With dropout and an argument that the module does not use, tiles are compiled and the gradient of the argument is
+    zero.
+    """
 
     class Ignores(PlainMLP):
         def forward(self, x: Tensor, other: Tensor) -> Tensor:

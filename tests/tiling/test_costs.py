@@ -26,7 +26,9 @@ def step(module: nn.Module, x: Tensor, checkpointed: bool = False) -> None:
 
 @pytest.mark.parametrize("mlp", [GatedMLP, PlainMLP])
 def test_checkpointed_block_costs_nothing_more(mlp: type[nn.Module]) -> None:
-    """FLOPs of a checkpointed block with its MLP tiled are 1.00 times those of the same block untiled, from the first step on."""
+    """FLOPs of a checkpointed block with its MLP tiled are 1.00 times those of the same block untiled, from the first
+    step on.
+    """
     block, x = Block(HIDDEN, WIDE, mlp), randn(1, TOKENS, HIDDEN)
     untiled = flops(lambda: step(block, x, checkpointed=True))
     tile(block.mlp, num_shards=TILES, self_check=False)
@@ -49,7 +51,9 @@ def test_hugging_face_model_costs_nothing_more() -> None:
 
 @pytest.mark.parametrize(("mlp", "ratio"), [(GatedMLP, 11 / 9), (PlainMLP, 7 / 6)])
 def test_cost_without_checkpointing(mlp: type[nn.Module], ratio: float) -> None:
-    """Without checkpointing the MLP's FLOPs grow by the recompute of all projections but the last: 11/9 for a gated MLP."""
+    """Without checkpointing the MLP's FLOPs grow by the recompute of all projections but the last: 11/9 for a gated
+    MLP.
+    """
     module, x = mlp(HIDDEN, WIDE), randn(1, TOKENS, HIDDEN)
     untiled = flops(lambda: step(module, x))
     tile(module, num_shards=TILES, self_check=False)
@@ -68,7 +72,9 @@ def test_lora_costs_nothing_more() -> None:
 
 
 def test_each_token_runs_forward_twice() -> None:
-    """In a checkpointed block each token passes the tiled forward twice, once without a graph and once with; peers run it three times."""
+    """In a checkpointed block each token passes the tiled forward twice, once without a graph and once with; peers run
+    it three times.
+    """
     block = Block(HIDDEN, WIDE)
     tokens = 0
 
@@ -85,7 +91,10 @@ def test_each_token_runs_forward_twice() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_of_the_forward(dtype: torch.dtype) -> None:
     """The forward holds the output, and of one tile the three widened tensors that the module itself holds at once."""
-    module, x = tile(GatedMLP(HIDDEN, WIDE).to(dtype), num_shards=TILES, self_check=False), randn(1, TOKENS, HIDDEN, dtype=dtype)
+    module, x = (
+        tile(GatedMLP(HIDDEN, WIDE).to(dtype), num_shards=TILES, self_check=False),
+        randn(1, TOKENS, HIDDEN, dtype=dtype),
+    )
     with torch.no_grad():
         peak = peak_bytes(lambda: module(x))
     output = TOKENS * HIDDEN
@@ -95,8 +104,13 @@ def test_peak_of_the_forward(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_of_forward_and_backward(dtype: torch.dtype) -> None:
-    """Forward and backward together hold the output and its gradient, the input's gradient, one tile, and the gradient sums."""
-    module, x = tile(GatedMLP(HIDDEN, WIDE).to(dtype), num_shards=TILES, self_check=False), randn(1, TOKENS, HIDDEN, dtype=dtype)
+    """Forward and backward together hold the output and its gradient, the input's gradient, one tile, and the gradient
+    sums.
+    """
+    module, x = (
+        tile(GatedMLP(HIDDEN, WIDE).to(dtype), num_shards=TILES, self_check=False),
+        randn(1, TOKENS, HIDDEN, dtype=dtype),
+    )
     step(module, x)
     x.grad, element = None, x.element_size()
     module.zero_grad(set_to_none=True)
@@ -124,7 +138,9 @@ def test_intermediates_do_not_grow_with_the_tokens() -> None:
 
 
 def test_forward_keeps_nothing_but_the_input() -> None:
-    """Between forward and backward a tiled call keeps its input (which the caller made) and its output alive, and no more."""
+    """Between forward and backward a tiled call keeps its input (which the caller made) and its output alive, and no
+    more.
+    """
     module, x = tile(GatedMLP(HIDDEN, WIDE), num_shards=TILES, self_check=False), randn(1, TOKENS, HIDDEN)
     with LiveBytes() as meter:
         y = module(x)
@@ -152,7 +168,9 @@ class Normed(nn.Module):
 
 
 def test_nothing_is_left_of_a_step() -> None:
-    """After the first step, whose self-check makes a graph that nobody runs backward, no byte of it is alive; nor after others."""
+    """After the first step, whose self-check makes a graph that nobody runs backward, no byte of it is alive; nor after
+    others.
+    """
     module = tile(Normed(), num_shards=4)
     x = torch.ones(1, 64, HIDDEN, requires_grad=True)
     for _ in range(2):

@@ -45,7 +45,9 @@ def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With ``output_router_logits=True`` the recorded logits, the auxiliary loss and the gradients are the untiled ones, in tiles."""
+    """With ``output_router_logits=True`` the recorded logits, the auxiliary loss and the gradients are the untiled
+    ones, in tiles.
+    """
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     inputs = architecture.feed(model)
@@ -63,7 +65,9 @@ def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.Log
 
 
 def balance(output: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss with the load-balancing loss of Switch Transformers (arXiv:2101.03961, equation 4) over all tokens' router logits."""
+    """A loss with the load-balancing loss of Switch Transformers (arXiv:2101.03961, equation 4) over all tokens' router
+    logits.
+    """
     hidden, logits = output
     shares = logits.flatten(0, -2).softmax(-1)
     chosen = F.one_hot(shares.argmax(-1), shares.shape[-1]).to(shares.dtype)
@@ -72,7 +76,9 @@ def balance(output: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_auxiliary_loss_of_returned_logits(flat: bool) -> None:
-    """An auxiliary loss computed from router logits in either layout, ``[tokens, E]`` or ``[B, S, E]``, is unchanged, and its gradients."""
+    """An auxiliary loss computed from router logits in either layout, ``[tokens, E]`` or ``[B, S, E]``, is unchanged,
+    and its gradients.
+    """
     module, x = RoutedMLP(flat=flat).double(), randn(2, 24, H, dtype=torch.float64)
     true = reference(module, x, loss=balance)
     assert worst(gradients(tile(module, num_shards=4), x, loss=balance), true) <= 1e-10
@@ -107,13 +113,17 @@ class Balanced(nn.Module):
 
 
 def total(model: nn.Module) -> Any:
-    return lambda output: spread(output) + sum(m.loss for m in model.modules() if isinstance(m, Balanced) and m.loss is not None)
+    return lambda output: (
+        spread(output) + sum(m.loss for m in model.modules() if isinstance(m, Balanced) and m.loss is not None)
+    )
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["balance over tokens", "kept loss", "counted load", "capacity"])
 def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A mixture that computes something over all its tokens is tiled below its router, with a warning: nothing is changed."""
+    """A mixture that computes something over all its tokens is tiled below its router, with a warning: nothing is
+    changed.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.ModuleDict({"mlp": Balanced(kind)}) for _ in range(2)))
 
@@ -130,7 +140,11 @@ def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.Lo
     counted = [layer.mlp.load.clone() for layer in model]
     for layer in model:
         layer.mlp.load.zero_()
-    with prepare(model, tiling=Tiling(num_shards=4), checkpointing=Checkpointing() if checkpointed and kind != "kept loss" else None):
+    with prepare(
+        model,
+        tiling=Tiling(num_shards=4),
+        checkpointing=Checkpointing() if checkpointed and kind != "kept loss" else None,
+    ):
         with torch.no_grad():  # a validation before the first step
             model.eval()(x)
         model.train()
@@ -150,15 +164,34 @@ def test_capacity_and_norms_behind_mixtures(name: str) -> None:
     if name == "FlexOlmo":
         from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
 
-        sizes = {"hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        sizes = {
+            "hidden_size": H,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
         config = FlexOlmoConfig(**sizes, vocab_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0)
         config._experts_implementation = "eager"
-        model, inputs = FlexOlmoForCausalLM(config).double(), {"input_ids": ids, "labels": ids, "output_router_logits": True}
+        model, inputs = (
+            FlexOlmoForCausalLM(config).double(),
+            {"input_ids": ids, "labels": ids, "output_router_logits": True},
+        )
     else:
         from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
-        sizes = {"d_model": H, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "num_experts": 4}
-        config = SwitchTransformersConfig(**sizes, vocab_size=32, expert_capacity=8, router_jitter_noise=0.0, dropout_rate=0.0)
+        sizes = {
+            "d_model": H,
+            "d_ff": 48,
+            "d_kv": 8,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 2,
+            "num_experts": 4,
+        }
+        config = SwitchTransformersConfig(
+            **sizes, vocab_size=32, expert_capacity=8, router_jitter_noise=0.0, dropout_rate=0.0
+        )
         config.decoder_start_token_id = 0
         model, inputs = SwitchTransformersForConditionalGeneration(config).double(), {"input_ids": ids, "labels": ids}
     true = run(model, inputs)

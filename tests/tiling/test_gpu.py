@@ -30,7 +30,9 @@ def test_dropout_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_on_a_gpu(dtype: torch.dtype) -> None:
-    """The recompute runs under the device's autocast: input gradients are those of plain autograd over the same tiles."""
+    """The recompute runs under the device's autocast: input gradients are those of plain autograd over the same
+    tiles.
+    """
     module = GatedMLP(64, 192).cuda()
     x = randn(1, 256, 64).detach().cuda().requires_grad_()
 

@@ -25,17 +25,22 @@ from lt_tiled.tiling.layout import MIN_TILE_TOKENS, tile_bounds
     ],
 )
 def test_auto(tokens: int, hidden: int, tiles: int) -> None:
-    """``auto`` cuts by the ALST rule where no width is known, never below the efficient size, and leaves short inputs whole."""
+    """``auto`` cuts by the ALST rule where no width is known, never below the efficient size, and leaves short inputs
+    whole.
+    """
     bounds = tile_bounds(Tiling(), tokens, hidden)
     assert len(bounds) == tiles
     assert tiles < 2 or bounds[0][1] >= MIN_TILE_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("tokens", "wide", "tiles"), [(131072, 14336, 14), (2**20, 14336, 14), (131072, 16384, 16), (3000, 14336, 2), (1500, 14336, 1)]
+    ("tokens", "wide", "tiles"),
+    [(131072, 14336, 14), (2**20, 14336, 14), (131072, 16384, 16), (3000, 14336, 2), (1500, 14336, 1)],
 )
 def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> None:
-    """``auto`` makes the widest tensor of a feed-forward part's tile a quarter as large as the hidden states, with the same floor."""
+    """``auto`` makes the widest tensor of a feed-forward part's tile a quarter as large as the hidden states, with the
+    same floor.
+    """
     bounds = tile_bounds(Tiling(), tokens, 4096, wide)
     assert len(bounds) == tiles
     assert tokens < 14 * MIN_TILE_TOKENS or 4 * (bounds[0][1] - 1) * wide <= tokens * 4096
@@ -44,7 +49,9 @@ def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> No
 @pytest.mark.parametrize("tiling", [Tiling(7), Tiling(tile_tokens=13), Tiling(1000), Tiling(tile_tokens=1), Tiling()])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 36, 37, 5000])
 def test_tiles_cover_each_token_once(tiling: Tiling, tokens: int) -> None:
-    """The tiles follow each other from the first token to the last, all of one size but for the last, which has two tokens or more."""
+    """The tiles follow each other from the first token to the last, all of one size but for the last, which has two
+    tokens or more.
+    """
     bounds = tile_bounds(tiling, tokens, 64)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == tokens

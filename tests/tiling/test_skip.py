@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.tiling.mark import TileMark
+from lt_tiled.tiling.state import TileMark
 from tests.models import GatedMLP, H, RoutedMLP
 from tests.parity import FP32, gradients, randn, reference, worst
 
@@ -117,7 +117,16 @@ class InnerOffload(GatedMLP):
 
 @pytest.mark.parametrize(
     "module",
-    [ReadsOutput, WritesOutput, EndsInCustomFunction, KeepsOutput, HooksOutput, CatchesAll, InnerCheckpoint, InnerOffload],
+    [
+        ReadsOutput,
+        WritesOutput,
+        EndsInCustomFunction,
+        KeepsOutput,
+        HooksOutput,
+        CatchesAll,
+        InnerCheckpoint,
+        InnerOffload,
+    ],
 )
 def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
     """A module that reads, stores or hides the value of its last projection has it computed, and right gradients."""
@@ -160,7 +169,9 @@ def test_a_graph_that_saves_more_than_it_did_is_run_again() -> None:
 
 
 def test_experts_that_no_token_visits() -> None:
-    """A mixture whose graph differs from tile to tile, with experts that some tiles do not visit, has right gradients."""
+    """A mixture whose graph differs from tile to tile, with experts that some tiles do not visit, has right
+    gradients.
+    """
     torch.manual_seed(0)
     m, x = RoutedMLP(experts=8), randn(1, 24, H)
     true = reference(m, x)

@@ -1,4 +1,6 @@
-"""What can be tiled beside modules that ``auto`` finds: methods, functions, norms and projections, and plain torch models."""
+"""What can be tiled beside modules that ``auto`` finds: methods, functions, norms and projections, and plain torch
+models.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ CALLABLES: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", CALLABLES)
 def test_tile_a_callable(kind: str) -> None:
-    """Of a function ``tile`` returns a tiled one, with the gradients of the modules that it reaches; ``untile`` gives the function back."""
+    """Of a function ``tile`` returns a tiled one, with the gradients of the modules that it reaches; ``untile`` gives
+    the function back.
+    """
     module, x = GatedMLP().double(), x64()
     function = CALLABLES[kind](module)
     true = gradients(module, x, call=function)
@@ -116,7 +120,9 @@ def test_tile_a_callable(kind: str) -> None:
 
 
 def test_a_callable_whose_weights_cannot_be_seen_is_refused() -> None:
-    """A function that uses a weight that is in no module it reaches is refused instead of losing the weight's gradient."""
+    """A function that uses a weight that is in no module it reaches is refused instead of losing the weight's
+    gradient.
+    """
     weights = [nn.Parameter(torch.randn(H, H))]
     with pytest.raises(ValueError, match=r"neither one of its arguments nor.*pass it as an argument"):
         tile(lambda x: x @ weights[0], num_shards=4)(randn(1, 24, H))
@@ -136,7 +142,9 @@ def test_weights_passed_as_arguments() -> None:
 
 
 def test_the_rest_of_the_block() -> None:
-    """Norms, q/k/v and output projections as targets beside ``auto``: the untiled loss and gradients, at no more FLOPs."""
+    """Norms, q/k/v and output projections as targets beside ``auto``: the untiled loss and gradients, at no more
+    FLOPs.
+    """
     model = tiny_llama().double()
 
     def run() -> dict[str, Tensor]:
@@ -156,13 +164,17 @@ def test_the_rest_of_the_block() -> None:
 
 
 def test_memory_of_the_rest_of_the_block() -> None:
-    """Where the MLP is tiled, tiling norms and projections too lowers the peak further (bfloat16, whose norms compute in float32)."""
+    """Where the MLP is tiled, tiling norms and projections too lowers the peak further (bfloat16, whose norms compute
+    in float32).
+    """
     model = tiny_llama(hidden_size=64, intermediate_size=128, max_position_embeddings=1024).bfloat16()
     hidden = randn(1, 1024, 64, dtype=torch.bfloat16)
     positions = model.model.rotary_emb(hidden, torch.arange(1024)[None])
     peaks = []
     for targets in ("auto", ["auto", *REST]):
-        with prepare(model, tiling=Tiling(tile_tokens=64, targets=targets, self_check=False), checkpointing=Checkpointing()):
+        with prepare(
+            model, tiling=Tiling(tile_tokens=64, targets=targets, self_check=False), checkpointing=Checkpointing()
+        ):
             layer = model.model.layers[0]
 
             def run() -> None:
@@ -174,7 +186,9 @@ def test_memory_of_the_rest_of_the_block() -> None:
 
 
 def test_names_inside_of_what_auto_finds() -> None:
-    """A name that lies inside of a feed-forward part is tiled with it, and not once more; a norm that is named is tiled by itself."""
+    """A name that lies inside of a feed-forward part is tiled with it, and not once more; a norm that is named is tiled
+    by itself.
+    """
     model, x = nn.Sequential(Block(), Block()).double(), x64()
     true = reference(model, x)
     with prepare(model, tiling=Tiling(4, targets=["*.gate", "auto", "*.norm2"])):
@@ -223,7 +237,9 @@ def test_plain_transformer_encoder(norm_first: bool) -> None:
 
 
 def test_plain_transformer_with_a_decoder() -> None:
-    """``nn.Transformer``: the feed-forward parts of encoder and decoder layers are found, and the gradients are the untiled ones."""
+    """``nn.Transformer``: the feed-forward parts of encoder and decoder layers are found, and the gradients are the
+    untiled ones.
+    """
     model = nn.Transformer(H, 2, 2, 2, 48, dropout=0.0, batch_first=True).double()
     x = x64()
     true = gradients(model, x, call=lambda x: model(x, x.flip(1)))
@@ -258,22 +274,40 @@ class StateSpace(nn.Module):
 
 
 def test_state_space_block_is_refused() -> None:
-    """A state-space block, which widens and narrows as an MLP does, is refused by the self-check as not token-wise, by name."""
+    """A state-space block, which widens and narrows as an MLP does, is refused by the self-check as not token-wise, by
+    name.
+    """
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), StateSpace()) for _ in range(2)))
-    with prepare(model, tiling=Tiling(4)), pytest.raises(ValueError, match=r"0\.1 \(StateSpace\) is not token-wise.*Leave it out"):
+    with (
+        prepare(model, tiling=Tiling(4)),
+        pytest.raises(ValueError, match=r"0\.1 \(StateSpace\) is not token-wise.*Leave it out"),
+    ):
         model(randn(1, 24, H))
 
 
 def test_state_space_models_of_transformers_are_refused() -> None:
-    """Mamba has no feed-forward part: ``auto`` says so, and its mixer, if it is named, is refused by the self-check; so is RWKV's."""
+    """Mamba has no feed-forward part: ``auto`` says so, and its mixer, if it is named, is refused by the self-check; so
+    is RWKV's.
+    """
     from transformers import MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
 
-    mamba = MambaForCausalLM(MambaConfig(hidden_size=H, state_size=4, num_hidden_layers=2, vocab_size=32, time_step_rank=4))
+    mamba = MambaForCausalLM(
+        MambaConfig(hidden_size=H, state_size=4, num_hidden_layers=2, vocab_size=32, time_step_rank=4)
+    )
     with pytest.raises(ValueError, match="found no feed-forward module in MambaForCausalLM"):
         prepare(mamba, tiling=Tiling())
-    with prepare(mamba, tiling=Tiling(4, targets="MambaMixer")), pytest.raises(ValueError, match=r"MambaMixer.* is not token-wise"):
+    with (
+        prepare(mamba, tiling=Tiling(4, targets="MambaMixer")),
+        pytest.raises(ValueError, match=r"MambaMixer.* is not token-wise"),
+    ):
         mamba(IDS)
-    sizes = {"hidden_size": H, "attention_hidden_size": H, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": H,
+        "attention_hidden_size": H,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 32,
+    }
     rwkv = RwkvForCausalLM(RwkvConfig(**sizes))
     with prepare(rwkv, tiling=Tiling(4)), pytest.raises(ValueError, match=r"RwkvFeedForward.* is not token-wise"):
         rwkv(IDS, use_cache=False)
@@ -281,7 +315,9 @@ def test_state_space_models_of_transformers_are_refused() -> None:
 
 @pytest.mark.parametrize("when", ["instance, before", "class, before", "instance, after"])
 def test_replaced_forwards_are_kept(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that Liger or Hugging Face kernels put on the instance or on the class runs in the tiles, and is there after release."""
+    """A forward that Liger or Hugging Face kernels put on the instance or on the class runs in the tiles, and is there
+    after release.
+    """
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     calls = []

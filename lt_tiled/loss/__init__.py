@@ -1,0 +1,1 @@
+"""Losses of a projection, tile by tile: the full logits never exist."""

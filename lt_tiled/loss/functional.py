@@ -1,0 +1,156 @@
+"""Cross-entropy of a projection, tile by tile: logits are never whole, and none are computed twice."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lt_tiled.loss.autograd import Count, LossTiles, Reduction, linear
+from lt_tiled.loss.cross_entropy import CrossEntropy, shifted
+
+
+def tiled_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_shards: int | Literal["auto"] = "auto",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    shift: bool = False,
+    count: Count = None,
+    accumulate: Literal["float32", "param"] = "float32",
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` with the logits of one tile of tokens at a time.
+
+    For ``"mean"`` and ``"sum"`` gradients are formed in the forward, with as many FLOPs as untiled. With ``"none"`` the
+    gradient of each token comes in the backward, where the logits are computed again.
+
+    Args:
+        hidden: ``[..., H]``.
+        weight: ``[V, H]``, as of ``nn.Linear``.
+        labels: Integers of shape ``[...]``.
+        bias: ``[V]``.
+        num_shards: Tiles; ``"auto"`` makes a tile's logits :data:`~lt_tiled.loss.autograd.TILE_LOGITS` entries, of at
+            least 1024 tokens.
+        ignore_index: The label of tokens that do not count.
+        label_smoothing: As of ``torch.nn.functional.cross_entropy``.
+        reduction: ``"mean"`` over the labels that count, ``"sum"``, or ``"none"`` for one loss per token.
+        logit_softcap: See :class:`~lt_tiled.loss.cross_entropy.CrossEntropy`.
+        logit_scale: The same.
+        z_loss: The same.
+        shift: Token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
+        count: For ``"mean"``, what to divide by instead of the labels that count here: a number, or ``"global"`` for
+            the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of their labels.
+        accumulate: The dtype in which weight gradients of 16-bit weights are summed over the tiles.
+
+    Returns:
+        The loss, in float32 for 16-bit logits: a scalar, or with ``"none"`` of the labels' shape.
+
+    Raises:
+        ValueError: If shapes do not fit or a value is out of bounds.
+    """
+    check_shapes(hidden, weight, labels, bias)
+    kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
+    tiles = LossTiles(kind, reduction, num_shards, accumulate)
+    labels = shifted(labels, ignore_index) if shift else labels
+    return tiles.loss(linear, hidden, labels, [weight] if bias is None else [weight, bias], weight.shape[0], count)
+
+
+def tiled_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_shards: int | Literal["auto"] = "auto",
+    ignore_index: int = -100,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    shift: bool = False,
+    accumulate: Literal["float32", "param"] = "float32",
+) -> Tensor:
+    """The log-probability of each label, with the logits of one tile of tokens at a time: for DPO and other preference
+    losses.
+
+    Args:
+        hidden: ``[..., H]``.
+        weight: ``[V, H]``.
+        labels: Integers of shape ``[...]``.
+        bias: ``[V]``.
+        num_shards: See :func:`tiled_linear_cross_entropy`, as for the other arguments.
+        ignore_index: The label of tokens that do not count.
+        logit_softcap: The cap of the logits.
+        logit_scale: Their scale.
+        shift: Token ``t`` predicts label ``t + 1``.
+        accumulate: The dtype of the weight gradients' sums.
+
+    Returns:
+        Of the labels' shape, zero for ignored labels.
+
+    Raises:
+        ValueError: If shapes do not fit or a value is out of bounds.
+    """
+    return -tiled_linear_cross_entropy(
+        *(hidden, weight, labels, bias),
+        num_shards=num_shards,
+        ignore_index=ignore_index,
+        reduction="none",
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        shift=shift,
+        accumulate=accumulate,
+    )
+
+
+class TiledLinearCrossEntropy(nn.Module):
+    """:func:`tiled_linear_cross_entropy` as a module; it holds no weights.
+
+    Args:
+        options: The function's keyword arguments.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The loss; see the function."""
+        return tiled_linear_cross_entropy(hidden, weight, labels, bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    """Refuse hidden states, labels and a head that do not fit together.
+
+    Raises:
+        TypeError: If the weight is a module.
+        ValueError: With the shapes, and those that would fit.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}: give its weight of shape [V, H], as in head.weight.")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(
+            f"labels are {labels.dtype}: they must be whole numbers: probabilities as labels are not tiled."
+        )
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be {list(hidden.shape[:-1])}."
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has the shape {list(weight.shape)}, and hidden states of {hidden.shape[-1]} need [V, {hidden.shape[-1]}]."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias has the shape {list(bias.shape)} and must be [{weight.shape[0]}], one entry for each row of weight."
+        )

@@ -1,0 +1,1 @@
+"""Modules of a model: find them, and patch and restore their methods."""

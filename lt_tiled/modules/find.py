@@ -1,0 +1,116 @@
+"""Finding modules: by class name, by path, and the repeated blocks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+BLOCK_CLASSES = ("GradientCheckpointingLayer", "TransformerEncoderLayer", "TransformerDecoderLayer")
+"""The base class of Hugging Face's layers, and torch's own layers."""
+
+
+class NothingFound(ValueError):
+    """``targets="auto"`` finds nothing in a model."""
+
+
+def has_class(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether one of the module's classes has one of the names (FSDP2 swaps in a subclass, so bases count)."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile(module)``, and inside a unit of ``FullyShardedDataParallel``."""
+    for name in ("_orig_mod", "_fsdp_wrapped_module"):
+        if isinstance(inner := module._modules.get(name), nn.Module):
+            return unwrapped(inner)
+    return module
+
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight or module has without the wrappers of ``torch.compile``, FSDP and torch's
+    checkpointing.
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called; a ``ModuleList`` cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``module`` with its path, those inside a compiled or sharded one under their own names."""
+    for name, child in module.named_children():
+        child = unwrapped(child)
+        below = f"{path}.{name}" if path else name
+        yield below, child
+        yield from walk(child, below)
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model's blocks: layers of a known base class, else the repeated children of a ``ModuleList`` or
+    ``Sequential``.
+
+    Only the outermost ones: an expert list inside a block is not a row of blocks.
+    """
+    known = outermost((path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES))
+    return known or outermost(pair for path, m in [("", model), *walk(model)] for pair in _repeated(path, m))
+
+
+def _repeated(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return
+    children = [(f"{path}.{name}" if path else name, unwrapped(child)) for name, child in container.named_children()]
+    composed = [(p, m) for p, m in children if has_forward(m) and any(True for _ in m.children())]
+    classes = [type(m) for _, m in composed]
+    yield from ((p, m) for p, m in composed if classes.count(type(m)) > 1)
+
+
+Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""``"auto"``, class names and path globs, or a function of a module's path and the module that chooses."""
+
+
+def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str, nn.Module]]:
+    """The outermost modules that match a class name or a path glob, or that a function chooses.
+
+    Raises:
+        ValueError: If a target matches nothing, or a container.
+    """
+    everything = list(walk(model))
+    if callable(targets):
+        chosen = [(path, m) for path, m in everything if has_forward(m) and targets(path, m)]
+        if not chosen:
+            raise ValueError(
+                f"{what} targets={targets!r} chooses none of the {len(everything)} modules of {type(model).__name__}."
+            )
+        return outermost(chosen)
+    found: list[tuple[str, nn.Module]] = []
+    for target in [targets] if isinstance(targets, str) else targets:
+        matches = [(path, m) for path, m in everything if has_class(m, (target,)) or fnmatchcase(path, target)]
+        if not matches:
+            classes = sorted({type(m).__name__ for _, m in everything})
+            raise ValueError(
+                f"{what} target {target!r} matches no module of {type(model).__name__}: give a class name or a path glob such as"
+                f" 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
+            )
+        for path, m in matches:
+            if not has_forward(m):
+                raise ValueError(
+                    f"{what} target {target!r} matches {path}, a {type(m).__name__} that nobody calls: name what is in it."
+                )
+        found += matches
+    return outermost(found)
+
+
+def outermost(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Drop repeats, and modules that are part of another one found."""
+    unique = {id(m): (path, m) for path, m in reversed(list(found))}
+    inside = {id(below) for _, m in unique.values() for below in m.modules() if below is not m}
+    return [pair for key, pair in reversed(unique.items()) if key not in inside]

@@ -1,0 +1,143 @@
+"""Marking a module: `forward`, or another method, is replaced on the instance, and all that the replacement needs hangs
+on the module.
+
+The replacement is a bound method of the same name that reaches its state through ``self``. So ``copy.deepcopy`` rebinds
+it to the copy, a pickled module comes back plain, and the keys, class and hooks of the module stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from functools import cache
+from inspect import Parameter, Signature, signature
+from types import FunctionType, MethodType
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+MarkType = TypeVar("MarkType", bound="Mark")
+
+
+class Mark:
+    """What a marked module carries. One subclass for each way of running a module differently."""
+
+    attribute: ClassVar[str]
+    """Where the mark of ``forward`` hangs on the module."""
+    method = "forward"
+    """What is replaced."""
+    replaced: Callable[..., Any] | None = None
+    """An instance-level ``forward`` that was there before (Liger, kernels): kept, called, and put back."""
+    active = True
+    owner: object = None
+    """Who set the mark and takes it off again."""
+
+    def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own method, without the module's hooks."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return getattr(type(module), self.method)(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        copy.__dict__.update(self.__dict__, replaced=deepcopy(self.replaced, memo))
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a pickled module must load where lt_tiled is not installed
+
+
+def place_of(kind: type[Mark], method: str = "forward") -> str:
+    """The name under which the mark of a method hangs on the module."""
+    return kind.attribute if method == "forward" else f"{kind.attribute}_{method}"
+
+
+def get_mark(module: nn.Module, kind: type[MarkType], method: str = "forward") -> MarkType | None:
+    """The mark of that kind on one of the module's methods, if there is one."""
+    mark: MarkType | None = module.__dict__.get(place_of(kind, method))
+    return mark if mark is not None and mark.active else None
+
+
+def get_marks(module: nn.Module, kind: type[MarkType]) -> list[MarkType]:
+    """The marks of that kind on any of the module's methods."""
+    return [mark for mark in module.__dict__.values() if isinstance(mark, kind) and mark.active]
+
+
+def set_mark(module: nn.Module, mark: Mark, function: Callable[..., Any], innermost: bool = False) -> None:
+    """Hang ``mark`` on the module and let ``function``, which has the name of the method that it replaces, run it.
+
+    Args:
+        module: The module.
+        mark: What it carries.
+        function: Runs in place of the method.
+        innermost: Put it below another mark's function that stands there already, instead of above.
+    """
+    place, method = place_of(type(mark), function.__name__), function.__name__
+    current, old = module.__dict__.get(method), module.__dict__.get(place)
+    module.__dict__[place], mark.method = mark, method
+    if old is not None and current is not None:  # somebody's forward stands before ours, which is still in place
+        mark.replaced = old.replaced
+        return
+    above = [m for m in get_marks(module, Mark) if m is not mark and m.method == method] if innermost else []
+    if above:
+        mark.replaced = above[0].replaced
+        above[0].replaced = _bound(function, module, mark.replaced)
+        return
+    mark.replaced = current
+    module.__dict__[method] = _bound(function, module, current)
+
+
+def remove_mark(module: nn.Module, kind: type[Mark], function: Callable[..., Any]) -> None:
+    """Take the mark off again; nothing is left behind unless somebody replaced the method since."""
+    method = function.__name__
+    mark = get_mark(module, kind, method)
+    if mark is None:
+        return
+    if _is(module.__dict__.get(method), function):
+        if mark.replaced is None:
+            del module.__dict__[method]
+        else:
+            module.__dict__[method] = mark.replaced
+    else:
+        above = [m for m in module.__dict__.values() if isinstance(m, Mark) and _is(m.replaced, function)]
+        if not above:
+            mark.active = False  # theirs may call ours, which from now on only passes the call through
+            return
+        above[0].replaced = mark.replaced
+    del module.__dict__[place_of(kind, method)]
+
+
+def _bound(function: Callable[..., Any], module: nn.Module, replaced: Callable[..., Any] | None) -> MethodType:
+    """The function as a method, with the signature of what it replaces: transformers and others read a model's
+    arguments from it.
+    """
+    if replaced is None:
+        cls: Any = type(module)
+        return MethodType(_with_signature(function, cls), module)
+    return MethodType(_copied(function, lambda: _with_self(signature(replaced))), module)
+
+
+@cache
+def _with_signature(function: Callable[..., Any], cls: Any) -> FunctionType:
+    return _copied(function, lambda: signature(getattr(cls, function.__name__)))
+
+
+def _copied(function: Callable[..., Any], read: Callable[[], Signature]) -> FunctionType:
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__dict__["stands_for"] = function
+    with suppress(TypeError, ValueError):  # a callable that tells no signature
+        copy.__dict__["__signature__"] = read()
+    return copy
+
+
+def _with_self(of: Signature) -> Signature:
+    return of.replace(parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *of.parameters.values()])
+
+
+def _is(method: Any, function: Callable[..., Any]) -> bool:
+    return getattr(getattr(method, "__func__", None), "stands_for", None) is function

@@ -1,0 +1,143 @@
+"""The self-check: a few tokens through the module whole and in tiles must give the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lt_tiled.tiling.closed import check_kept, kept_tensors
+from lt_tiled.tiling.layout import OutputAssembly, TokenShape
+from lt_tiled.tiling.recompute import PackCounter, RandomState, random_state_kept
+from lt_tiled.tiling.tiled_call import TiledCall
+from lt_tiled.tiling.work import NotTokenWise, Work
+
+CHECK_TOKENS = 8
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
+
+
+def check_first(call: TiledCall) -> None:
+    """Check a call's work, unless an earlier call of the same mark in the same mode was checked: losses are kept in
+    training alone.
+
+    Raises:
+        NotTokenWise: See :func:`check_token_wise`.
+    """
+    mode = (*call.work.training, torch.is_grad_enabled())
+    if call.mark.tiling.self_check and mode not in call.mark.checked and check_token_wise(call):
+        call.mark.checked.add(mode)
+
+
+def check_token_wise(call: TiledCall) -> bool:
+    """Compare the module's outputs for :data:`CHECK_TOKENS` tokens of this call, at once and in two unequal tiles.
+
+    Returns:
+        Whether that tells anything: outputs that are all zero, as before the first step of a zero-initialised
+        projection, do not.
+
+    Raises:
+        NotTokenWise: If an output differs, or is not per token, or if the module changes its arguments in place.
+    """
+    few = min(CHECK_TOKENS, call.shape.tokens)
+    picked = torch.arange(few, device=call.device) * (call.shape.tokens - 1) // max(few - 1, 1)
+    sample = call.cut(call.flat(call.inputs), picked)
+    shape = TokenShape(torch.Size(call.shape.tile_lead(few)))
+    kept = kept_tensors(call.work)
+    # In training mode, where statistics are taken; and with a graph, if one is asked for, where auxiliary losses are.
+    with random_state_kept(call.device), _arguments_unchanged(call, sample), _buffers_unchanged(call), PackCounter():
+        start = RandomState.now(call.device)
+        whole = call.run_tile(sample)
+        dropout = not start.same_as(RandomState.now(call.device))
+    check_kept(whole, call.work, kept, call.mark.name)
+    with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work) if dropout else nullcontext():
+        whole = call.run_tile(sample) if dropout else pytree.tree_map_only(Tensor, torch.Tensor.detach, whole)
+        layout = call.layout_of(whole, sample, few)
+        assembly = OutputAssembly(layout, shape, call.mark.name)
+        for bounds in ((0, few // 2 + 1), (few // 2 + 1, few)):
+            assembly.add(call.run_tile(call.cut(sample, slice(*bounds))), bounds)
+    per_token = [
+        (name, a, b)
+        for name, kind, a, b in zip(layout.names, layout.kinds, pytree.tree_leaves(whole), assembly.leaves, strict=True)
+        if kind in ("tokens", "flat")
+    ]
+    for name, a, b in per_token:
+        _compare(a, b, few, name, call.mark.name)
+    return any(bool(a.any()) for _, a, _ in per_token)
+
+
+def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) -> None:
+    wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
+    difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(1e-30))
+    bound = _TOLERANCE.get(whole.dtype, 0.0)
+    if not difference <= bound and bool(whole.isfinite().all()):
+        raise NotTokenWise(
+            f"{module} is not token-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by {difference:.1e} between"
+            f" one call and two tiles (relative; rounding explains {bound:.0e}). Leave it out of targets, or name the part of it that"
+            " works token by token; self_check=False only if you know why it differs."
+        )
+
+
+@contextmanager
+def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None]:
+    """Refuse a module that changes its arguments: the caller would see one tile's change, or one for each tile."""
+    containers: list[Any] = [leaf for leaf in call.arguments.others if isinstance(leaf, list | dict | set)]
+    before = [copy(container) for container in containers]
+    sample = [t for t in sample if not t.is_inference()]  # those have no version
+    versions = [t._version for t in sample]
+    yield
+    changed = [i for i, (now, then) in enumerate(zip(containers, before, strict=True)) if now != then]
+    for i in changed:
+        containers[i].clear()
+        (containers[i].extend if isinstance(containers[i], list) else containers[i].update)(before[i])
+    if changed or versions != [t._version for t in sample]:
+        raise NotTokenWise(
+            f"{call.mark.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
+            " change out of place, or leave the module out of targets."
+        )
+
+
+@contextmanager
+def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
+    """Refuse a module that counts or averages in a buffer: it would do so once for each tile, and again in the
+    recompute.
+    """
+    buffers = [
+        (part, n, b)
+        for part in call.work.parts()
+        for n, b in part._buffers.items()
+        if b is not None and not b.is_inference()
+    ]
+    before = [(b._version, b.clone() if b.nbytes <= _SMALL else None) for _, _, b in buffers]
+    yield
+    for (part, name, buffer), (version, copied) in zip(buffers, before, strict=True):
+        now = part._buffers[name]
+        if now is not buffer or buffer._version != version:
+            part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
+            raise NotTokenWise(
+                f"{call.mark.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be changed once for each"
+                " tile, and again when the tiles are recomputed. Leave it out of targets, or name the part of it that works token by token."
+            )
+
+
+_SMALL = 2**20
+"""Larger buffers are weights."""
+
+
+@contextmanager
+def _dropout_off(work: Work) -> Iterator[None]:
+    """Evaluation mode without calling ``eval()``, which modules override."""
+    modes = {m: m.training for m in work.parts()}
+    try:
+        for m in modes:
+            m.training = False
+        yield
+    finally:
+        for m, mode in modes.items():
+            m.training = mode

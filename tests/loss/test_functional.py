@@ -1,0 +1,393 @@
+"""The tiled cross-entropy: equal to the untiled one, logits never whole, no logits computed twice."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lt_tiled import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
+from lt_tiled.loss.autograd import LossTiles
+from lt_tiled.loss.cross_entropy import CrossEntropy
+from tests.meters import LiveBytes, flops, peak_bytes
+from tests.models import H
+from tests.parity import randn
+
+VOCAB = 37
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1},
+    {"logit_softcap": 2.0},
+    {"logit_scale": 0.3},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.2, "logit_softcap": 3.0, "logit_scale": 0.5, "z_loss": 1e-2},
+    {"ignore_index": 5},
+]
+
+
+def untiled(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, reduction: str = "mean", **options: Any
+) -> Tensor:
+    """What torch computes from whole logits."""
+    cap, z_loss, ignore = options.get("logit_softcap"), options.get("z_loss", 0.0), options.get("ignore_index", -100)
+    logits = F.linear(hidden, weight, bias) * options.get("logit_scale", 1.0)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    flat, targets = logits.flatten(0, -2), labels.flatten()
+    smoothing = options.get("label_smoothing", 0.0)
+    if not z_loss and reduction != "none":
+        return F.cross_entropy(flat, targets, ignore_index=ignore, label_smoothing=smoothing, reduction=reduction)
+    losses = F.cross_entropy(flat, targets, ignore_index=ignore, label_smoothing=smoothing, reduction="none")
+    losses = losses + z_loss * flat.logsumexp(-1).square() * (targets != ignore)
+    return {"none": losses.view(labels.shape), "sum": losses.sum(), "mean": losses.sum() / (targets != ignore).sum()}[
+        reduction
+    ]
+
+
+def some(
+    dtype: torch.dtype = torch.float64, tokens: int = 38, vocab: int = VOCAB
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, labels of which the first tile's are all ignored, and bias."""
+    labels = torch.randint(0, vocab, (2, tokens // 2), generator=torch.Generator().manual_seed(4))
+    labels[0, :9] = -100
+    return (
+        randn(2, tokens // 2, H, dtype=dtype),
+        randn(vocab, H, seed=1, dtype=dtype),
+        labels,
+        randn(vocab, seed=2, dtype=dtype),
+    )
+
+
+def differentiated(loss: Tensor, inputs: list[Tensor], scale: float = 1.0) -> list[Tensor]:
+    """The loss and its gradients, for a gradient of the loss that is no one."""
+    incoming = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).view(loss.shape) * scale
+    return [loss.detach(), *torch.autograd.grad(loss, inputs, incoming)]
+
+
+def error(found: list[Tensor], true: list[Tensor]) -> float:
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-300))
+        for a, b in zip(found, true, strict=True)
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_equal_to_torch(options: dict[str, Any], reduction: Any) -> None:
+    """Loss and gradients of hidden states, weight and bias are those of torch on whole logits (float64), for each
+    option and reduction.
+    """
+    hidden, weight, labels, bias = some()
+    labels[labels == -100] = options.get("ignore_index", -100)
+    inputs = [hidden, weight, bias]
+    true = differentiated(untiled(hidden, weight, labels, bias, reduction, **options), inputs)
+    found = differentiated(
+        tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=5, reduction=reduction, **options), inputs
+    )
+    assert error(found, true) <= 1e-12
+
+
+@pytest.mark.parametrize("scale", [1 / 24, 1.0, 1024.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_precisions_and_scales(dtype: torch.dtype, scale: float) -> None:
+    """In each dtype and at any scale of the loss, the error against float64 is no larger than the untiled one's, but
+    for rounding.
+    """
+    hidden, weight, labels, bias = some(dtype)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    true = differentiated(untiled(exact[0], exact[1], labels, exact[2]), exact, scale)
+    plain = differentiated(untiled(hidden, weight, labels, bias), [hidden, weight, bias], scale)
+    found = differentiated(
+        tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=5), [hidden, weight, bias], scale
+    )
+    assert [t.dtype for t in found] == [torch.float32, dtype, dtype, dtype]
+    assert error(found, true) <= max(1.1 * error(plain, true), 2e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast(reduction: Any) -> None:
+    """Under autocast the projection runs in its dtype, also where the backward, outside of it, computes logits
+    again.
+    """
+    hidden, weight, labels, bias = some(torch.float32)
+    found = []
+    for function in (untiled, tiled_linear_cross_entropy):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = function(hidden, weight, labels, bias, reduction=reduction)
+        found.append(differentiated(loss, [hidden, weight, bias]))
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    true = differentiated(untiled(exact[0], exact[1], labels, exact[2], reduction).double(), exact)
+    assert error(found[1], true) <= 1.1 * error(found[0], true)
+
+
+@pytest.mark.parametrize("tokens", [0, 2, 38])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_label_that_counts(tokens: int, reduction: Any) -> None:
+    """With all labels ignored, or no tokens at all, loss and gradients are torch's: a mean of nan, and gradients of
+    zeros.
+    """
+    hidden, weight, labels, bias = some(tokens=tokens)
+    labels.fill_(-100)
+    true = differentiated(untiled(hidden, weight, labels, bias, reduction), [hidden, weight, bias])
+    found = differentiated(
+        tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3, reduction=reduction),
+        [hidden, weight, bias],
+    )
+    for a, b in zip(found, true, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+def test_one_token() -> None:
+    """One token in one tile."""
+    hidden, weight, labels, bias = some()
+    hidden, labels = hidden[:, :1][:1].detach().requires_grad_(), labels[1:, :1]
+    found = differentiated(tiled_linear_cross_entropy(hidden, weight, labels, bias), [hidden, weight, bias])
+    assert error(found, differentiated(untiled(hidden, weight, labels, bias), [hidden, weight, bias])) <= 1e-12
+
+
+def test_labels_are_shifted_once() -> None:
+    """``shift=True`` lets token t predict label t + 1, as Hugging Face's causal loss does on whole logits."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    hidden, weight, labels, _ = some(torch.float32)
+    true = ForCausalLMLoss(F.linear(hidden, weight), labels, VOCAB)
+    torch.testing.assert_close(tiled_linear_cross_entropy(hidden, weight, labels, num_shards=4, shift=True), true)
+
+
+def test_count() -> None:
+    """A count to divide by takes the place of the labels that count here, in the loss and in its gradients."""
+    hidden, weight, labels, _ = some()
+    true = differentiated(untiled(hidden, weight, labels, reduction="sum") / 100, [hidden, weight])
+    for count in (100, torch.tensor(100)):
+        assert (
+            error(
+                differentiated(tiled_linear_cross_entropy(hidden, weight, labels, count=count), [hidden, weight]), true
+            )
+            <= 1e-12
+        )
+
+
+def test_costs_no_more_flops() -> None:
+    """FLOPs of the loss forward and backward are exactly those of the untiled head, also if a part is frozen."""
+    for frozen in ((), (0,), (1,)):
+        hidden, weight, labels, _ = some(torch.float32, tokens=64)
+        inputs = [t for i, t in enumerate((hidden, weight)) if i not in frozen]
+        for i in frozen:
+            (hidden, weight)[i].requires_grad_(False)
+        costs = [
+            flops(lambda f=function: differentiated(f(hidden, weight, labels), inputs))  # noqa: B023
+            for function in (untiled, lambda *args: tiled_linear_cross_entropy(*args, num_shards=8))
+        ]
+        assert costs[1] == costs[0]
+
+
+def test_peak_is_one_tile_of_logits() -> None:
+    """The peak is one tile of logits, beside the gradients: the hidden states' is the one that grows with the
+    tokens.
+    """
+    vocab, tile = 512, 64
+    peaks = []
+    for tokens in (512, 1024):
+        hidden, weight = randn(tokens, H), randn(vocab, H, seed=1)
+        labels = torch.arange(tokens) % vocab
+
+        def run(tiles: int, *inputs: Tensor) -> None:
+            differentiated(tiled_linear_cross_entropy(*inputs, num_shards=tiles), list(inputs[:2]))
+
+        peak = peak_bytes(partial(run, tokens // tile, hidden, weight, labels))
+        logits, gradient = 4 * tile * vocab, 4 * vocab * H
+        assert peak <= logits + 3 * gradient + 2 * 4 * tokens * H + 64 * tile
+        peaks.append(peak)
+    assert peaks[1] - peaks[0] <= 2 * 4 * 512 * H
+
+
+def test_nothing_is_written_to_grad_and_no_grad_computes_the_loss_alone() -> None:
+    """The forward writes no ``.grad``; under ``no_grad`` only the logits' products are computed."""
+    hidden, weight, labels, _ = some(torch.float32)
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=4)
+    assert hidden.grad is None
+    assert weight.grad is None
+    with torch.no_grad():
+        alone = flops(lambda: tiled_linear_cross_entropy(hidden, weight, labels, num_shards=4))
+        assert not tiled_linear_cross_entropy(hidden, weight, labels, num_shards=4).requires_grad
+    assert alone == 2 * labels.numel() * VOCAB * H
+    assert loss.requires_grad
+
+
+def test_backward_twice_and_accumulation() -> None:
+    """``retain_graph`` gives the same gradients twice; a weighted sum of losses is differentiated as such."""
+    hidden, weight, labels, _ = some()
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=4)
+    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, [hidden, weight]), strict=True))
+    weighted = [
+        torch.autograd.grad(
+            0.3 * f(hidden, weight, labels) + 0.7 * f(hidden * 2, weight, labels, reduction="sum"), [hidden, weight]
+        )
+        for f in (untiled, tiled_linear_cross_entropy)
+    ]
+    assert error(list(weighted[1]), list(weighted[0])) <= 1e-12
+
+
+def test_tied_weights() -> None:
+    """A head weight that is the embedding too gets the sum of both gradients."""
+    table, ids = nn.Embedding(VOCAB, H).double(), torch.arange(30).view(2, 15)
+    found = []
+    for function in (untiled, tiled_linear_cross_entropy):
+        found.append(list(torch.autograd.grad(function(table(ids).tanh(), table.weight, ids), [table.weight])))
+    assert error(found[1], found[0]) <= 1e-12
+
+
+def test_token_logprobs() -> None:
+    """``tiled_token_logprobs`` gives each label's log-probability and the gradients of a loss built on them (DPO's);
+    zero where ignored.
+    """
+    hidden, weight, labels, _ = some()
+    logprobs = F.linear(hidden, weight).log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None]).squeeze(-1) * (
+        labels >= 0
+    )
+    found = tiled_token_logprobs(hidden, weight, labels, num_shards=4)
+    results = [
+        torch.autograd.grad(-F.logsigmoid(0.1 * (lp[0] - lp[1]).sum()), [hidden, weight]) for lp in (logprobs, found)
+    ]
+    assert error([found.detach()], [logprobs.detach()]) <= 1e-12
+    assert error(list(results[1]), list(results[0])) <= 1e-12
+
+
+def test_module_form() -> None:
+    """The module is the function with its options."""
+    hidden, weight, labels, bias = some()
+    module = TiledLinearCrossEntropy(num_shards=3, label_smoothing=0.1)
+    assert torch.equal(
+        module(hidden, weight, labels, bias), tiled_linear_cross_entropy(hidden, weight, labels, bias, **module.options)
+    )
+    assert "label_smoothing=0.1" in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be between 0 and 1"),
+        ({"logit_softcap": 0.0}, r"logit_softcap=0.0 must be positive"),
+        ({"z_loss": -1.0}, r"z_loss=-1.0 must not be negative"),
+        ({"reduction": "max"}, r"reduction='max' must be"),
+        ({"num_shards": 0}, r"num_shards=0 must be"),
+        ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
+        ({"count": "local"}, r"count='local' must be a number of at least 0, 'global', or None"),
+        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
+        ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32: they must be whole numbers"),
+        ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
+        ({"bias": torch.zeros(3)}, r"bias has the shape \[3\] and must be \[37\]"),
+        (
+            {"weight": torch.nn.Linear(16, 37)},
+            r"weight is a Linear: give its weight of shape \[V, H\], as in head.weight",
+        ),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str) -> None:
+    """Values out of bounds and shapes that do not fit are refused with the bound."""
+    hidden, weight, labels, bias = some()
+    with pytest.raises((ValueError, TypeError), match=message):
+        tiled_linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_label_that_counts_in_16_bits(dtype: torch.dtype) -> None:
+    """With all labels ignored the gradients of 16-bit weights are zeros, not nan."""
+    hidden, weight, labels, bias = some(dtype)
+    labels.fill_(-100)
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3)
+    assert bool(loss.isnan())
+    for gradient in torch.autograd.grad(loss, [hidden, weight, bias]):
+        assert not bool(gradient.any())
+
+
+def test_float16_over_many_tokens() -> None:
+    """In float16 a mean over more tokens than its range holds has torch's gradients, in any number of tiles."""
+    torch.manual_seed(0)
+    hidden = torch.rand(80000, 2).half().requires_grad_()
+    weight = torch.randn(3, 2).half().requires_grad_()
+    labels = torch.zeros(80000, dtype=torch.long)
+    scale = 65536.0  # a gradient scaler's
+    exact = [hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    true = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels) * scale, exact)
+    for shards in (1, 16):
+        for accumulate in ("float32", "param"):
+            loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards, accumulate=accumulate) * scale
+            found = torch.autograd.grad(loss, [hidden, weight])
+            assert max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, true, strict=True)) <= 2e-3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_impossible_labels(smoothing: float) -> None:
+    """A label whose logit is -inf has torch's loss, inf, and others have theirs."""
+    hidden, weight, labels, bias = some()
+    with torch.no_grad():
+        bias[labels.flatten()[-1]] = -torch.inf
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    found = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3, **options)
+    torch.testing.assert_close(found, untiled(hidden, weight, labels, bias, **options), equal_nan=True)
+    assert bool(found.isinf().any())
+
+
+def test_a_random_head() -> None:
+    """A head with dropout draws the same in the forward and where the backward of ``"none"`` computes logits again."""
+    hidden, weight, labels, _ = some()
+    found = []
+    for reduction in ("sum", "none"):
+        torch.manual_seed(0)
+        tiles = LossTiles(CrossEntropy(), reduction, 3)
+        loss = tiles.loss(
+            lambda rows, weights: F.linear(F.dropout(rows, 0.5), *weights), hidden, labels, [weight], weight.shape[0]
+        ).sum()
+        torch.manual_seed(1)
+        found.append([loss, *torch.autograd.grad(loss, [hidden, weight])])
+    assert error(found[1], found[0]) <= 1e-12
+
+
+def test_weights_without_dimensions() -> None:
+    """A head with a scale of no dimension in bfloat16 gets a gradient for it."""
+    hidden, weight, labels, _ = some(torch.bfloat16)
+    scale = torch.tensor(0.7, dtype=torch.bfloat16, requires_grad=True)
+    tiles = LossTiles(CrossEntropy(), "mean", 3)
+    loss = tiles.loss(
+        lambda rows, weights: F.linear(rows, weights[0]) * weights[1], hidden, labels, [weight, scale], weight.shape[0]
+    )
+    (found,) = torch.autograd.grad(loss, scale)
+    (true,) = torch.autograd.grad(
+        F.cross_entropy((F.linear(hidden, weight) * scale).float().flatten(0, 1), labels.flatten()), scale
+    )
+    assert float(found) == pytest.approx(float(true), rel=2e-2)
+
+
+def test_autocast_keeps_no_casts() -> None:
+    """Of several losses in one autocast context, no copy of the weights outlives its loss."""
+    hidden, weight, labels, _ = some(torch.float32)
+    with LiveBytes() as meter, torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        alive = []
+        for _ in range(3):
+            tiled_linear_cross_entropy(hidden, weight, labels)
+            alive.append(meter.now)
+    assert alive[2] == alive[0]
+    with LiveBytes() as meter, torch.autocast("cpu", dtype=torch.bfloat16):
+        alive = []
+        for _ in range(3):
+            float(tiled_linear_cross_entropy(hidden, weight, labels).detach())
+            alive.append(meter.now)
+    assert alive[2] == alive[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"logit_softcap": math.inf}, {"z_loss": math.nan}, {"logit_scale": math.nan}, {"ignore_index": 1.5}]
+)
+def test_values_that_are_none(options: dict[str, Any]) -> None:
+    """What would make every loss nan is refused by name."""
+    hidden, weight, labels, _ = some()
+    with pytest.raises(ValueError, match=next(iter(options))):
+        tiled_linear_cross_entropy(hidden, weight, labels, **options)

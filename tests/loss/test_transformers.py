@@ -1,0 +1,343 @@
+"""The loss of transformers' models in tiles, without a change to their code."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled._log import _said
+from lt_tiled.report import Report
+from tests.architectures import ARCHITECTURES
+from tests.meters import flops, peak_bytes
+from tests.models import tiny_llama
+from tests.parity import FP32, worst
+
+LOSS = Tiling(loss=True, self_check=False)
+IDS = torch.arange(96).view(2, 48) % 64
+WHOLE = ("BART",)
+"""Those that add something of their own to whole logits."""
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
+    output = model(**inputs, **kwargs)
+    output.loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": output.loss.detach(), **found}
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "ViT"])
+def test_architectures(name: str) -> None:
+    """Loss and gradients are those of whole logits, which the model itself casts to float32; whole logits are absent,
+    or used and right.
+    """
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    inputs = architecture.feed(model)
+    true = run(model, inputs)
+    with prepare(model, tiling=LOSS, checkpointing=Checkpointing()):
+        found = run(model, inputs)
+        assert isinstance(model(**inputs).logits, Tensor) is (name in WHOLE)
+    assert found.keys() == true.keys()
+    scale = max(float(value.norm()) for value in true.values())
+    assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-6
+    assert isinstance(model(**inputs).logits, Tensor)
+
+
+def test_costs_no_more_flops_and_less_memory() -> None:
+    """FLOPs of a step are exactly those of whole logits, and the peak falls by most of the logits of a large
+    vocabulary.
+    """
+    model = tiny_llama(vocab_size=4096, num_hidden_layers=1)
+    ids = torch.arange(2048)[None] % 4096
+    costs = []
+    step = partial(run, model, {"input_ids": ids, "labels": ids})
+    for tiling in (None, Tiling(1, loss=True)):
+        with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+            costs.append((flops(step), peak_bytes(step)))
+    assert costs[1][0] == costs[0][0]
+    assert costs[0][1] - costs[1][1] >= 4 * 1024 * 4096
+
+
+def test_absent_logits_say_why() -> None:
+    """Logits that are touched say why they are not there; without labels they are there."""
+    model = tiny_llama()
+    with prepare(model, tiling=LOSS):
+        output = model(input_ids=IDS, labels=IDS)
+        for touch in (lambda logits: logits.shape, lambda logits: logits[:, 0], lambda logits: list(logits)):
+            with pytest.raises(
+                AttributeError, match=r"LlamaForCausalLM computed its loss in tiles.*without labels.*loss=False"
+            ):
+                touch(output.logits)
+        assert model(input_ids=IDS).logits.shape == (2, 48, 64)
+
+
+def test_arguments_of_the_loss() -> None:
+    """A number of items to divide by, and labels that are shifted already, are honoured; so are labels by position."""
+    model = tiny_llama().double()
+    for extra in ({"num_items_in_batch": 17}, {"shift_labels": IDS.flip(1)}):
+        true = run(model, {"input_ids": IDS, "labels": IDS}, **extra)
+        with prepare(model, tiling=LOSS):
+            assert worst(run(model, {"input_ids": IDS, "labels": IDS}, **extra), true) <= 1e-6
+    whole = model(IDS, None, None, None, None, IDS).loss
+    with prepare(model, tiling=LOSS):
+        output = model(IDS, None, None, None, None, IDS)
+    assert float(output.loss) == pytest.approx(float(whole), rel=1e-6)
+    assert not isinstance(output.logits, Tensor)
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj"]])
+def test_adapters_on_the_head(targets: list[str]) -> None:
+    """With LoRA on the head, or a frozen head, the gradients are those of whole logits."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(tiny_llama().double(), config)
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with prepare(model, tiling=LOSS):
+        found = run(model, {"input_ids": IDS, "labels": IDS})
+        assert not isinstance(model(input_ids=IDS, labels=IDS).logits, Tensor)
+    assert worst(found, true) <= 1e-6
+
+
+def test_tied_head_and_autocast() -> None:
+    """A head that shares the embedding's weight; and bfloat16 autocast, to its precision."""
+    model = tiny_llama(tie_word_embeddings=True)
+    for enabled, bound in ((False, 10 * FP32), (True, 2e-2)):
+        found = []
+        for tiling in (None, LOSS):
+            with prepare(model, tiling=tiling), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                found.append(run(model, {"input_ids": IDS, "labels": IDS}))
+        assert worst(found[1], {name: value.double() for name, value in found[0].items()}) <= bound
+
+
+def test_a_model_that_uses_its_logits(caplog: pytest.LogCaptureFixture) -> None:
+    """A model whose code does something else with its logits before the loss has whole ones, the right loss, and a line
+    that says so.
+    """
+    from transformers import LlamaForCausalLM
+
+    class Own(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            inner = self.loss_function
+            self._loss_function = lambda logits, labels, **kwargs: inner(logits.softmax(-1) + logits, labels, **kwargs)
+
+    torch.manual_seed(0)
+    model = Own(tiny_llama().config).double()
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with caplog.at_level("INFO", "lt_tiled"), prepare(model, tiling=LOSS):
+        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+    assert "the loss of Own is not tiled: its code uses whole logits (softmax)" in caplog.text
+
+
+def test_copies_and_release() -> None:
+    """A copy of a prepared model has its own weights; release leaves nothing behind; a model without such a loss is
+    refused.
+    """
+    model = tiny_llama()
+    before = [set(vars(m)) for m in model.modules()]
+    with prepare(model, tiling=LOSS):
+        clone = copy.deepcopy(model)
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        assert float(clone(input_ids=IDS, labels=IDS).loss) != pytest.approx(
+            float(model(input_ids=IDS, labels=IDS).loss)
+        )
+    assert [set(vars(m)) for m in model.modules()] == before
+    with pytest.raises(
+        ValueError,
+        match=r"loss=True\) found no model of transformers in TransformerEncoder.*tiled_linear_cross_entropy",
+    ):
+        prepare(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2), tiling=LOSS)
+
+
+def test_several_owners() -> None:
+    """Of two who want the loss in tiles the last number counts, each takes off its own, and a copy keeps what it was
+    copied with.
+    """
+    model = tiny_llama()
+
+    def tiles(m: nn.Module) -> list[int]:
+        return [row.tiles for row in Report.of(m).losses]
+
+    with prepare(model, tiling=Tiling(targets=[], loss=True)):
+        with prepare(model, tiling=Tiling(targets=[], loss=4)):
+            model(input_ids=IDS, labels=IDS)
+            clone = copy.deepcopy(model)
+            assert tiles(model) == [4]
+        longer = IDS.repeat(2, 1)
+        clone(input_ids=longer, labels=longer)
+        model(input_ids=longer, labels=longer)
+        assert (tiles(model), tiles(clone)) == ([1], [4])
+    assert tiles(model) == []
+    assert "forward" not in vars(model) | vars(model.lm_head)
+
+
+def test_loss_alone() -> None:
+    """``targets=[]`` tiles the loss and no module; with no loss either it is refused, as are counts of tiles that are
+    none.
+    """
+    model = tiny_llama()
+    with prepare(model, tiling=Tiling(targets=[], loss=2)) as prepared:
+        assert prepared.report().tiled == ()
+        assert prepared.report().summary() == "lt_tiled tiles the losses of 1 x LlamaForCausalLM"
+    with pytest.raises(ValueError, match=r"targets=\[\] must be .*with loss=True an empty list"):
+        Tiling(targets=[])
+    for count in (0, -1, 2.0, "auto"):
+        with pytest.raises(ValueError, match=f"loss={count!r} must be False or True or a whole number"):
+            Tiling(loss=count)
+
+
+def test_without_gradients() -> None:
+    """Under ``no_grad`` and in inference mode the loss is the whole logits'."""
+    model = tiny_llama().eval()
+    whole = float(model(input_ids=IDS, labels=IDS).loss)
+    with prepare(model, tiling=LOSS):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert float(model(input_ids=IDS, labels=IDS).loss) == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_custom_function_on_the_logits_is_refused() -> None:
+    """A loss kernel that takes logits past Python's operators, and would lose their gradients, is refused with the
+    remedy.
+    """
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            return logits.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    model = tiny_llama()
+    model._loss_function = lambda logits, labels, **kwargs: Kernel.apply(logits)
+    with (
+        prepare(model, tiling=LOSS),
+        pytest.raises(RuntimeError, match=r"LlamaForCausalLM: a custom autograd Function.*loss=False"),
+    ):
+        model(input_ids=IDS, labels=IDS)
+
+
+def test_hooks_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    """Hooks of a user on the head, which change or watch logits, get whole ones, once; the loss and its gradients are
+    right.
+    """
+    for register in (
+        lambda head: head.register_forward_hook(lambda module, args, output: output * 0.5),
+        lambda head: head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    ):
+        _said.clear()
+        model = tiny_llama().double()
+        register(model.lm_head)
+        true = run(model, {"input_ids": IDS, "labels": IDS})
+        with caplog.at_level("INFO", "lt_tiled"), prepare(model, tiling=LOSS):
+            assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-12
+        assert "the loss of LlamaForCausalLM is not tiled: somebody's hooks on its head" in caplog.text
+
+
+def test_a_head_that_uses_other_weights() -> None:
+    """A head that reads a weight which is not its own, and would get no gradient, is refused at its first call."""
+
+    class Borrowing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.other[0])
+
+    model = tiny_llama()
+    head = Borrowing(32, 64, bias=False)
+    head.other = [model.model.embed_tokens.weight]
+    model.lm_head = head
+    with (
+        prepare(model, tiling=LOSS),
+        pytest.raises(ValueError, match=r"head of LlamaForCausalLM: its output depends on a tensor of shape"),
+    ):
+        model(input_ids=IDS, labels=IDS)
+
+
+def test_generation_and_signature() -> None:
+    """A prepared model's forward shows its own arguments, so that ``generate`` makes the mask for padded prompts that
+    it makes untiled.
+    """
+    torch.manual_seed(0)
+    model = tiny_llama(pad_token_id=0, eos_token_id=1, bos_token_id=2).eval()
+    signature = inspect.signature(model.forward)
+    prompt = torch.tensor([[0, 0, 0, 20, 63], [7, 8, 9, 20, 63]])
+    plain = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    with prepare(model, tiling=Tiling(3, loss=True, self_check=False), checkpointing=Checkpointing()):
+        assert inspect.signature(model.forward) == signature
+        assert inspect.signature(model.model.layers[0].mlp.forward) == inspect.signature(
+            type(model.model.layers[0].mlp)(model.config).forward
+        )
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), plain)
+
+
+def test_two_logits_in_one_loss() -> None:
+    """A loss that multiplies the logits by others of the same head, or calls the model without labels, has the right
+    values.
+    """
+    model = tiny_llama().double()
+    inner = model.loss_function
+
+    def own(logits: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+        other = model.lm_head(torch.ones(2, 48, 32, dtype=torch.float64))
+        assert isinstance(model(input_ids=IDS).logits, Tensor)
+        return inner(logits * other, labels, **kwargs)
+
+    model.loss_function = own
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with prepare(model, tiling=LOSS):
+        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+
+
+def test_operators_on_logits() -> None:
+    """Whatever Python's operators do with logits before a loss, they do it with whole ones."""
+
+    def masked(logits: Any) -> Any:
+        logits[..., 5:7] = -1.0
+        return logits
+
+    ways: list[Any] = [masked, abs, lambda x: x % 0.7, lambda x: (x != 0) * x, lambda x: (x == x) * x]
+    for way in ways:
+        model = tiny_llama().double()
+        inner = model.loss_function
+        model.loss_function = lambda logits, labels, inner=inner, way=way, **kwargs: inner(
+            way(logits), labels, **kwargs
+        )
+        true = run(model, {"input_ids": IDS, "labels": IDS})
+        with prepare(model, tiling=LOSS):
+            assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+
+
+def test_absent_logits_can_be_copied() -> None:
+    """An output whose logits are absent can be copied and pickled."""
+    model = tiny_llama()
+    with prepare(model, tiling=LOSS):
+        logits = model(input_ids=IDS, labels=IDS).logits
+    for copied in (copy.copy(logits), copy.deepcopy(logits), pickle.loads(pickle.dumps(logits))):
+        with pytest.raises(AttributeError, match="computed its loss in tiles"):
+            copied.shape  # noqa: B018
+
+
+def test_models_without_a_loss_are_not_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only models that take labels are asked for their loss: transformers warns, in words about the loss, when others
+    are.
+    """
+    model = tiny_llama()
+
+    def asked(module: nn.Module) -> None:
+        raise RuntimeError("asked for a loss")
+
+    monkeypatch.setattr(type(model.model), "loss_function", property(asked))
+    with prepare(model, tiling=LOSS):
+        assert [row.kind for row in Report.of(model).losses] == ["LlamaForCausalLM"]

@@ -1,0 +1,395 @@
+"""Models whose boundaries are offloaded: bit for bit the results of checkpointing, and flat memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled import Checkpointing, OffloadDiskFull, OffloadError, Prepared, Tiling, prepare
+from tests.meters import LiveBytes
+from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.offload.faults import fail, nth_call
+from tests.parity import randn
+
+IDS = torch.arange(2 * 24).view(2, 24) % 32
+
+TIERS: list[dict[str, Any]] = [
+    {"offload": "disk"},
+    {"offload": "cpu"},
+    {"offload": "cpu+disk", "cpu_budget": 4096},
+    {"offload": "disk", "prefetch": 3, "keep_last": 0, "checksum": True},
+    {"offload": "disk", "keep_last": 5, "direct_io": False},
+    {"offload": "disk", "activations": "all"},
+]
+
+
+def policy(**fields: Any) -> Checkpointing:
+    return Checkpointing(min_bytes=0, **fields)
+
+
+def train(
+    checkpointing: Checkpointing | None, tiling: Tiling | None = None, steps: int = 20
+) -> tuple[list[float], list[Tensor], Prepared]:
+    """Twenty steps with accumulation over two micro-batches of different lengths, and a validation every fifth."""
+    torch.manual_seed(0)
+    model = TinyLM(5)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+    with prepare(model, checkpointing=checkpointing, tiling=tiling) as prepared:
+        for step in range(steps):
+            for ids in (IDS, IDS[:1, : 8 + step % 7]):
+                loss = lm_loss(model(ids), ids)
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 5 == 4:
+                with torch.no_grad():
+                    losses.append(lm_loss(model(IDS), IDS).item())
+        if prepared.offloader is not None:
+            gc.collect()
+            assert not prepared.offloader._live
+            assert prepared.offloader.disk is None or prepared.offloader.disk.spill.used == 0
+    return losses, [p.detach() for p in model.parameters()], prepared
+
+
+@pytest.mark.parametrize("tiling", [None, Tiling(4)], ids=["plain", "tiled"])
+@pytest.mark.parametrize("fields", TIERS, ids=str)
+def test_bit_identical(fields: dict[str, Any], tiling: Tiling | None) -> None:
+    """Over 20 steps with accumulation and validation, losses and weights are bit for bit those without offload, on
+    every tier.
+    """
+    checkpointing = None if fields.get("activations") == "all" else Checkpointing()
+    losses, weights, _ = train(checkpointing, tiling)
+    offloaded, offloaded_weights, prepared = train(policy(**fields), tiling)
+    assert offloaded == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, offloaded_weights, strict=True))
+    stats = prepared.offloader.so_far()
+    assert stats.cpu_bytes + stats.disk_bytes > 0 or fields.get("keep_last") == 5
+
+
+def test_one_boundary_for_each_block() -> None:
+    """With a tiled MLP in the block exactly one tensor of each block moves, its hidden states."""
+    packed: list[torch.Size] = []
+    model = TinyLM(4)
+    with prepare(model, checkpointing=policy(offload="disk", keep_last=0), tiling=Tiling(4)) as prepared:
+        real = prepared.offloader.pack
+        prepared.offloader.pack = lambda t, block: packed.append((block, t.shape)) or real(t, block)
+        for _ in range(2):
+            lm_loss(model(IDS), IDS).backward()
+    assert packed == [(f"blocks.{i}", (2, 24, H)) for i in range(4)] * 2
+    assert prepared.offloader.so_far().disk_bytes == 2 * 4 * 2 * 24 * H * 4
+
+
+def test_hugging_face_moves_hidden_states_only() -> None:
+    """Of a Llama's layers the hidden states move, and neither mask nor rotary tables, which the layers share."""
+    model, shapes = tiny_llama(num_hidden_layers=3), []
+    ids = IDS[:, :16]
+    with prepare(model, checkpointing=policy(offload="disk")) as prepared:
+        real = prepared.offloader.pack
+        prepared.offloader.pack = lambda t, block: shapes.append(t.shape) or real(t, block)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    assert shapes == [(2, 16, 32)] * 3
+
+
+def boundaries_alive(blocks: int, prefetch: int) -> tuple[int, int]:
+    """The most bytes that a step keeps alive beyond those of a model with one block, and a boundary's bytes."""
+    x = randn(1, 256, H)
+
+    def peak(count: int) -> int:
+        model = nn.Sequential(*(Block() for _ in range(count)))
+        cp = policy(offload="disk", prefetch=prefetch, targets=[str(i) for i in range(count)])
+        with prepare(model, checkpointing=cp):
+            for _ in range(2):
+                gradients = {id(p): torch.zeros_like(p) for p in model.parameters()}  # theirs are not what is measured
+                for p in model.parameters():
+                    p.grad = gradients[id(p)]
+                with LiveBytes() as meter:
+                    torch.autograd.backward(model(x), torch.ones(1, 256, H))
+                x.grad = None
+        return meter.peak
+
+    return peak(blocks) - peak(1), 256 * H * 4
+
+
+@pytest.mark.parametrize("blocks", [4, 8, 16])
+def test_memory_is_flat_in_the_number_of_blocks(blocks: int) -> None:
+    """With disk offload the boundaries alive at once are at most those kept, in flight, and prefetched, whatever the
+    number of blocks.
+    """
+    keep_last, in_flight, prefetched = 1, 2, 1
+    beyond, boundary = boundaries_alive(blocks, prefetched)
+    assert beyond <= (keep_last + in_flight + prefetched) * boundary
+
+
+def test_gradients_of_part_of_a_graph() -> None:
+    """``autograd.grad`` for an inner tensor, and a backward after it, give what they give without offload."""
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    x = randn(1, 16, H)
+
+    def grads(cp: Checkpointing | None) -> list[Tensor]:
+        with prepare(model, checkpointing=cp):
+            inner = model[:2](x)
+            out = model[2:](inner).square().sum()
+            (first,) = torch.autograd.grad(out, inner, retain_graph=True)
+            return [first, *torch.autograd.grad(out, [x, model[0].mlp.up.weight])]
+
+    plain = grads(Checkpointing())
+    assert all(torch.equal(a, b) for a, b in zip(grads(policy(offload="disk", keep_last=0)), plain, strict=True))
+
+
+def test_retain_graph() -> None:
+    """Two backwards through one graph each bring the boundaries back."""
+    model, x = nn.Sequential(*(Block() for _ in range(3))), randn(1, 16, H)
+    with prepare(model, checkpointing=policy(offload="disk", keep_last=0)):
+        out = model(x).square().sum()
+        out.backward(retain_graph=True)
+        once = x.grad.clone()
+        out.backward()
+    assert torch.equal(x.grad, 2 * once)
+
+
+def test_two_forwards_then_two_backwards() -> None:
+    """Graphs that overlap in time keep their own boundaries."""
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    xs = [randn(1, 16, H, seed=i) for i in range(2)]
+
+    def grads(cp: Checkpointing) -> list[Tensor]:
+        with prepare(model, checkpointing=cp):
+            outs = [model(x).square().sum() for x in xs]
+            return [torch.autograd.grad(out, x)[0] for out, x in zip(outs, xs, strict=True)]
+
+    plain = grads(Checkpointing())
+    assert all(torch.equal(a, b) for a, b in zip(grads(policy(offload="disk")), plain, strict=True))
+
+
+def test_one_block_called_twice() -> None:
+    """A block that the model calls several times (shared layers) keeps the input of each call."""
+    block, x = Block(), randn(1, 16, H)
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.block(self.block(x)))
+
+    model = Loop()
+    with prepare(model, checkpointing=Checkpointing("block")):
+        (plain,) = torch.autograd.grad(model(x).square().sum(), x)
+    with prepare(model, checkpointing=policy(targets="block", offload="disk", keep_last=0)):
+        (found,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseException]) -> None:
+    """An exception or Ctrl-C in the forward after k packs, or in the backward after k unpacks: nothing leaks, the next
+    step is right.
+    """
+    torch.manual_seed(0)
+    model = TinyLM(4)
+
+    def step() -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        lm_loss(model(IDS), IDS).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    with prepare(model, checkpointing=Checkpointing()):
+        plain = step()
+    fail_at, calls = (after + 1 if moment == "forward" else 4 + after + 1), [0]
+
+    def stumble(*_: object) -> None:
+        calls[0] += 1
+        if calls[0] == fail_at:
+            raise kind("stumbled")
+
+    with prepare(model, checkpointing=policy(offload="disk", keep_last=0)) as prepared:
+        handles = [block.attention.register_forward_pre_hook(stumble) for block in model.blocks]
+        with pytest.raises(kind, match="stumbled"):
+            step()
+        for handle in handles:
+            handle.remove()
+        gc.collect()
+        assert not prepared.offloader._live
+        found = step()
+        gc.collect()
+        assert prepared.offloader.disk.spill.used == 0
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "kind"),
+    [
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull),
+        ("pwritev", fail(errno.EIO), OffloadError),
+        ("preadv", fail(errno.EIO), OffloadError),
+    ],
+)
+def test_a_failing_disk_ends_the_step_and_not_the_run(function: str, fault: object, kind: type[OffloadError]) -> None:
+    """A disk that fails once ends the step in an error that names step and block; the next step is right."""
+    torch.manual_seed(0)
+    model = TinyLM(5)
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        lm_loss(model(IDS), IDS).backward()
+        return model.embed.weight.grad.clone()
+
+    with prepare(model, checkpointing=Checkpointing()):
+        plain = step()
+    with prepare(model, checkpointing=policy(offload="disk", keep_last=0)):
+        with (
+            nth_call(function, 1, fault),
+            pytest.raises(kind, match=r"step 1, block blocks\.\d, \[2, 24, 16\] float32"),
+        ):
+            step()
+        assert torch.equal(step(), plain)
+
+
+def test_full_disk_before_training(tmp_path: Path) -> None:
+    """A disk without room for the budget is an error when the model is prepared, which leaves the model as it was."""
+    model = TinyLM()
+    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFull, match="cannot reserve"):
+        prepare(model, checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_release_gives_disk_and_descriptors_back(tmp_path: Path) -> None:
+    """After the release no file, no descriptor and no thread of the offloader is left."""
+    import threading
+
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        model = TinyLM(3)
+        with prepare(model, checkpointing=policy(offload="disk", directory=str(tmp_path))):
+            lm_loss(model(IDS), IDS).backward()
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("select", [["x"], [0], ["extra"], [1], ["x", "extra"]])
+def test_select(select: list[str | int]) -> None:
+    """``select`` names inputs by name or position; results stay, and just those move."""
+
+    class Two(Block):
+        def forward(self, x: Tensor, extra: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + extra)
+
+    model, x = nn.ModuleList(Two() for _ in range(3)), randn(1, 8, H)
+    extras = [randn(1, 8, H, seed=i + 1) * 2 for i in range(3)]
+
+    def run(cp: Checkpointing) -> Tensor:
+        with prepare(model, checkpointing=cp) as prepared:
+            y = x * 1
+            for block, extra in zip(model, extras, strict=True):
+                y = block(y, extra)
+            (gradient,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            moved = prepared.offloader.so_far().disk_bytes if prepared.offloader else 0
+        moves.append(moved)
+        return gradient
+
+    moves: list[int] = []
+    plain = run(Checkpointing())
+    assert torch.equal(run(policy(offload="disk", keep_last=0, select=select)), plain)
+    assert moves[1] == 3 * len(select) * 8 * H * 4
+
+
+def test_select_of_a_missing_argument() -> None:
+    """An argument that the block does not have is an error with its name."""
+    model = nn.Sequential(Block(), Block())
+    for select, message in (
+        (["hidden"], "select='hidden' is no argument of Block"),
+        ([3], "select=3: Block was called with 1 positional"),
+    ):
+        with (
+            prepare(model, checkpointing=policy(offload="disk", select=select)),
+            pytest.raises(ValueError, match=message),
+        ):
+            model(randn(1, 8, H))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"offload": "nvme"}, "offload='nvme' must be one of None, 'cpu', 'disk', 'cpu\\+disk'"),
+        (
+            {"cpu_budget": "1GiB"},
+            "cpu_budget='1GiB' has no meaning with offload=None: set offload='cpu' or 'cpu\\+disk'",
+        ),
+        ({"offload": "cpu", "directory": "/x"}, "directory='/x' has no meaning with offload='cpu'"),
+        ({"offload": "cpu", "cpu_budget": "much"}, "cpu_budget='much' is not a number of bytes"),
+        ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
+        ({"prefetch": 0}, "prefetch=0 must be 'auto' or a whole number of at least 1"),
+        ({"keep_last": -1}, "keep_last=-1 must be a whole number of at least 0"),
+        ({"select": "x"}, "select='x' must be \"auto\", or a list"),
+        ({"activations": "all"}, "activations='all' needs a place to offload to"),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], message: str) -> None:
+    """Values out of bounds, and places for what is not offloaded there, are refused when the policy is made."""
+    with pytest.raises(ValueError, match=message):
+        Checkpointing(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("32GiB", 32 * 2**30), ("500 GB", 5 * 10**11), ("1.5kib", 1536), (7, 7), ("12b", 12), ("3M", 3 * 10**6)],
+)
+def test_bytes(text: int | str, value: int) -> None:
+    """Budgets are numbers of bytes, or texts with binary or decimal units."""
+    from lt_tiled.policies import parse_bytes
+
+    assert parse_bytes(text, "cpu_budget") == value
+
+
+def test_everything_mode_never_moves_weights() -> None:
+    """``activations="all"`` moves what blocks save, at the size that they save, and no weight or its transpose."""
+    model = nn.Sequential(GatedMLP(), GatedMLP())
+    model = nn.ModuleList([model[0], model[1]])
+    x, shapes = randn(1, 32, H), []
+    with prepare(model, checkpointing=policy(offload="disk", activations="all", keep_last=0)) as prepared:
+        real = prepared.offloader.pack
+        prepared.offloader.pack = lambda t, block: shapes.append(tuple(t.shape)) or real(t, block)
+        y = model[1](model[0](x))
+        y.sum().backward()
+    assert shapes
+    assert all(32 in shape for shape in shapes)
+
+
+@pytest.mark.parametrize("fields", [{"offload": "cpu", "cpu_budget": 4096}, {"offload": "disk", "keep_last": 4}])
+def test_everything_mode_frees_graphs_without_backward(fields: dict[str, Any]) -> None:
+    """Saved outputs (of a sigmoid) make no cycle with the graph that holds them: forwards that are dropped leave
+    nothing.
+    """
+    model = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Sigmoid()) for _ in range(5))
+    with prepare(model, checkpointing=policy(activations="all", **fields)) as prepared:
+        for _ in range(3):
+            y = randn(1, 32, H)
+            for block in model:
+                y = block(y)
+            del y
+            gc.collect()
+            assert not prepared.offloader._live
+
+
+def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
+    """A second policy that would offload nothing, because all blocks are checkpointed, says so instead of doing
+    nothing.
+    """
+    model = TinyLM()
+    with (
+        prepare(model, checkpointing=Checkpointing()),
+        pytest.raises(ValueError, match="offload='disk' would do nothing: all 2 blocks are checkpointed already"),
+    ):
+        prepare(model, checkpointing=policy(offload="disk"))

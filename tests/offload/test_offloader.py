@@ -1,0 +1,405 @@
+"""The offloader: what autograd does with packed tensors, whatever the order, and what goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_tiled import Checkpointing, OffloadDiskFull, OffloadError
+from lt_tiled.errors import hooks
+from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import Boundary, Offloader
+from tests.offload.faults import each_call, fail, nothing, nth_call
+
+Make = Callable[..., Offloader]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes offloaders, to disk by default, and closes them; each must have given its space back."""
+    made: list[Offloader] = []
+
+    def build(offload: str = "disk", **fields: object) -> Offloader:
+        if "disk" in offload:
+            fields.setdefault("directory", str(tmp_path))
+        fields = {"min_bytes": 0, "keep_last": 0, **fields}
+        made.append(build_offloader(Checkpointing(offload=offload, **fields)))
+        made[-1].wait_seconds = 20
+        return made[-1]
+
+    yield build
+    for offloader in made:
+        gc.collect()
+        settle(offloader)
+        assert not offloader._live
+        if offloader.disk is not None:
+            end = time.monotonic() + 20
+            while offloader.disk.spill.used and time.monotonic() < end:  # a read ahead gives its space back as it ends
+                time.sleep(0.001)
+            assert offloader.disk.spill.used == 0
+        offloader.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def settle(offloader: Offloader) -> None:
+    """Wait until nothing is on its way out."""
+    end = time.monotonic() + 20
+    while offloader._leaving:
+        assert time.monotonic() < end
+        with offloader._lock, suppress(OffloadError):
+            offloader._reap()
+        time.sleep(0.001)
+
+
+def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
+    """Whether it is gone, or soon: the thread that moved it lets go of it just after it has said that it is done."""
+    end = time.monotonic() + 10
+    while storage() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    return storage() is None
+
+
+def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> Boundary:
+    """Pack a tensor and wait until its bytes are elsewhere."""
+    packed = offloader.pack(tensor, block)
+    assert isinstance(packed, Boundary)
+    settle(offloader)
+    return packed
+
+
+TIERS = [
+    ("disk", {}),
+    ("cpu", {}),
+    ("cpu+disk", {"cpu_budget": 8192}),
+    ("disk", {"checksum": True, "direct_io": False}),
+]
+
+
+@pytest.mark.parametrize(("offload", "fields"), TIERS)
+def test_round_trip(make: Make, offload: str, fields: dict[str, object]) -> None:
+    """What is packed comes back bit for bit from every tier, last packed first, and in any other order."""
+    offloader = make(offload, **fields)
+    tensors = [torch.randn(3, 500 + i) for i in range(12)]
+    packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
+    assert all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
+    assert all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True))
+
+
+def test_memory_is_let_go(make: Make) -> None:
+    """The tensor itself is freed once its bytes are on disk."""
+    offloader, tensor = make(), torch.randn(1000)
+    storage = weakref.ref(tensor.untyped_storage())
+    packed = away(offloader, tensor)
+    del tensor
+    assert freed(storage)
+    assert offloader.unpack(packed).shape == (1000,)
+
+
+def test_keep_last(make: Make) -> None:
+    """The last ones packed stay where they are, and are handed back themselves."""
+    offloader = make(keep_last=2)
+    tensors = [torch.randn(100) for _ in range(4)]
+    packed = [offloader.pack(t, "block") for t in tensors]
+    settle(offloader)
+    assert [p.tensor is not None for p in packed] == [False, False, True, True]
+    assert offloader.unpack(packed[3]).data_ptr() == tensors[3].data_ptr()
+
+
+def test_in_flight_is_handed_back_from_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is asked for before its write has ended is handed back at once."""
+    gate = threading.Event()
+    offloader, tensor = make(), torch.randn(1000)
+    real = offloader.disk.spill._write
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(20), real(*a)))
+    packed = offloader.pack(tensor, "block")
+    assert torch.equal(offloader.unpack(packed), tensor)
+    assert offloader.stats.from_memory == 1
+    gate.set()
+    settle(offloader)
+    assert torch.equal(offloader.unpack(packed), tensor)
+
+
+def test_slow_disk_costs_time_and_not_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a slow disk no more than the allowed number of tensors are alive at once, and the wait is counted."""
+    offloader = make()
+    real = offloader.disk.spill._write
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (time.sleep(0.02), real(*a)))
+    packed, most = [], 0
+    for _ in range(12):
+        packed.append(offloader.pack(torch.randn(100), "block"))
+        most = max(most, sum(p.tensor is not None for p in packed))
+    assert most <= hooks.IN_FLIGHT
+    assert offloader.stats.stalled_ms > 20
+
+
+def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that answers no more is an error that names what was waited for, not a hang."""
+    gate = threading.Event()
+    offloader = make()
+    offloader.wait_seconds = 0.1
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: gate.wait(20))
+    packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(hooks.IN_FLIGHT)]
+    with pytest.raises(
+        OffloadError,
+        match=r"the write of 400 bytes has not ended within 0.1 s \(step 1, block layers.0, \[100\] float32",
+    ):
+        offloader.pack(torch.randn(100), "layers.9")
+    gate.set()
+    settle(offloader)
+    del packed
+
+
+def test_prefetch_is_bounded(make: Make) -> None:
+    """No more than ``prefetch`` tensors are on their way back or back and unused at once."""
+    offloader = make(prefetch=2)
+    packed = [away(offloader, torch.randn(100)) for _ in range(8)]
+    for p in reversed(packed):
+        offloader.unpack(p)
+        assert sum(q.loading is not None for q in packed) <= 2
+    assert sum(q.loading is not None for q in packed) == 0
+
+
+def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``prefetch="auto"`` begins with one, and takes one more after each wait, up to its limit."""
+    offloader = make()
+    assert offloader.depth == 1
+    real = offloader.disk.spill._read
+    monkeypatch.setattr(offloader.disk.spill, "_read", lambda *a: (time.sleep(0.005), real(*a)))
+    packed = [away(offloader, torch.randn(100)) for _ in range(20)]
+    for p in reversed(packed):
+        offloader.unpack(p)
+    assert 1 < offloader.depth <= hooks.MAX_PREFETCH
+    assert offloader.stats.prefetch_misses > 0
+
+
+def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is changed while it is written is an error, not a gradient from half of the new values."""
+    gate = threading.Event()
+    offloader, tensor = make(), torch.randn(1000)
+    real = offloader.disk.spill._write
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(20), real(*a)))
+    packed = offloader.pack(tensor.detach(), "layers.3")
+    tensor.add_(1)
+    gate.set()
+    packed.stored.settle(20)
+    with pytest.raises(
+        OffloadError, match=r"changed in place after it was packed.*step 1, block layers.3, \[1000\] float32"
+    ):
+        offloader.unpack(packed)
+
+
+def test_changed_in_place_while_it_is_kept(make: Make) -> None:
+    """So is one that stayed where it is."""
+    offloader, tensor = make(keep_last=1), torch.randn(10)
+    packed = offloader.pack(tensor.detach(), "block")
+    tensor.add_(1)
+    with pytest.raises(OffloadError, match="changed in place"):
+        offloader.unpack(packed)
+
+
+def test_changed_in_place_after_it_left(make: Make) -> None:
+    """A change after the bytes are safe harms nothing: the old values come back."""
+    offloader, tensor = make(), torch.randn(10)
+    before = tensor.clone()
+    packed = away(offloader, tensor.detach())
+    tensor.add_(1)
+    assert torch.equal(offloader.unpack(packed), before)
+
+
+def test_dropped_without_backward(make: Make) -> None:
+    """Graphs that are dropped, also while they are written or read, give their space back (checked by the fixture)."""
+    offloader = make()
+    for _ in range(20):
+        packed = [offloader.pack(torch.randn(5000), "block") for _ in range(3)]
+        offloader.unpack(packed[-1])
+        del packed
+
+
+def test_two_graphs_interleaved(make: Make) -> None:
+    """Two forwards and then two backwards, first forward first, bring back what each packed."""
+    offloader = make(keep_last=1)
+    tensors = [[torch.randn(100) for _ in range(4)] for _ in range(2)]
+    packed = [[offloader.pack(t.clone(), "block") for t in graph] for graph in tensors]
+    for graph, records in zip(tensors, packed, strict=True):
+        assert all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(records, graph, strict=True))))
+
+
+def test_several_threads(make: Make) -> None:
+    """Packing and unpacking from several threads at once mixes nothing up."""
+    offloader, failures = make(), []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(20):
+            tensors = [torch.randn(300, generator=generator) for _ in range(3)]
+            packed = [offloader.pack(t.clone(), "block") for t in tensors]
+            if not all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True)):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
+    """Small tensors, weights and what cannot be moved are handed back themselves."""
+    offloader = make(min_bytes=1000)
+    for tensor in (torch.randn(10), torch.nn.Parameter(torch.randn(1000)), torch.empty(0)):
+        assert offloader.pack(tensor, "block") is tensor
+
+
+def test_compress(make: Make) -> None:
+    """``compress`` writes half the bytes of float32, rounds to bfloat16 also what is still on its way, and leaves other
+    dtypes alone.
+    """
+    offloader, tensor = make(compress=True), torch.randn(1000)
+    for _ in range(20):
+        assert torch.equal(offloader.unpack(offloader.pack(torch.ones(1000) * 1.001, "block")), torch.ones(1000))
+    offloader.end_step()
+    assert torch.equal(offloader.unpack(away(offloader, tensor)), tensor.bfloat16().float())
+    assert offloader.stats.disk_bytes == 2000
+    half = torch.randn(1000).half()
+    assert torch.equal(offloader.unpack(away(offloader, half)), half)
+
+
+def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """What the RAM's budget has no room for stays on the device, is right, and is said once."""
+    offloader = make("cpu", cpu_budget=8192)
+    tensors = [torch.randn(1000) for _ in range(5)]
+    packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
+    assert all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True))
+    assert offloader.stats.cpu_bytes == 8000
+    assert offloader.stats.kept_bytes == 12000
+    assert caplog.text.count("cpu_budget has no room") == 1
+
+
+def test_tiers_in_order(make: Make) -> None:
+    """With both tiers RAM is filled first, and the overflow goes to disk."""
+    offloader = make("cpu+disk", cpu_budget=8192)
+    packed = [away(offloader, torch.randn(1000)) for _ in range(5)]
+    assert [p.stored.tier for p in packed] == ["cpu", "cpu", "disk", "disk", "disk"]
+
+
+def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's budgets are divided by its ranks: those that the caller names, or that torchrun does."""
+    policy = Checkpointing(offload="cpu+disk", cpu_budget="1MiB", disk_budget="2MiB", directory=str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for ranks, shares in ((None, 4), (2, 2)):
+        offloader = build_offloader(policy, ranks)
+        assert offloader.ram.slabs.budget == 2**20 // shares
+        assert offloader.disk.spill.budget == 2**21 // shares
+        offloader.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "kind"),
+    [
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull),
+        ("pwritev", fail(errno.EIO), OffloadError),
+        ("pwritev", nothing, OffloadError),
+        ("preadv", fail(errno.EIO), OffloadError),
+        ("preadv", nothing, OffloadError),
+        ("posix_fallocate", fail(errno.ENOSPC), OffloadDiskFull),
+    ],
+)
+def test_each_failing_call(make: Make, function: str, fault: object, kind: type[OffloadError]) -> None:
+    """Whichever call of a step fails, the step ends in an error with step, block and shape; nothing leaks, and the next
+    step is right.
+    """
+
+    def step(offloader: Offloader) -> None:
+        tensors = [torch.randn(500) for _ in range(4)]
+        packed = [offloader.pack(t.clone(), f"layers.{i}") for i, t in enumerate(tensors)]
+        settle_loud(offloader)
+        for p, t in reversed(list(zip(packed, tensors, strict=True))):
+            assert torch.equal(offloader.unpack(p), t)
+
+    def settle_loud(offloader: Offloader) -> None:
+        while offloader._leaving:
+            offloader._leaving[0]().stored.settled()
+            offloader._reap()
+
+    errors: list[OffloadError] = []
+    for _ in each_call(function, fault):
+        offloader = make()
+        try:
+            step(offloader)
+        except OffloadError as error:
+            errors.append(error)
+    expected = {"pwritev": 4, "preadv": 4, "posix_fallocate": 0}[
+        function
+    ]  # a large extension that fails is tried smaller
+    assert [type(error) for error in errors] == [kind] * expected
+    for error in errors:
+        assert error.origin is not None
+        assert (error.origin.step, error.origin.shape) == (1, torch.Size([500]))
+        assert error.origin.block.startswith("layers.")
+        assert error.directory is not None
+    offloader = make()
+    with nth_call(function, 1, fault), suppress(OffloadError):
+        step(offloader)
+    gc.collect()
+    settle(offloader)
+    step(offloader)
+
+
+def test_released_before_the_backward(make: Make) -> None:
+    """A graph that outlives the offloader is told so, in place of wrong data."""
+    offloader = make()
+    packed = away(offloader, torch.randn(100), "layers.0")
+    offloader.close()
+    offloader.close()
+    with pytest.raises(OffloadError, match=r"released before this graph's backward.*block layers.0"):
+        offloader.unpack(packed)
+
+
+def test_statistics(make: Make) -> None:
+    """A step's figures count bytes by tier and how boundaries came back; the total adds the steps."""
+    offloader = make(keep_last=1)
+    for _ in range(2):
+        packed = [offloader.pack(torch.randn(250), "block") for _ in range(4)]
+        settle(offloader)
+        for p in reversed(packed):
+            offloader.unpack(p)
+        del packed, p
+        stats = offloader.end_step()
+        assert stats.disk_bytes == 3 * 1000
+        assert stats.from_memory == 1
+        assert stats.prefetch_hits + stats.prefetch_misses == 3
+    assert offloader.so_far().disk_bytes == 6000
+    assert offloader.step == 2
+    lines = offloader.so_far().describe(2, seconds=1.0)
+    assert lines[0] == "offloaded per step: 0.0 MiB to RAM, 0.0 MiB to disk"
+    assert "TB a day" in lines[-1]
+
+
+def test_an_older_live_graph_does_not_stop_prefetching(make: Make) -> None:
+    """While an older graph is alive, those of the newer ones are prefetched step after step, and the older one's come
+    back too.
+    """
+    offloader = make(prefetch=2)
+    older = [away(offloader, torch.full((300,), float(i))) for i in range(5)]
+    for _ in range(4):
+        offloader.end_step()
+        packed = [away(offloader, torch.randn(300)) for _ in range(6)]
+        for p in reversed(packed):
+            offloader.unpack(p)
+            for q in packed:
+                if q.loading is not None:
+                    q.loading.wait(20)
+        del packed, p, q
+        assert offloader.stats.prefetch_hits == 5  # all but the first one asked for
+    assert [float(offloader.unpack(p)[0]) for p in reversed(older)] == [4.0, 3.0, 2.0, 1.0, 0.0]

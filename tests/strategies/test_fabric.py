@@ -1,0 +1,131 @@
+"""The Fabric strategies in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.accelerators import CPUAccelerator
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lt_tiled import Checkpointing
+from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
+from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
+from tests.lit import replaced
+from tests.models import TinyLM, lm_loss
+
+
+def train(strategy: Any, **kwargs: Any) -> tuple[list[float], TinyLM, Fabric]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, **kwargs)
+    torch.manual_seed(0)
+    net = TinyLM()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    losses = []
+    for step in range(3):
+        ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(step))
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, net, fabric
+
+
+@pytest.mark.parametrize("strategy", [TiledSingleDeviceStrategy(tiling=4), TiledSingleDeviceStrategy(), "tiled"])
+def test_losses_are_the_stock_strategys(strategy: Any) -> None:
+    """Losses are those of stock Fabric; the model is marked until the strategy releases it."""
+    plain, _, _ = train("auto")
+    losses, net, fabric = train(strategy)
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert replaced(net) == 4
+    fabric.strategy.release()
+    assert replaced(net) == 0
+
+
+def test_registered_names() -> None:
+    """Every name is known to Fabric too, and is a class of ``lt_tiled.fabric``."""
+    names = [name for name in STRATEGY_REGISTRY.available_strategies() if name.startswith("tiled")]
+    assert names == [name for name in StrategyRegistry.available_strategies() if name.startswith("tiled")]
+    for name in names:
+        assert type(Fabric(strategy=name, accelerator="cpu", devices=1).strategy).__module__.startswith(
+            "lt_tiled.fabric."
+        )
+    assert isinstance(Fabric(strategy="tiled_ddp", accelerator="cpu", devices=1).strategy, TiledDDPStrategy)
+
+
+def test_several_models() -> None:
+    """Two models that go through one strategy are both marked; setting one up again marks nothing twice; teardown frees
+    both.
+    """
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=4))
+    models = [TinyLM(), TinyLM()]
+    for model in models:
+        fabric.setup(model)
+    fabric.strategy.setup_module(models[0])
+    assert [replaced(model) for model in models] == [4, 4]
+    fabric.strategy.teardown()
+    assert [replaced(model) for model in models] == [0, 0]
+
+
+def test_the_device_follows_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The single-device strategy takes the accelerator's device."""
+    monkeypatch.setattr(CPUAccelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device("meta")]))
+    assert Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy()).device == torch.device("meta")
+
+
+def test_callback() -> None:
+    """``Fabric(callbacks=[TiledMLP()])`` tiles what ``fabric.setup`` is given, and ``release`` undoes it."""
+    plain, _, _ = train("auto")
+    callback = TiledMLP(num_shards=4)
+    losses, net, _ = train("auto", callbacks=[callback])
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert callback.prepared is not None
+    assert [row.tiles for row in callback.prepared.report().tiled] == [4, 4]
+    callback.release()
+    assert replaced(net) == 0
+
+
+def test_callback_with_several_models() -> None:
+    """Two models that go through one callback are both tiled until it releases them."""
+    callback = TiledMLP(num_shards=4)
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback])
+    models = [TinyLM(), TinyLM()]
+    for model in models:
+        fabric.setup(model)
+    assert [replaced(model) for model in models] == [2, 2]
+    callback.release()
+    assert [replaced(model) for model in models] == [0, 0]
+
+
+def test_offload(tmp_path: Path) -> None:
+    """Offloading through Fabric, by the strategy and by the callback, leaves losses bit for bit those of
+    checkpointing.
+    """
+    plain, _, _ = train(TiledSingleDeviceStrategy(tiling=None))
+    policy = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0}
+    by_strategy, _, fabric = train(TiledSingleDeviceStrategy(tiling=None, checkpointing=Checkpointing(**policy)))
+    callback = OffloadedCheckpointing(**policy)
+    by_callback, _, _ = train("auto", callbacks=[callback])
+    assert by_strategy == by_callback == plain
+    assert (
+        fabric.strategy.prepared[0].offloader.so_far().disk_bytes == callback.prepared.offloader.so_far().disk_bytes > 0
+    )
+    fabric.strategy.release()
+    callback.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compiled_model() -> None:
+    """A compiled model that goes through ``fabric.setup`` is tiled inside and trains as without."""
+    plain, _, _ = train("auto")
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=4))
+    torch.manual_seed(0)
+    net = TinyLM()
+    model = fabric.setup(torch.compile(net, backend="eager"))
+    ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert float(lm_loss(model(ids), ids).detach()) == pytest.approx(plain[0], rel=1e-5)
+    assert replaced(net) == 4

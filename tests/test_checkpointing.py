@@ -1,0 +1,226 @@
+"""Checkpointed blocks: found, recomputed once, and the same results."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled.checkpointing import find_checkpointable
+from tests.meters import LiveBytes, flops, peak_bytes
+from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
+from tests.parity import FP32, gradients, randn, reference, worst
+
+IDS = torch.arange(2 * 24).view(2, 24) % 32
+
+
+def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
+    return [path for path, _ in find_checkpointable(model, Checkpointing(targets))]
+
+
+def test_auto_finds_hugging_face_layers() -> None:
+    """Hugging Face's gradient-checkpointing layers are found."""
+    assert found(tiny_llama()) == ["model.layers.0", "model.layers.1"]
+
+
+def test_auto_finds_torch_layers() -> None:
+    """``nn.TransformerEncoderLayer`` is found, also if there is only one."""
+    layer = nn.TransformerEncoderLayer(H, 2, 32, batch_first=True)
+    assert found(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)) == ["layers.0"]
+
+
+def test_auto_finds_repeated_children() -> None:
+    """The repeated children of a ModuleList and of a Sequential are found; single ones and bare projections are not."""
+    assert found(TinyLM(3)) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert found(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H), Block(), Block())) == ["2", "3"]
+
+
+def test_named_blocks() -> None:
+    """Class names and globs name blocks."""
+    assert found(TinyLM(3), ["blocks.0", "blocks.2"]) == ["blocks.0", "blocks.2"]
+    assert found(TinyLM(2), "Block") == ["blocks.0", "blocks.1"]
+
+
+def test_nothing_found() -> None:
+    """No blocks is an error that says how to name them and how to turn checkpointing off."""
+    with pytest.raises(ValueError, match=r"found no blocks in Block.*targets=.*checkpointing=False"):
+        found(Block())
+    with pytest.raises(ValueError, match=r"Checkpointing target 'Layer' matches no module of TinyLM"):
+        found(TinyLM(), "Layer")
+
+
+def loss(model: nn.Module) -> dict[str, Tensor]:
+    return gradients(model, IDS, loss=lambda logits: lm_loss(logits, IDS))
+
+
+@pytest.mark.parametrize("tiling", [None, Tiling(4)])
+def test_results_are_the_same(tiling: Tiling | None) -> None:
+    """Loss and gradients of a model with checkpointed blocks, tiled or not, are the plain ones."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    true = reference(model, IDS, loss=lambda logits: lm_loss(logits, IDS))
+    with prepare(model, checkpointing=Checkpointing(), tiling=tiling):
+        for _ in range(2):
+            assert worst(loss(model), true) < FP32
+
+
+def test_dropout_is_replayed() -> None:
+    """Dropout in a checkpointed block draws the same masks in the recompute."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Dropout(0.5)) for _ in range(2))).double()
+    x = randn(2, 9, H, dtype=torch.float64)
+    torch.manual_seed(3)
+    true = gradients(model, x)
+    with prepare(model, checkpointing=Checkpointing()):
+        torch.manual_seed(3)
+        assert worst(gradients(model, x), true) < 1e-12
+
+
+def test_only_the_boundaries_are_kept() -> None:
+    """Between forward and backward a checkpointed model holds one hidden state per block, not the blocks' insides."""
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    x = randn(1, 64, H)
+    with prepare(model, checkpointing=Checkpointing()), LiveBytes() as meter:
+        y = model(x)
+        held = meter.now
+    assert y.requires_grad
+    assert held == 4 * x.nbytes  # three between the blocks, and the output
+
+
+def test_tensors_in_keywords_and_containers_are_packed() -> None:
+    """Hidden states that reach a block by keyword or in a tuple pass the saved-tensor hooks, as positional ones do."""
+
+    class Wrapped(Block):
+        def forward(self, *, pair: tuple[Tensor, None]) -> Tensor:  # type: ignore[override]
+            return super().forward(pair[0])
+
+    model = nn.ModuleList([Wrapped(), Wrapped()])
+    packed: list[torch.Size] = []
+    with prepare(model, checkpointing=Checkpointing()):
+        x = randn(1, 8, H)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+            y = model[1](pair=(model[0](pair=(x, None)), None))
+        y.sum().backward()
+    assert packed == [x.shape] * 2
+    assert x.grad is not None
+
+
+def test_lists_and_dictionaries_stay_the_callers() -> None:
+    """What a block adds to a list or dictionary of the caller's is there after the call."""
+
+    class Notes(Block):
+        def forward(self, x: Tensor, notes: dict[str, object], losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            notes["seen"] = True
+            losses.append(y.mean())
+            return y
+
+    model = nn.ModuleList([Notes(), Notes()])
+    notes: dict[str, object] = {}
+    losses: list[Tensor] = []
+    with prepare(model, checkpointing=Checkpointing()):
+        x = randn(1, 8, H)
+        y = model[1](model[0](x, notes, losses), notes, losses)
+        assert notes == {"seen": True}
+        assert len(losses) == 2
+        y.sum().backward()
+
+
+def test_no_grad_runs_the_block_as_it_is() -> None:
+    """Without gradients a checkpointed block costs what it costs plain."""
+    model = TinyLM()
+    with torch.no_grad():
+        plain = peak_bytes(lambda: model(IDS))
+        with prepare(model, checkpointing=Checkpointing()):
+            assert peak_bytes(lambda: model(IDS)) == plain
+
+
+def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With ``gradient_checkpointing_enable`` called before or after, blocks are recomputed once, it is said, and it is
+    put back.
+    """
+    model = tiny_llama().train()
+    ids = IDS[:, :16]
+
+    def run() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    plain = flops(run)
+    model.gradient_checkpointing_enable()
+    theirs = flops(run)
+    assert theirs > plain
+    with prepare(model, checkpointing=Checkpointing()) as prepared:
+        assert "checkpoints its own layers" in caplog.text
+        assert flops(run) == theirs
+        model.gradient_checkpointing_enable()
+        assert flops(run) == theirs
+        prepared.release()
+    assert model.model.layers[0].gradient_checkpointing is True
+    assert flops(run) == theirs
+
+
+def test_checkpoint_wrapper_keeps_its_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks inside torch's ``checkpoint_wrapper`` are recomputed once, and it is said."""
+    model = TinyLM(2)
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    with prepare(model, checkpointing=Checkpointing("Block")) as prepared:
+        assert "1 of 2 blocks are checkpointed by torch's checkpoint_wrapper" in caplog.text
+        assert [row.path for row in prepared.report().blocks] == ["blocks.1"]
+
+
+def test_the_key_value_cache_is_left_out_in_training() -> None:
+    """A model called with its cache on, as Hugging Face's default is, gives the plain loss and gradients when
+    checkpointed.
+    """
+    torch.manual_seed(0)
+    model = tiny_llama()
+    assert model.config.use_cache
+    ids = IDS[:, :16]
+
+    def call(_: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    true = gradients(model, ids, call=call)
+    with prepare(model, checkpointing=Checkpointing()):
+        assert worst(gradients(model, ids, call=call), {k: v.double() for k, v in true.items()}) < FP32
+
+
+def test_a_filled_cache_is_refused() -> None:
+    """A cache that holds something cannot be left out, so it is refused with its length and the remedy."""
+    model = tiny_llama()
+    ids = IDS[:, :16]
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    with (
+        prepare(model, checkpointing=Checkpointing()),
+        pytest.raises(
+            ValueError, match=r"LlamaDecoderLayer is checkpointed and was given past_key_values with 16 cached"
+        ),
+    ):
+        model(input_ids=ids, past_key_values=cache)
+
+
+def test_generation_keeps_its_cache() -> None:
+    """Generation, which runs without gradients, uses the cache and gives the plain tokens."""
+    model = tiny_llama().eval()
+    plain = model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False)
+    with prepare(model, checkpointing=Checkpointing(), tiling=Tiling(2)):
+        assert torch.equal(model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False), plain)
+
+
+def test_copies_and_pickles() -> None:
+    """A deep copy of a checkpointed model uses its own weights; a pickled one comes back plain."""
+    model = TinyLM()
+    with prepare(model, checkpointing=Checkpointing(), tiling=Tiling(4)):
+        twin, back = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.mul_(1.5)
+        loss(twin)
+        assert not torch.allclose(twin(IDS), model(IDS))
+        assert torch.allclose(back(IDS), model(IDS), atol=1e-6)
+        assert "lt_tiled" not in repr(vars(back.blocks[0])["forward"])

@@ -1,0 +1,273 @@
+"""Finding, marking and unmarking."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from types import MethodType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lt_tiled
+from lt_tiled import Tiling, tile, untile
+from lt_tiled.modules.feed_forward import find_tileable
+from lt_tiled.tiling.state import TileMark
+from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
+from tests.parity import FP32, gradients, randn, reference, worst
+
+
+def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
+    return [found.path for found in find_tileable(model, Tiling(targets=targets))]
+
+
+def test_auto_finds_the_feed_forward_part_of_every_block() -> None:
+    """``auto`` finds the MLPs of a Hugging Face model and of a hand-written one, and no attention."""
+    assert found(tiny_llama()) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert found(TinyLM(3)) == [f"blocks.{i}.mlp" for i in range(3)]
+
+
+def test_auto_finds_a_mixture_as_a_whole() -> None:
+    """A mixture of experts is found as one module, not expert by expert."""
+    model = nn.ModuleList(Block(mlp=lambda *_: RoutedMLP()) for _ in range(2))
+    assert found(model) == ["0.mlp", "1.mlp"]
+
+
+def test_auto_finds_sequential_mlps() -> None:
+    """``nn.Sequential(Linear, GELU, Linear)`` is found like a class of its own."""
+    blocks = [Block(mlp=lambda h, w: nn.Sequential(nn.Linear(h, w), nn.GELU(), nn.Linear(w, h))) for _ in range(2)]
+    assert found(nn.Sequential(*blocks)) == ["0.mlp", "1.mlp"]
+
+
+def test_auto_leaves_wide_attention_alone() -> None:
+    """Attention whose heads are together wider than the hidden states widens and narrows too, and is not taken."""
+    model = tiny_llama(head_dim=32)
+    assert model.model.layers[0].self_attn.q_proj.out_features > 32
+    assert found(model) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+@pytest.mark.parametrize(
+    "targets", ["GatedMLP", ["GatedMLP"], "blocks.*.mlp", ["blocks.0.mlp", "blocks.1.mlp"], "*.mlp"]
+)
+def test_named_targets(targets: str | list[str]) -> None:
+    """Class names and path globs, one or several, name modules."""
+    assert found(TinyLM(), targets) == ["blocks.0.mlp", "blocks.1.mlp"]
+
+
+def test_base_class_names_count() -> None:
+    """The name of a base class finds its subclasses, as FSDP2's swapped classes need."""
+    model = nn.ModuleList([type("FSDPGatedMLP", (GatedMLP,), {})()])
+    assert found(model, "GatedMLP") == ["0"]
+
+
+def test_only_the_outermost_match_is_taken() -> None:
+    """A match inside another match is not tiled a second time."""
+    assert found(TinyLM(), "blocks.*mlp*") == ["blocks.0.mlp", "blocks.1.mlp"]
+
+
+def test_unknown_target() -> None:
+    """A target that matches nothing is named beside the classes there are."""
+    with pytest.raises(ValueError, match=r"Tiling target 'LlamaMLP' matches no module of TinyLM.*GatedMLP"):
+        found(TinyLM(), "LlamaMLP")
+
+
+def test_auto_finds_nothing() -> None:
+    """A model without a feed-forward part is an error that says how to name one and how to turn tiling off."""
+    with pytest.raises(ValueError, match=r"found no feed-forward module in Sequential.*targets=.*tiling=None"):
+        found(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+def test_tile_returns_the_module_and_untile_leaves_nothing() -> None:
+    """``tile`` works in place; after ``untile`` the instance is as it was."""
+    module = GatedMLP()
+    before = dict(module.__dict__)
+    assert tile(module, num_shards=2) is module
+    assert "forward" in module.__dict__
+    assert untile(module) is module
+    assert module.__dict__ == before
+    untile(module)
+
+
+def test_tile_twice_is_refused() -> None:
+    """Tiling a tiled module is an error with the remedy."""
+    with pytest.raises(ValueError, match=r"GatedMLP is tiled already: call lt_tiled.untile"):
+        tile(tile(GatedMLP()))
+
+
+def test_keys_and_class_stay() -> None:
+    """State-dict keys, parameter names, the class and the printed form stay as they are."""
+    plain = GatedMLP()
+    module = tile(copy.deepcopy(plain), num_shards=2)
+    assert module.state_dict().keys() == plain.state_dict().keys()
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert type(module) is GatedMLP
+    assert repr(module) == repr(plain)
+
+
+def test_deepcopy_computes_with_its_own_weights() -> None:
+    """A copy (EMA, SWA) is tiled and uses the copy's weights, and untiling one leaves the other tiled."""
+    module = tile(GatedMLP(), num_shards=4)
+    x = randn(1, 20, H)
+    module(x)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    true = reference(untile(copy.deepcopy(twin)), x)
+    assert worst(gradients(twin, x), true) < FP32
+    assert all(p.grad is None for p in module.parameters())
+    untile(module)
+    assert "forward" in twin.__dict__
+    assert twin.__dict__[TileMark.attribute].largest == (20, 4)
+
+
+def test_pickled_module_comes_back_plain() -> None:
+    """A pickled module loads as the untiled module, with no state of lt_tiled on it that needs lt_tiled to load."""
+    module = tile(GatedMLP(act=nn.functional.gelu), num_shards=4)
+    x = torch.randn(1, 20, H)
+    data = pickle.dumps(module)
+    assert b"lt_tiled.tiling" not in data
+    back = pickle.loads(data)
+    assert torch.allclose(back(x), untile(module)(x))
+    assert "tiled_forward" not in repr(back.forward)
+
+
+def test_torch_save_of_the_state_dict() -> None:
+    """A state dict saved with tiling loads into the untouched module and back, key by key."""
+    module, plain = tile(GatedMLP(), num_shards=4), GatedMLP()
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    plain.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    module.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()}, strict=True)
+    assert torch.equal(module.up.weight, plain.up.weight + 1)
+
+
+def test_a_replaced_forward_is_kept_and_restored() -> None:
+    """A forward that was put on the instance (Liger, kernels) runs tile by tile, follows a copy, and is there after
+    ``untile``.
+    """
+    module = GatedMLP()
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return GatedMLP.forward(self, x) * 3
+
+    module.forward = MethodType(forward, module)
+    theirs = module.forward
+    x = randn(1, 20, H)
+    true = reference(module, x)
+    tile(module, num_shards=4)
+    assert worst(gradients(module, x), true) < FP32
+    assert worst(gradients(copy.deepcopy(module), x), true) < FP32
+    untile(module)
+    assert module.forward is theirs
+
+
+def test_a_forward_that_was_replaced_later_survives_untile() -> None:
+    """Whoever replaced ``forward`` after us keeps it; what it calls of ours passes the call through."""
+    module = tile(GatedMLP(), num_shards=4)
+    ours = module.forward
+    module.forward = lambda x: ours(x) * 2
+    x = torch.randn(1, 20, H)
+    untile(module)
+    assert torch.allclose(module(x), GatedMLP.forward(module, x) * 2)
+
+
+def test_marking_again_below_somebodys_forward() -> None:
+    """A module that was wrapped while it was tiled can be released and tiled again, below the same wrapper."""
+    module = GatedMLP()
+    x = randn(1, 20, H)
+    true = reference(module, x)
+    tile(module, num_shards=4)
+    ours = module.forward
+    module.forward = lambda x: ours(x)
+    tile(untile(module), num_shards=5)
+    assert worst(gradients(module, x), true) < FP32
+    assert module.__dict__[TileMark.attribute].largest == (20, 5)
+
+
+def test_two_marks_come_off_in_any_order() -> None:
+    """A module that is tiled and checkpointed is as it was whichever mark goes first."""
+    from lt_tiled.checkpointing import mark_block, unmark_block
+
+    for order in (untile, unmark_block), (unmark_block, untile):
+        module = GatedMLP()
+        before = dict(module.__dict__)
+        tile(module, num_shards=4)
+        mark_block(module)
+        x = randn(1, 20, H)
+        module(x).sum().backward()
+        for undo in order:
+            undo(module)
+        assert module.__dict__ == before
+
+
+def test_compiled_model() -> None:
+    """``torch.compile`` of a model with tiled parts runs, and gives the untiled loss and gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(H, H), GatedMLP(), nn.Linear(H, H))
+    x = randn(2, 19, H)
+    true = reference(model, x)
+    tile(model[1], num_shards=4)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        assert worst(gradients(model, x, call=compiled), true) < FP32
+    assert model[1].__dict__[TileMark.attribute].largest == (38, 4)
+
+
+def test_compiled_module_is_found_and_tiled() -> None:
+    """A child wrapped in ``torch.compile`` is found under its own path and gives the untiled gradients."""
+    model = TinyLM()
+    model.blocks[0].mlp = torch.compile(model.blocks[0].mlp, backend="eager")
+    assert found(model) == ["blocks.0.mlp", "blocks.1.mlp"]
+    mlp = model.blocks[0].mlp
+    x = randn(1, 20, H)
+    true = reference(mlp._orig_mod, x)
+    tile(mlp._orig_mod, num_shards=4)
+    assert worst(gradients(mlp._orig_mod, x, call=mlp), true) < FP32
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "all"])
+def test_bad_counts(bad: object) -> None:
+    """A count that is no positive whole number is refused with the value and the bound."""
+    with pytest.raises(ValueError, match=rf"num_shards={bad!r} must be 'auto' or a whole number of at least 1"):
+        tile(GatedMLP(), num_shards=bad)
+    if bad != "all":
+        with pytest.raises(ValueError, match=rf"tile_tokens={bad!r} must be"):
+            tile(GatedMLP(), tile_tokens=bad)
+
+
+def test_both_counts() -> None:
+    """Both counts at once are refused, with both values."""
+    with pytest.raises(ValueError, match=r"num_shards=4 and tile_tokens=512.*give only one"):
+        lt_tiled.Tiling(num_shards=4, tile_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"accumulate": "float16"}, "accumulate='float16' must be one of 'float32', 'param'"),
+        ({"reductions": {"[1]": "max"}}, r"reductions\['\[1\]'\]='max' must be one of 'sum', 'mean'"),
+        ({"targets": []}, r"targets=\[\] must be"),
+        ({"targets": ["MLP", ""]}, r"targets=\['MLP', ''\] must be"),
+    ],
+)
+def test_bad_fields(fields: dict[str, object], message: str) -> None:
+    """Every other field is checked when the policy is made, with the value and the choices."""
+    with pytest.raises(ValueError, match=message):
+        Tiling(**fields)
+
+
+def test_the_chosen_number_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The number of tiles is logged at the first tiled call of a class, and not again."""
+    tiling = Tiling(tile_tokens=11)
+    modules = [PlainMLP() for _ in range(3)]
+    with caplog.at_level("INFO", "lt_tiled"):
+        for module in modules:
+            tile(module, tile_tokens=tiling.tile_tokens)
+            for _ in range(2):
+                module(torch.randn(1, 40, H))
+    assert caplog.messages == ["PlainMLP runs in 4 tiles of 11 tokens (input of 40 tokens)"]

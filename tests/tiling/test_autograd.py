@@ -1,0 +1,714 @@
+"""The tiled Function gives the untiled loss and gradients, row by row of what others get wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lt_tiled import tile
+from lt_tiled.tiling.state import TileMark
+from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
+from tests.parity import FP32, errors, gradients, randn, reference, spread, toggled_gradients, worst
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def check(module: nn.Module, *inputs: Tensor, **tiling: object) -> None:
+    true = reference(module, *inputs)
+    tile(module, **({"num_shards": 4} | tiling))
+    assert worst(gradients(module, *inputs), true) < FP32
+    assert worst(gradients(module, *inputs), true) < FP32  # the second call skips what the first has learnt
+
+
+@pytest.mark.parametrize(
+    "module", [GatedMLP(), GatedMLP(bias=True), GatedMLP(act=lambda x: F.relu(x).square()), PlainMLP(), nn.LayerNorm(H)]
+)
+def test_any_module_and_activation(module: nn.Module) -> None:
+    """Gated or not, with bias or not, any callable as activation: loss and all gradients are the untiled ones."""
+    check(module, randn(1, 37, H))
+
+
+@pytest.mark.parametrize("shape", [(3, 21, H), (64, H), (2, 5, 7, H), (1, 64, H)])
+def test_leading_shapes(shape: tuple[int, ...]) -> None:
+    """Batches larger than one, flat tokens and more leading dimensions give the untiled result."""
+    check(GatedMLP(), randn(*shape))
+
+
+def test_the_module_sees_its_own_rank() -> None:
+    """Tiles of ``[B, S, H]`` reach the module as ``[1, t, H]``, those of ``[T, H]`` as ``[t, H]``."""
+    seen: list[torch.Size] = []
+
+    class Spy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.shape)
+            return x * 2
+
+    spy = tile(Spy(), num_shards=3, self_check=False)
+    spy(torch.ones(2, 6, H))
+    spy(torch.ones(12, H))
+    assert seen == [(1, 4, H)] * 3 + [(4, H)] * 3
+
+
+@pytest.mark.parametrize("shards", [2, 3, 7, 36, 37, 1000])
+def test_shard_counts(shards: int) -> None:
+    """An uneven last tile, and more shards than tokens, give the untiled result."""
+    check(GatedMLP(), randn(1, 37, H), num_shards=shards)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 36, 100])
+def test_tile_tokens(tokens: int) -> None:
+    """Tiles said in tokens, of one token or longer than the input, give the untiled result."""
+    check(GatedMLP(), randn(1, 37, H), num_shards="auto", tile_tokens=tokens)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3])
+def test_almost_no_tokens(tokens: int) -> None:
+    """Inputs of no token and of one to three give the untiled result."""
+    module = GatedMLP()
+    true = reference(module, randn(2, tokens, H))
+    tile(module, num_shards=8)
+    found = gradients(module, randn(2, tokens, H))
+    assert all(torch.allclose(found[name].double(), true[name], atol=1e-6) for name in true)
+
+
+def test_noncontiguous_input_and_gradient() -> None:
+    """A transposed input, and a gradient that arrives transposed, give the untiled gradients."""
+    x = torch.randn(H, 5, 8).transpose(0, 2).requires_grad_()
+    assert not x.is_contiguous()
+    module = GatedMLP()
+
+    def loss(y: Tensor) -> Tensor:
+        return spread(y.transpose(0, 1).contiguous())
+
+    true = reference(module, x, loss=loss)
+    tile(module, num_shards=3)
+    assert worst(gradients(module, x, loss=loss), true) < FP32
+
+
+def test_expanded_gradient() -> None:
+    """The gradient of a sum, one number seen through strides of zero, gives the untiled gradients."""
+    module = GatedMLP()
+    true = reference(module, randn(2, 9, H), loss=torch.sum)
+    tile(module, num_shards=3)
+    assert worst(gradients(module, randn(2, 9, H), loss=torch.sum), true) < FP32
+
+
+@pytest.mark.parametrize("out", [1, 5, 3 * H])
+def test_output_width_unlike_input_width(out: int) -> None:
+    """The output may be of another width than the input, one included."""
+    check(PlainMLP(out=out), randn(2, 19, H))
+
+
+def test_input_without_gradient() -> None:
+    """Behind a frozen embedding the weights get their gradients, and the input none."""
+    check(GatedMLP(), randn(2, 19, H).detach())
+
+
+def test_frozen_weights() -> None:
+    """Frozen weights stay where they are and get no gradient; the input and the others get theirs."""
+    module = GatedMLP()
+    module.up.requires_grad_(False)
+    check(module, randn(2, 19, H))
+    assert module.up.weight.grad is None
+
+
+def test_all_weights_frozen() -> None:
+    """With every weight frozen the input still gets its gradient."""
+    check(GatedMLP().requires_grad_(False), randn(2, 19, H))
+
+
+def test_nothing_wants_a_gradient() -> None:
+    """With frozen weights and an input without gradient the output wants none."""
+    module = tile(GatedMLP().requires_grad_(False), num_shards=3)
+    assert not module(torch.randn(2, 9, H)).requires_grad
+
+
+def test_tied_weights() -> None:
+    """Two names of one weight inside the module get one gradient, the sum of both uses."""
+    module = GatedMLP()
+    module.up.weight = module.gate.weight
+    check(module, randn(2, 19, H))
+
+
+def test_weight_tied_to_the_outside() -> None:
+    """A weight that is used outside the tiled module too gets the gradients of both."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = GatedMLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(F.linear(x, self.mlp.down.weight @ self.mlp.gate.weight))
+
+    model = Tied()
+    true = reference(model, randn(2, 19, H))
+    tile(model.mlp, num_shards=4)
+    assert worst(gradients(model, randn(2, 19, H)), true) < FP32
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_router_logits(flat: bool) -> None:
+    """A tuple with router logits in either layout comes back in its order and shape, and gradients flow through both
+    outputs.
+    """
+    module = RoutedMLP(flat=flat)
+    x = randn(2, 19, H)
+    whole = module(x)
+    check(module, x)
+    tiled = module(x)
+    assert [t.shape for t in tiled] == [t.shape for t in whole]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(tiled, whole, strict=True))
+
+
+def test_router_logits_for_inputs_of_either_rank() -> None:
+    """One module may see ``[T, H]`` in one call and ``[B, S, H]`` in the next."""
+    module = RoutedMLP()
+    batched, flat = randn(2, 12, H), randn(24, H)
+    true = [reference(module, x) for x in (flat, batched)]
+    tile(module, num_shards=4)
+    assert max(worst(gradients(module, x), t) for x, t in zip((flat, batched), true, strict=True)) < FP32
+
+
+def test_one_output_unused() -> None:
+    """A loss that reads only the router's logits gives the router its gradient and the experts none."""
+    module = RoutedMLP()
+
+    def loss(out: tuple[Tensor, Tensor]) -> Tensor:
+        return spread(out[1])
+
+    true = reference(module, randn(1, 20, H), loss=loss)
+    tile(module, num_shards=4)
+    assert worst(gradients(module, randn(1, 20, H), loss=loss), true) < FP32
+
+
+def test_pytree_output() -> None:
+    """Dictionaries, nested tuples, ``None`` and integer tensors come back as they are untiled."""
+
+    class Rich(GatedMLP):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            y = super().forward(x)
+            return {"hidden": y, "more": (None, y.sum(-1), "text"), "best": y.argmax(-1)}
+
+    module = Rich()
+    x = randn(2, 19, H)
+    whole = module(x)
+    check(module, x)
+    tiled = module(x)
+    assert tiled["more"][0] is None
+    assert tiled["more"][2] == "text"
+    assert torch.equal(tiled["best"], whole["best"])
+    assert tiled["more"][1].shape == whole["more"][1].shape
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions(reduction: str) -> None:
+    """A scalar output with a reduction is the untiled one, and its gradient flows."""
+
+    class WithLoss(GatedMLP):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return y, y.square().sum(-1).sum() if reduction == "sum" else y.square().sum(-1).mean()
+
+    check(WithLoss(), randn(2, 19, H), reductions={"[1]": reduction})
+
+
+def test_per_token_and_whole_arguments() -> None:
+    """Arguments with one entry per token are cut with the hidden states, others are seen whole, and both get their
+    gradients.
+    """
+
+    class Modulated(GatedMLP):
+        def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor, keep: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * scale) * keep[..., None] + shift
+
+    module = Modulated()
+    x, scale, shift = randn(2, 19, H), randn(2, 19, 1, seed=1), randn(H, seed=2)
+    keep = torch.arange(38).view(2, 19) % 3 > 0
+
+    def call(m: nn.Module):
+        return lambda x, scale, shift: m(x, scale, shift=shift, keep=keep)
+
+    wide = copy.deepcopy(module).double()
+    true = gradients(wide, *(t.detach().double().requires_grad_() for t in (x, scale, shift)), call=call(wide))
+    tile(module, num_shards=5)
+    assert worst(gradients(module, x, scale, shift, call=call(module)), true) < FP32
+
+
+def test_hidden_states_by_keyword() -> None:
+    """Hidden states that are passed by keyword are tiled too."""
+    module = GatedMLP()
+    true = reference(module, randn(2, 19, H))
+    tile(module, num_shards=4)
+    assert worst(gradients(module, randn(2, 19, H), call=lambda x: module(x=x)), true) < FP32
+    assert module.__dict__[TileMark.attribute].largest == (38, 4)
+
+
+def by_hand(module: nn.Module, x: Tensor, size: int) -> Tensor:
+    """The module on one tile after the other, in plain autograd."""
+    return torch.cat([module(part) for part in x.split(size, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout(checkpointed: bool) -> None:
+    """The recompute draws the forward's dropout masks: gradients equal those of plain autograd over the same tiles and
+    seed.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    module = PlainMLP(dropout=0.3).double()
+    module.act = nn.Sequential(nn.GELU(), nn.Dropout(0.2))
+    x = randn(1, 40, H, dtype=torch.float64)
+    torch.manual_seed(7)
+    true = gradients(module, x, call=lambda x: by_hand(module, x, 10))
+    tiled = tile(copy.deepcopy(module), num_shards=4)
+    for _ in range(2):
+        torch.manual_seed(7)
+        call = (lambda x: checkpoint(tiled, x, use_reentrant=False)) if checkpointed else tiled
+        assert worst(gradients(tiled, x, call=call), true) < 1e-12
+
+
+def test_dropout_leaves_the_generator_as_untiled_backward_does() -> None:
+    """The backward's replay of random numbers does not move the generator."""
+    module = tile(PlainMLP(dropout=0.3), num_shards=4)
+    y = module(randn(1, 40, H))
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_lora_dropout() -> None:
+    """LoRA layers of PEFT inside a tiled module, their dropout included, get the gradients of plain autograd over the
+    same tiles.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    module = inject_adapter_in_model(
+        LoraConfig(r=4, lora_dropout=0.25, target_modules=["gate", "up", "down"]), GatedMLP()
+    ).double()
+    for name, p in module.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    x = randn(1, 40, H, dtype=torch.float64)
+    torch.manual_seed(7)
+    true = gradients(module, x, call=lambda x: by_hand(module, x, 10))
+    assert any("lora_A" in name for name in true)
+    assert not any("base_layer" in name for name in true)
+    tile(module, num_shards=4)
+    for _ in range(2):
+        torch.manual_seed(7)
+        assert worst(gradients(module, x), true) < 1e-12
+
+
+def test_autocast_in_the_recompute() -> None:
+    """The recompute runs under the forward's autocast: input gradients are bit for bit those of plain autograd over the
+    same tiles.
+
+    Weight gradients have at most 1.1 times the untiled error.
+    """
+    module = GatedMLP()
+    x = randn(1, 400, H)
+
+    def under_autocast(run):
+        def call(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return run(x)
+
+        return call
+
+    true = gradients(module, x, call=under_autocast(lambda x: by_hand(module, x, 100)))
+    exact, untiled = reference(module, x), gradients(module, x, call=under_autocast(module))
+    tiled = tile(copy.deepcopy(module), num_shards=4)
+    for _ in range(2):
+        found = gradients(tiled, x, call=under_autocast(tiled))
+        assert torch.equal(found["input 0"], true["input 0"])
+        assert worst(found, exact) < 1.1 * worst(untiled, exact)
+    assert not torch.equal(gradients(module, x)["input 0"], true["input 0"])
+
+
+def test_autocast_does_not_lose_weight_gradients_of_a_later_short_call() -> None:
+    """In one autocast region a tiled call and then a call too short to tile both give the weights their gradients."""
+    module = GatedMLP()
+    tiled = tile(copy.deepcopy(module), tile_tokens=8)
+    long, short = randn(1, 40, H), randn(1, 6, H, seed=1)
+
+    def call(m: nn.Module):
+        def run(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return m(a), m(b)
+
+        return run
+
+    true = gradients(module, long, short, call=call(module))
+    found = gradients(tiled, long, short, call=call(tiled))
+    assert worst(found, {k: v.double() for k, v in true.items()}) < 5e-2
+    assert errors(found, {k: v.double() for k, v in true.items()})["gate.weight"] < 1e-2
+
+
+def test_bf16_error_does_not_grow_with_the_tiles() -> None:
+    """At 64 tiles no bf16 gradient's error against float64 is more than 1.1 times the untiled one."""
+    module, x = GatedMLP(128, 384).bfloat16(), randn(1, 4096, 128, dtype=torch.bfloat16)
+    true = reference(module, x)
+    untiled = errors(gradients(module, x), true)
+    tile(module, num_shards=64)
+    tiled = errors(gradients(module, x), true)
+    ratios = {name: tiled[name] / untiled[name] for name in true if name != "loss"}
+    assert max(ratios.values()) <= 1.1, ratios
+
+
+def test_accumulate_param_sums_in_the_weights_dtype() -> None:
+    """``accumulate="param"`` gives up that accuracy: its error is larger than with float32 sums."""
+    module, x = GatedMLP(32, 64).bfloat16(), randn(1, 4096, 32, dtype=torch.bfloat16)
+    true = reference(module, x)
+    wide = errors(gradients(tile(copy.deepcopy(module), num_shards=64), x), true)
+    narrow = errors(gradients(tile(copy.deepcopy(module), num_shards=64, accumulate="param"), x), true)
+    assert narrow["gate.weight"] > 2 * wide["gate.weight"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: type) -> None:
+    """Under ``no_grad`` and ``inference_mode`` the module tiles too, without a graph."""
+    module = GatedMLP()
+    x = torch.randn(2, 19, H)
+    with mode():
+        whole = module(x)
+        tile(module, num_shards=4)
+        tiled = module(x)
+    assert not tiled.requires_grad
+    assert torch.allclose(tiled, whole, atol=1e-6)
+    assert module.__dict__[TileMark.attribute].largest == (38, 4)
+
+
+def test_eval_mode_with_gradients() -> None:
+    """In evaluation mode with gradients on (dropout off) the gradients are the untiled ones."""
+    check(PlainMLP(dropout=0.5).eval(), randn(2, 19, H))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_retain_graph_twice(checkpointed: bool) -> None:
+    """Three backwards through one retained graph each give the whole gradient."""
+    from torch.utils.checkpoint import checkpoint
+
+    module = GatedMLP()
+    x = randn(1, 19, H)
+    true = reference(module, x)
+    tile(module, num_shards=4)
+    leaf = x.detach().requires_grad_()
+    value = spread(checkpoint(module, leaf, use_reentrant=False) if checkpointed else module(leaf))
+    for times in (1, 2, 3):
+        value.backward(retain_graph=times < 3)
+        assert (
+            float((module.gate.weight.grad.double() - times * true["gate.weight"]).norm() / true["gate.weight"].norm())
+            < times * FP32
+        )
+
+
+def test_create_graph_is_refused() -> None:
+    """A second derivative is refused with the module's name and the remedy, not given wrong."""
+    module = tile(GatedMLP(), num_shards=3)
+    x = randn(1, 9, H)
+    with pytest.raises(RuntimeError, match=r"GatedMLP.*create_graph=True.*untile"):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)
+
+
+def test_weight_changed_before_the_backward_is_refused() -> None:
+    """A weight that the optimizer stepped between forward and backward is an error that names it, as in plain
+    autograd.
+    """
+    module = tile(GatedMLP(), num_shards=3)
+    loss = module(randn(1, 9, H)).sum()
+    with torch.no_grad():
+        module.up.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"Linear.weight of shape \[48, 16\] was changed in place"):
+        loss.backward()
+
+
+def test_input_changed_before_the_backward_is_refused() -> None:
+    """An input that was changed in place between forward and backward is torch's usual error."""
+    module = tile(GatedMLP(), num_shards=3)
+    x = randn(1, 9, H) * 1
+    loss = module(x).sum()
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hooks_fire_once() -> None:
+    """The tiled module's own hooks fire once per call and not per tile, and a weight's gradient hook once per
+    backward.
+    """
+    module = tile(GatedMLP(), num_shards=4)
+    counts = {"pre": 0, "post": 0, "full": 0, "weight": 0}
+
+    def counter(name: str):
+        def hook(*_: object) -> None:
+            counts[name] += 1
+
+        return hook
+
+    module.register_forward_pre_hook(counter("pre"))
+    module.register_forward_hook(counter("post"))
+    module.register_full_backward_hook(counter("full"))
+    module.up.weight.register_hook(counter("weight"))
+    module(randn(1, 20, H)).sum().backward()
+    assert counts == {"pre": 1, "post": 1, "full": 1, "weight": 1}
+
+
+def test_outer_saved_tensor_hooks_see_only_the_input() -> None:
+    """An offloader around the call packs one tensor, the input; none of the tiles' intermediates, also not in a
+    backward inside it.
+    """
+    module = tile(GatedMLP(), num_shards=4)
+    packed: list[torch.Size] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t.shape)
+        return t
+
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            torch.autograd.backward(module(randn(1, 20, H)), torch.ones(1, 20, H))
+    assert packed == [(1, 20, H)] * 2
+
+
+def test_gradient_accumulation() -> None:
+    """Micro-batches of different lengths, some too short for their shard count, add up to the untiled gradients."""
+    module = GatedMLP()
+    batches = [randn(1, n, H, seed=n) for n in (40, 3, 17, 1)]
+
+    def call(m: nn.Module):
+        return lambda *xs: [m(x) for x in xs]
+
+    wide = copy.deepcopy(module).double()
+    true = gradients(wide, *(b.detach().double().requires_grad_() for b in batches), call=call(wide))
+    tile(module, num_shards=8)
+    assert worst(gradients(module, *batches, call=call(module)), true) < FP32
+
+
+def test_unused_weight_has_no_gradient() -> None:
+    """A weight that no tile uses has no gradient, as in the untiled module."""
+    module = GatedMLP()
+    module.spare = nn.Linear(H, H)
+    tile(module, num_shards=3)
+    module(randn(1, 9, H)).sum().backward()
+    assert module.spare.weight.grad is None
+    assert module.gate.weight.grad is not None
+
+
+@pytest.mark.parametrize(("moment", "at_call"), [("forward", 4), ("backward", 6)])
+def test_an_exception_leaves_the_module_usable(moment: str, at_call: int) -> None:
+    """After an exception in a tile, in the forward or in the backward, the weights are in place and the next step is
+    right.
+    """
+    module = GatedMLP()
+    x = randn(1, 20, H)
+    true = reference(module, x)
+    tile(module, num_shards=4, self_check=False)
+    weights, act, calls = dict(module.named_parameters()), module.act, []
+
+    def failing(t: Tensor) -> Tensor:
+        calls.append("backward" if torch.is_grad_enabled() and len(calls) >= 4 else "forward")
+        if len(calls) == at_call:
+            raise ArithmeticError(calls[-1])
+        return act(t)
+
+    module.act = failing
+    with pytest.raises(ArithmeticError, match=moment):
+        module(x).sum().backward()
+    module.act = act
+    assert all(weights[name] is p for name, p in module.named_parameters())
+    assert worst(gradients(module, x), true) < FP32
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_torch_checkpoint(reentrant: bool) -> None:
+    """A block under torch's checkpoint, of either kind, gives the untiled gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    block = Block()
+    x = randn(2, 11, H)
+    true = reference(block, x)
+    tile(block.mlp, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=reentrant)), true) < FP32
+
+
+def test_tensor_saved_behind_the_module() -> None:
+    """Where something is saved after the MLP (a norm behind it), so that the recompute cannot stop early, the result is
+    right.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    class PostNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = GatedMLP()
+            self.norm = nn.LayerNorm(H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(self.mlp(x))
+
+    block = PostNorm()
+    x = randn(2, 11, H)
+    true = reference(block, x)
+    tile(block.mlp, num_shards=4)
+    assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=False)), true) < FP32
+
+
+def test_two_calls_in_one_graph() -> None:
+    """A module that is called twice before the backward (shared layers) gets the sum of both calls' gradients."""
+    module = GatedMLP()
+    x = randn(1, 20, H)
+
+    def call(m: nn.Module):
+        return lambda x: m(m(x))
+
+    wide = copy.deepcopy(module).double()
+    true = gradients(wide, x.detach().double().requires_grad_(), call=call(wide))
+    tile(module, num_shards=4)
+    assert worst(gradients(module, x, call=call(module)), true) < FP32
+
+
+def test_freezing_between_steps() -> None:
+    """Freezing a weight between two steps changes what gets a gradient, and all of it is right."""
+    module, plain = tile(GatedMLP(), num_shards=4), GatedMLP()
+    x = randn(1, 20, H)
+    gradients(module, x)
+    plain.load_state_dict(module.state_dict())
+    for m in (module, plain):
+        m.down.requires_grad_(False)
+    assert worst(gradients(module, x), reference(plain, x)) < FP32
+
+
+def test_output_changed_in_place() -> None:
+    """The output may be changed in place by the caller, as Falcon does, and the gradients are right."""
+    module = GatedMLP()
+    x = randn(2, 19, H)
+
+    def call(m: nn.Module):
+        def run(x: Tensor) -> Tensor:
+            y = m(x * 1)
+            y += x
+            return y
+
+        return run
+
+    wide = copy.deepcopy(module).double()
+    true = gradients(wide, x.detach().double().requires_grad_(), call=call(wide))
+    tile(module, num_shards=4)
+    assert worst(gradients(module, x, call=call(module)), true) < FP32
+
+
+def test_functional_call() -> None:
+    """Weights that were swapped in for the forward get their gradients, though others stand there in the backward."""
+    from torch.func import functional_call
+
+    module, other = GatedMLP(), GatedMLP()
+    x = randn(2, 19, H)
+    true = reference(other, x)
+    tile(module, num_shards=4)
+    found = gradients(other, x, call=lambda x: functional_call(module, dict(other.named_parameters()), (x,)))
+    assert worst(found, true) < FP32
+
+
+def test_trainable_buffer() -> None:
+    """A buffer that wants a gradient gets it."""
+
+    class Scaled(GatedMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(H, requires_grad=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale)
+
+    plain, module = Scaled(), Scaled()
+    module.load_state_dict(plain.state_dict())
+    for m in (plain, tile(module, num_shards=4)):
+        spread(m(randn(1, 20, H))).backward()
+    assert torch.allclose(module.scale.grad, plain.scale.grad, rtol=1e-5)
+
+
+def test_weight_norm() -> None:
+    """Weights that a hook computes before each call (the old weight norm) are not taken for weights; their sources get
+    the gradients.
+    """
+    module, plain = GatedMLP(), GatedMLP()
+    plain.load_state_dict(module.state_dict())
+    for m in (module, plain):
+        nn.utils.weight_norm(m.up)
+    x = randn(1, 20, H)
+    true = gradients(plain, x)
+    tile(module, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(module, x), {k: v.double() for k, v in true.items()}) < FP32
+
+
+def test_lazy_weights() -> None:
+    """Weights that take their shape in the first forward are not mistaken for changed ones."""
+    module = tile(nn.Sequential(nn.LazyLinear(WIDE), nn.GELU(), nn.LazyLinear(H)), num_shards=4, self_check=False)
+    module(randn(1, 20, H)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+def test_recorded_router_logits() -> None:
+    """A mixture whose router logits transformers records inside it runs whole, with the plain auxiliary loss and
+    gradients.
+    """
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from lt_tiled import Checkpointing, Tiling, prepare
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    model = MixtralForCausalLM(
+        MixtralConfig(**sizes, vocab_size=32, num_local_experts=4, output_router_logits=True)
+    ).train()
+    ids = torch.arange(48).view(2, 24) % 32
+
+    def call(_: Tensor) -> Tensor:
+        out = model(input_ids=ids, labels=ids)
+        assert len(out.router_logits) == 2
+        return out.loss
+
+    true = gradients(model, ids, call=call)
+    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+        for _ in range(2):
+            assert worst(gradients(model, ids, call=call), {k: v.double() for k, v in true.items()}) < FP32
+
+
+def test_evaluation_mode_before_the_backward() -> None:
+    """A model that is set to evaluation between forward and backward is recomputed as it was in the forward, dropout
+    included.
+    """
+    module, x = tile(PlainMLP(dropout=0.3).double(), num_shards=4), randn(1, 40, H, dtype=torch.float64)
+    assert torch.equal(*toggled_gradients(module, x))
+
+
+def test_an_output_that_comes_and_goes() -> None:
+    """A module that returns a tensor in one call and ``None`` in its place in another has the untiled outputs and
+    gradients in both.
+    """
+
+    class Sometimes(GatedMLP):
+        def forward(self, x: Tensor, logits: bool) -> tuple[Tensor, Tensor | None]:
+            return super().forward(x), self.gate(x) if logits else None
+
+    module, x = Sometimes().double(), randn(1, 42, H, dtype=torch.float64)
+    tiled = tile(copy.deepcopy(module), num_shards=4)
+    for logits in (False, True, False):
+        true = gradients(module, x, call=lambda x: module(x, logits))  # noqa: B023
+        assert worst(gradients(tiled, x, call=lambda x: tiled(x, logits)), true) <= 1e-10  # noqa: B023

@@ -1,0 +1,268 @@
+"""What is not token-wise is refused by name, before it is tiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled import Tiling, prepare, tile
+from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP
+from tests.parity import randn
+
+
+class Mean(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Shift(GatedMLP):
+    """RWKV's token shift: each token sees the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.nn.functional.pad(x, (0, 0, 1, -1)))
+
+
+class Positions(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+
+
+class PerCallLoss(GatedMLP):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.square().mean()
+
+
+class Load(GatedMLP):
+    """Returns how many tokens each of as many experts as a tile has tokens got."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return super().forward(x), {"load": torch.zeros(10) + x.shape[1]}
+
+
+class Opaque(GatedMLP):
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        return super().forward(x), object()
+
+
+@pytest.mark.parametrize("module", [Mean(), Shift(), Positions(), nn.Sequential(Block())])
+def test_token_mixing_is_refused(module: nn.Module) -> None:
+    """A module whose tokens see each other or their place is refused by name at its first call, with the remedy."""
+    tile(module, num_shards=4)
+    with pytest.raises(ValueError, match=rf"{type(module).__name__} is not token-wise.*Leave it out of targets"):
+        module(randn(1, 40, H))
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+def test_per_call_scalar_is_refused(self_check: bool) -> None:
+    """A scalar output per call is refused with its name, its shape and the remedy, with the self-check and without."""
+    module = tile(PerCallLoss(), num_shards=4, self_check=self_check)
+    with pytest.raises(
+        ValueError, match=r"PerCallLoss: output \[1\] of shape \[\] is not per token.*reductions=\{\"\[1\]\": \"sum\"\}"
+    ):
+        module(randn(1, 40, H))
+
+
+def test_per_call_vector_as_long_as_a_tile_is_refused() -> None:
+    """A vector per call is refused even where it has as many entries as a tile has tokens."""
+    module = tile(Load(), num_shards=4, self_check=False)
+    with pytest.raises(ValueError, match=r"Load: output \[1\]\['load'\] of shape \[10\] is not per token"):
+        module(randn(1, 40, H))
+
+
+def test_opaque_output_is_refused() -> None:
+    """An output that is no tensor and no tree of them is refused by its type."""
+    with pytest.raises(ValueError, match=r"Opaque: output \[1\] is a object"):
+        tile(Opaque(), num_shards=4)(randn(1, 40, H))
+
+
+def test_batch_norm_is_refused_when_it_is_marked() -> None:
+    """Batch statistics depend on all tokens in training: refused at once, with the path."""
+    module = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
+    with pytest.raises(ValueError, match=r"Sequential is not token-wise: 1 is a BatchNorm1d"):
+        tile(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("module", [GatedMLP(), PlainMLP(dropout=0.5), RoutedMLP(), nn.RMSNorm(H)])
+def test_token_wise_modules_pass(module: nn.Module, dtype: torch.dtype) -> None:
+    """Token-wise modules pass in every dtype, with dropout on and before a mixture of experts."""
+    module = copy.deepcopy(module).to(dtype).train()
+    tile(module, num_shards=4)
+    module(randn(1, 64, H, dtype=dtype))
+
+
+def test_the_check_leaves_no_trace() -> None:
+    """The check draws no random numbers and puts every submodule back into its own mode."""
+    module = PlainMLP(dropout=0.5)
+    module.act.eval()
+    tile(module, num_shards=4)
+    before, modes = torch.get_rng_state(), [m.training for m in module.modules()]
+    with torch.random.fork_rng():
+        module(randn(1, 40, H))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [m.training for m in module.modules()] == modes
+
+
+def test_self_check_off() -> None:
+    """``self_check=False`` takes the user's word."""
+    tile(Positions(), num_shards=4, self_check=False)(randn(1, 40, H))
+
+
+def test_prepared_model_names_the_path() -> None:
+    """In a model the message names the module by its path."""
+    model = nn.ModuleDict({"net": nn.ModuleList([Mean()])})
+    with (
+        prepare(model, tiling=Tiling(4, targets="net.0")),
+        pytest.raises(ValueError, match=r"net\.0 \(Mean\) is not token-wise"),
+    ):
+        model["net"][0](randn(1, 40, H))
+
+
+class ScaledInPlace(GatedMLP):
+    """As Mixtral with router jitter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 1.5
+        return super().forward(x)
+
+
+class Appends(GatedMLP):
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        losses.append(y.square().mean())
+        return y
+
+
+def test_input_changed_in_place_is_refused() -> None:
+    """A module that changes its input in place is refused by that, and the caller's tensor is as it was."""
+    module, x = tile(ScaledInPlace(), num_shards=4), randn(1, 40, H).detach()
+    before = x.clone()
+    with pytest.raises(ValueError, match=r"ScaledInPlace changes its input in place.*out of place"):
+        module(x)
+    assert torch.equal(x, before)
+
+
+def test_argument_changed_in_place_is_refused() -> None:
+    """A module that adds to a list of the caller's, which would grow with each tile, is refused, and the list is as it
+    was.
+    """
+    module, losses = tile(Appends(), num_shards=4), [torch.zeros(())]
+    with pytest.raises(ValueError, match="Appends changes its arguments in place"):
+        module(randn(1, 40, H), losses)
+    assert len(losses) == 1
+
+
+class Stray(GatedMLP):
+    """Keeps a projection where no one finds its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(H, H)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.hidden[0](x))
+
+
+class KeepsLoss(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+def test_gradients_that_would_be_lost_are_refused() -> None:
+    """A module that depends on weights it has not registered is refused, instead of leaving them without gradient."""
+    with pytest.raises(ValueError, match=r"Stray: its output depends on a tensor of shape .* that is neither"):
+        tile(Stray(), num_shards=4)(randn(1, 40, H))
+
+
+def test_loss_in_an_attribute_is_refused() -> None:
+    """A module that keeps an auxiliary loss in an attribute is refused by the attribute's name."""
+    with pytest.raises(ValueError, match=r"KeepsLoss: it keeps a tensor with a graph in its attribute aux"):
+        tile(KeepsLoss(), num_shards=4)(randn(1, 40, H))
+
+
+def test_zero_output_is_checked_again() -> None:
+    """A projection that starts at zero tells nothing: the check waits until it does."""
+    module = Mean()
+    with torch.no_grad():
+        module.down.weight.zero_()
+    tile(module, num_shards=4)
+    module(randn(1, 40, H))
+    with torch.no_grad():
+        module.down.weight.normal_()
+    with pytest.raises(ValueError, match="Mean is not token-wise"):
+        module(randn(1, 40, H))
+
+
+class Counts(GatedMLP):
+    """Counts tokens in a buffer, in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.tokens += x[..., 0].numel()
+        return super().forward(x)
+
+
+def test_a_changed_buffer_is_refused() -> None:
+    """A module that counts in a buffer, which tiles would do several times, is refused by name, and its count is as it
+    was.
+    """
+    module = tile(Counts(), num_shards=4)
+    with pytest.raises(ValueError, match=r"Counts changes its buffer Counts.tokens in its forward"):
+        module(randn(1, 24, H))
+    assert module.tokens == 0
+    module.eval()(randn(1, 24, H))
+
+
+class DropPath(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape[0], 1, 1) > 0.5)
+
+
+class Router(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(H, H)
+        self.expert_capacity = 64
+
+
+@pytest.mark.parametrize(
+    ("part", "message"), [(DropPath(), "drops whole samples"), (Router(), "experts have a capacity")]
+)
+def test_parts_that_depend_on_other_tokens(part: nn.Module, message: str) -> None:
+    """Stochastic depth and experts' capacities, which a few tokens do not show, are refused if they are named and
+    passed over by auto.
+    """
+    mlp = nn.Sequential(GatedMLP(), part)
+    with pytest.raises(ValueError, match=message):
+        tile(mlp)
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(H), mlp), nn.Sequential(nn.LayerNorm(H), copy.deepcopy(mlp)))
+    with prepare(model, tiling=Tiling(4)) as prepared:
+        assert [row.path for row in prepared.report().tiled] == ["0.1.0", "1.1.0"]
+
+
+@pytest.fixture
+def _default_bfloat16() -> Iterator[None]:
+    """What Lightning's ``bf16-true`` makes the default around a forward."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 700, 2048])
+@pytest.mark.usefixtures("_default_bfloat16")
+def test_any_default_dtype(tokens: int) -> None:
+    """The tokens that are compared are tokens of the input where the default dtype cannot count them, as under
+    ``bf16-true``.
+    """
+    module = tile(GatedMLP(), num_shards=2)
+    assert module(torch.randn(1, tokens, H)).shape == (1, tokens, H)
