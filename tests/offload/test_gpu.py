@@ -10,7 +10,7 @@ import torch
 from lt_tiled import Checkpointing, prepare
 from lt_tiled.offload.build import build_offloader
 from tests.models import TinyLM, lm_loss
-from tests.offload.test_hooks import TIERS, settle
+from tests.offload.test_offloader import TIERS, settle
 
 pytestmark = pytest.mark.gpu
 

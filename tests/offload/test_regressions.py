@@ -16,7 +16,7 @@ from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Boundary, Offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
 from tests.models import Block, H, TinyLM, lm_loss
-from tests.offload.test_hooks import away, freed, settle
+from tests.offload.test_offloader import away, freed, settle
 from tests.parity import randn
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32

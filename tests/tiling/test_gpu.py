@@ -11,7 +11,7 @@ from torch import Tensor
 from lt_tiled import tile
 from tests.models import GatedMLP, H, PlainMLP
 from tests.parity import gradients, randn, worst
-from tests.tiling.test_function import by_hand
+from tests.tiling.test_autograd import by_hand
 
 pytestmark = pytest.mark.gpu
 
