@@ -1,10 +1,11 @@
-"""A whole model: mark what the policies name, report it, undo it."""
+"""A whole model: tile and checkpoint what the policies name, report it, undo it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
@@ -17,25 +18,26 @@ from lt_tiled.checkpointing import (
     mark_block,
     unmark_block,
 )
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, mark_losses, unmark_losses
 from lt_tiled.modules.feed_forward import find_tileable
-from lt_tiled.modules.find import NothingFound, has_class, walk
+from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_mark
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.policies import Checkpointing, Tiers, Tiling, as_checkpointing, as_tiling
+from lt_tiled.policies import Checkpointing, LossShards, Tiers, Tiling, as_checkpointing, as_loss, as_tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.api import mark_tiled, unmark
-from lt_tiled.tiling.state import TileMark
+from lt_tiled.tiling.state import EngineNeeds, TileMark
 
 Build = Callable[[Checkpointing, int | None], Offloader]
 
 
 class Prepared(AbstractContextManager["Prepared"]):
-    """A model whose modules are tiled and whose blocks are checkpointed until :meth:`release`. Usable in ``with``.
+    """A model that is tiled and activation-checkpointed until :meth:`release`. Usable in ``with``.
 
     Attributes:
-        offloader: Where the blocks' inputs go, if they are offloaded; its ``stats`` tell what it did.
+        offloader: Where the block inputs go, if they are offloaded; its ``stats`` tell what it did.
     """
 
     def __init__(
@@ -43,13 +45,25 @@ class Prepared(AbstractContextManager["Prepared"]):
         model: nn.Module,
         tiling: Tiling | None,
         checkpointing: Checkpointing | None,
+        loss: LossShards | None = None,
+        *,
+        needs: EngineNeeds | None = None,
+        tiling_is_default: bool = False,
         ranks_per_node: int | None = None,
         build: Build = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
-        tiled = find_tileable(model, tiling) if tiling else []
-        losses = find_losses(model) if tiling and tiling.loss else []
+        losses = find_losses(model) if loss else []
         blocks = _not_wrapped(model, find_checkpointable(model, checkpointing)) if checkpointing else []
+        try:
+            tiled = find_tileable(model, tiling) if tiling else []
+        except NothingFoundError as error:
+            if not tiling_is_default or not (blocks or losses):
+                raise
+            tiled = []
+            instead = [f"activation checkpointing of its {len(blocks)} blocks"] if blocks else []
+            instead += ["the loss in tiles"] if losses else []
+            warn(f"{error} It trains with {' and '.join(instead)} alone.")
         self.model = model
         self._owner = object()
         self._blocks: list[nn.Module] = []
@@ -59,21 +73,19 @@ class Prepared(AbstractContextManager["Prepared"]):
             if checkpointing is not None and checkpointing.offload is not None:
                 self.offloader = build(checkpointing, ranks_per_node)
             for tileable in tiled:
-                if (
-                    get_mark(tileable.module, TileMark, tileable.method) is None
-                ):  # else somebody tiled it, and it keeps what it has
+                if get_mark(tileable.module, TileMark, tileable.method) is None:  # else it keeps what it has
                     assert tiling is not None
-                    mark_tiled(tileable, tiling, self._owner)
-            if tiling is not None:
-                mark_losses(losses, tiling.loss_shards, self._owner)
+                    mark_tiled(tileable, tiling, needs or EngineNeeds(), self._owner)
+            if loss is not None:
+                mark_losses(losses, loss, self._owner)
             for path, block in blocks:
                 if get_mark(block, BlockMark) is None:
                     mark_block(block, self._offload_of(path, checkpointing))
                     self._blocks.append(block)
             if self.offloader is not None and checkpointing is not None and not self._blocks:
                 raise ValueError(
-                    f"offload={checkpointing.offload!r} would do nothing: all {len(blocks)} blocks are checkpointed already. Say it where"
-                    " they are, in the strategy's checkpointing argument for one, or turn that off."
+                    f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks are checkpointed already."
+                    " Set it where they are, in the strategy's checkpointing argument for one, or turn that off."
                 )
             if self._blocks:
                 self._own = OwnCheckpointingOff(model)
@@ -88,11 +100,11 @@ class Prepared(AbstractContextManager["Prepared"]):
         return BlockOffload(self.offloader, path, self.model, policy.select, policy.activations == "all")
 
     def report(self) -> Report:
-        """What is tiled and checkpointed, and into how many tiles the largest call so far was cut."""
+        """Return what is tiled and checkpointed, and the number of tiles of the largest call so far."""
         return Report.of(self.model)
 
     def release(self) -> None:
-        """Leave the model as it was, and give RAM and disk back. Does nothing the second time."""
+        """Restore the model, and free CPU memory and disk. Does nothing the second time."""
         if self._own is not None:
             self._own.undo()
         for block in self._blocks:
@@ -110,33 +122,66 @@ class Prepared(AbstractContextManager["Prepared"]):
 
 
 class PreparedModels(list[Prepared]):
-    """What one strategy or callback prepared: each model once, until all are released (Fabric may set up several)."""
+    """The models that one strategy or callback prepared, each once, until they are released."""
 
-    def add(
-        self, model: nn.Module, tiling: Tiling | None, checkpointing: Checkpointing | None, ranks_per_node: int
-    ) -> None:
-        """Apply the policies to a model, unless they were already. Of several models, some may have nothing to apply
-        them to.
-        """
+    def add(self, model: nn.Module, policies: AppliesPolicies, ranks_per_node: int) -> None:
+        """Apply the policies to a model, unless they were already. Of several models, some may have nothing to tile."""
         if any(prepared.model is model for prepared in self):
             return
         try:
-            self.append(Prepared(model, tiling, checkpointing, ranks_per_node))
-        except NothingFound as error:
+            prepared = Prepared(
+                model,
+                policies.tiling,
+                policies.checkpointing,
+                policies.loss,
+                needs=policies.needs,
+                tiling_is_default=policies.tiling_is_default,
+                ranks_per_node=ranks_per_node,
+            )
+        except NothingFoundError as error:
             if not self:
                 raise
-            warn(f"{error} {type(model).__name__} is left as it is, because there are other models.")
+            warn(f"{error} {type(model).__name__} stays as it is, because there are other models.")
+        else:
+            self.append(prepared)
 
     def release(self, keep: int = 0) -> None:
-        """Leave every model as it was, but for the first ``keep`` of them."""
+        """Restore every model but the first ``keep`` of them."""
         while len(self) > keep:
             self.pop().release()
 
     def free_buffers(self) -> None:
-        """Give back the RAM that waits for the next step's boundaries, so that what comes now can use it."""
+        """Free the CPU memory that is kept for the next step's block inputs."""
         for prepared in self:
             if prepared.offloader is not None:
                 prepared.offloader.free_buffers()
+
+
+class AppliesPolicies:
+    """The base of strategies and callbacks: their policies, and the models that these were applied to."""
+
+    tiling: Tiling | None
+    checkpointing: Checkpointing | None
+    loss: LossShards | None
+    needs: EngineNeeds
+    """What the engine needs of tiled modules; a strategy sets it."""
+    tiling_is_default = False
+    """Whether a model without an MLP that can be tiled is trained without tiling."""
+    prepared: PreparedModels
+
+    def set_policies(self, tiling: Any, checkpointing: Any, loss: Any) -> None:
+        """Read the policies or their short forms.
+
+        Raises:
+            ValueError: If one is not understood.
+        """
+        self.tiling, self.checkpointing = as_tiling(tiling), as_checkpointing(checkpointing)
+        self.loss = as_loss(loss, self.tiling)
+        self.needs, self.prepared = EngineNeeds(), PreparedModels()
+
+    def release(self) -> None:
+        """Restore every model."""
+        self.prepared.release()
 
 
 def prepare(
@@ -144,37 +189,43 @@ def prepare(
     *,
     tiling: Tiling | bool | int | None = None,
     checkpointing: Checkpointing | bool | Tiers | None = None,
+    loss: bool | int | None = None,
 ) -> Prepared:
-    """Tile and checkpoint a whole model in place, without any trainer.
+    """Tile and activation-checkpoint a whole model in place, without any trainer.
 
     Args:
         model: Any module. Its keys, classes and results stay as they are.
         tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
-        checkpointing: Which blocks are recomputed in the backward: a policy, ``True``, or where their inputs go;
-            ``None`` for none.
+        checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, or where their inputs are
+            offloaded to; ``None`` for none.
+        loss: Whether models of transformers compute their loss in tiles: ``True``, or how many tiles.
 
     Returns:
         A handle that reports what was done and undoes it.
 
     Raises:
-        ValueError: If a policy finds no module, names one that is not there, or names one that cannot be tiled.
+        ValueError: If a policy names a module that is not there, or one that cannot be tiled.
+        NothingFoundError: If a policy finds no module.
         OffloadError: If the place to offload to cannot be used, or has no room for its budget.
     """
-    if tiling and (already := Report.of(model).tiled):
+    policy = as_tiling(tiling)
+    if policy and (already := Report.of(model).tiled):
         warn(
-            f"{len(already)} modules are tiled already, {already[0].path} among them, and stay as they are: release what tiled them first."
+            f"{len(already)} modules are tiled already, {already[0].path} among them, and stay as they are: release what"
+            " tiled them first."
         )
-    return Prepared(model, as_tiling(tiling), as_checkpointing(checkpointing))
+    return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss, policy))
 
 
 def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leave out blocks that torch's ``checkpoint_wrapper`` holds, or inside of which it stands."""
+    """Leave out blocks inside, or around, torch's ``checkpoint_wrapper``."""
     wrappers = [m for _, m in walk(model) if has_class(m, ("CheckpointWrapper",))]
     if not wrappers:
         return blocks
     inside = {id(part) for wrapper in wrappers for part in wrapper.modules()}
     free = [(path, m) for path, m in blocks if not any(id(part) in inside for part in m.modules())]
     warn(
-        f"{len(blocks) - len(free)} of {len(blocks)} blocks are checkpointed by torch's checkpoint_wrapper already and keep that."
+        f"{len(blocks) - len(free)} of {len(blocks)} blocks are checkpointed by torch's checkpoint_wrapper already and"
+        " keep that."
     )
     return free

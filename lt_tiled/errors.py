@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 
+class NothingFoundError(ValueError):
+    """``targets="auto"`` finds nothing in a model."""
+
+
+class NotPositionWiseError(ValueError):
+    """Tiles would change a module's results, because its outputs are not computed token by token."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a boundary comes from: what an error names."""

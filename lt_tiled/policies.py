@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -10,6 +11,8 @@ from typing import Any, Literal, TypedDict
 from lt_tiled._types import NonNegativeInt, PositiveInt
 
 Tiers = Literal["cpu", "disk", "cpu+disk"]
+LossShards = int | Literal["auto"]
+"""Tiles of a loss."""
 
 
 class CompileOptions(TypedDict, total=False):
@@ -67,13 +70,14 @@ class Tiling:
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
         check_compile(self.compile, "compile")
         _check_count("loss", self.loss, False, True)
+        if self.loss is not False:
+            warnings.warn(
+                "Tiling(loss=...) is deprecated: pass loss= beside tiling=, to the strategy or to lt_tiled.prepare.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
         if callable(self.targets) or self.targets or not self.loss:
             _check_targets(self.targets, also=", or with loss=True an empty list")
-
-    @property
-    def loss_shards(self) -> int | Literal["auto"]:
-        """Tiles of a loss."""
-        return "auto" if isinstance(self.loss, bool) else self.loss
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,14 @@ def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"tiling={value!r} is not understood: give a number of tiles, True, False or a Tiling.")
     return Tiling(num_shards=value)
+
+
+def as_loss(value: bool | int | None, tiling: Tiling | None) -> LossShards | None:
+    """Read the short form of strategies: ``True``, or a number of tiles. The deprecated ``Tiling.loss`` counts without."""
+    if value is None and tiling is not None:
+        value = tiling.loss
+    _check_count("loss", value, None, False, True)
+    return None if value is None or value is False else "auto" if value is True else value
 
 
 def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointing | None:

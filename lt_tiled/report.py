@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from lt_tiled.checkpointing import BlockMark
-from lt_tiled.loss.logits import HeadMark
+from lt_tiled.loss.transformers import HeadMark
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_mark, get_marks
 from lt_tiled.offload.stats import OffloadStats
@@ -66,14 +66,13 @@ class Report:
         tiled, blocks, losses, offloaded = [], [], [], None
         for path, module in [("", model), *walk(model)]:
             for mark in get_marks(module, TileMark):
-                if not mark.whole:
-                    tiled.append(
-                        TiledModule(
-                            (path + mark.suffix).lstrip("."), mark.kind, *mark.largest, mark.widths, mark.weight_bytes
-                        )
-                    )
+                if not mark.learned.untiled:
+                    found, method = mark.found, "" if mark.method == "forward" else f".{mark.method}"
+                    where = (path + method).lstrip(".")
+                    row = TiledModule(where, found.kind, *mark.learned.largest, found.widths, found.weight_bytes)
+                    tiled.append(row)
             if (head := get_mark(module, HeadMark)) is not None:
-                losses.append(TiledLoss(path, head.name, *head.largest))
+                losses.append(TiledLoss(path, head.name, *head.learned.largest))
             if (block := get_mark(module, BlockMark)) is not None:
                 blocks.append(CheckpointedBlock(path, type(module).__name__))
                 if block.offload is not None:

@@ -11,28 +11,20 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
-from lt_tiled._prepare import Prepared, PreparedModels
-from lt_tiled.policies import Checkpointing, Tiling
+from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.strategies._deepspeed import adapt_tiles
 from lt_tiled.strategies._units import refuse_units_in_tiled_modules
 
 
-class PreparingCallback(Callback):
+class PreparingCallback(AppliesPolicies, Callback):
     """Marks the modules once the engine has wrapped the model.
 
     They are as they were after ``fit`` (``validate``, ...), also when it ends in an exception. With Fabric the model
     has to go through ``fabric.setup``, and :meth:`release` undoes it.
     """
 
-    def __init__(self, tiling: Tiling | None = None, checkpointing: Checkpointing | None = None) -> None:
-        self.tiling = tiling
-        self.checkpointing = checkpointing
-        self._prepared = PreparedModels()
-
-    @property
-    def prepared(self) -> Prepared | None:
-        """The model that was prepared last, until it is released."""
-        return self._prepared[-1] if self._prepared else None
+    def __init__(self, tiling: Any = None, checkpointing: Any = None, loss: bool | int | None = None) -> None:
+        self.set_policies(tiling, checkpointing, loss)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._prepare(pl_module, trainer.strategy, trainer.num_devices)
@@ -58,17 +50,13 @@ class PreparingCallback(Callback):
             module, fabric.strategy, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device])
         )
 
-    def release(self) -> None:
-        """Leave every model as it was."""
-        self._prepared.release()
-
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
-        before = len(self._prepared)
-        self._prepared.add(model, self.tiling, self.checkpointing, ranks_per_node)
+        before = len(self.prepared)
+        self.prepared.add(model, self, ranks_per_node)
         try:
             if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
                 adapt_tiles(strategy, model)
             refuse_units_in_tiled_modules(model)
         except BaseException:
-            self._prepared.release(keep=before)
+            self.prepared.release(keep=before)
             raise

@@ -29,11 +29,11 @@ class OffloadedCheckpointing(PreparingCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.prepared is not None and self.prepared.offloader is not None:
-            self._log.step(trainer, self.prepared.offloader)
+        if self.prepared and self.prepared[-1].offloader is not None:
+            self._log.step(trainer, self.prepared[-1].offloader)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepared.free_buffers()  # a last checkpoint may need the RAM
+        self.prepared.free_buffers()  # a last checkpoint may need the RAM
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._log = OffloadLog()

@@ -14,8 +14,14 @@ class TiledMLP(PreparingCallback):
 
     Args:
         num_shards: Tiles per call, or ``"auto"``.
+        loss: Whether models of transformers compute their loss in tiles: ``True``, or how many tiles.
         tiling: The other fields of :class:`~lt_tiled.policies.Tiling`.
     """
 
-    def __init__(self, num_shards: PositiveInt | Literal["auto"] = "auto", **tiling: Any) -> None:
-        super().__init__(tiling=Tiling(num_shards, **tiling))
+    def __init__(
+        self,
+        num_shards: PositiveInt | Literal["auto"] = "auto",
+        loss: bool | PositiveInt | None = None,
+        **tiling: Any,
+    ) -> None:
+        super().__init__(tiling=Tiling(num_shards, **tiling), loss=loss)

@@ -16,12 +16,13 @@ from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.lm.flex import flex_attention
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import LossMark, find_losses, mark_losses
-from lt_tiled.modules.find import NothingFound, plain_name
+from lt_tiled.modules.find import plain_name
 from lt_tiled.modules.patch import get_mark
-from lt_tiled.policies import CompileOptions, Tiling, check_compile
+from lt_tiled.policies import CompileOptions, as_loss, check_compile
 
 
 class CausalLM(LightningModule):
@@ -79,7 +80,6 @@ class CausalLM(LightningModule):
                 " 'flex_attention', or leave attn_compile out."
             )
         check_compile(attn_compile or {}, "attn_compile")
-        tiling = Tiling(targets=[], loss=tiled_loss) if tiled_loss is not False else None
         _require_transformers()
         self.save_hyperparameters()
         make_plain(self.hparams)
@@ -87,7 +87,7 @@ class CausalLM(LightningModule):
         self.weight_decay = float(weight_decay)
         self.warmup_steps = int(warmup_steps)
         self.attn_compile = attn_compile
-        self._loss_shards = None if tiling is None else tiling.loss_shards
+        self._loss_shards = as_loss(tiled_loss, None)
         self.model: Any = None
         self._vectors: set[str] = set()
         self.val_perplexity = _Perplexity()
@@ -124,7 +124,7 @@ class CausalLM(LightningModule):
             return
         try:
             mark_losses(find_losses(self.model), self._loss_shards, object())
-        except NothingFound:
+        except NothingFoundError:
             inform(
                 f"the loss of {type(self.model).__name__} is not tiled: it does not compute it from labels and a linear head"
             )

@@ -6,7 +6,6 @@ The weights are inputs of the autograd Function and their gradients are returned
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS, Bounds, tile_bounds
-from lt_tiled.tiling.recompute import AutocastState, PackCounter, RandomState, random_state_kept
+from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, random_state_kept
 from lt_tiled.tiling.weights import gradient_sums
 
 Reduction = Literal["mean", "sum", "none"]
@@ -113,7 +112,7 @@ class _LossCall:
     bounds: list[Bounds]
     labels: Tensor
     divisor: Tensor
-    autocast: AutocastState | None
+    autocast: AutocastState
     grad: bool
     random: RandomState | None = None
     """Before the forward, for a second one."""
@@ -122,7 +121,7 @@ class _LossCall:
         """What float16 gradients are multiplied by until the backward: sums would leave its range, and means fall below
         it.
         """
-        dtype = self.autocast.dtype if self.autocast is not None and self.autocast.enabled else hidden.dtype
+        dtype = self.autocast.dtype or hidden.dtype
         return _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1) if dtype == torch.float16 else None
 
     def run(
@@ -160,7 +159,7 @@ class _LossCall:
                 if slope is not None and parts[0] is not None:
                     slope[low:high] = parts[0]
                 del parts
-        if self.autocast is not None and self.autocast.enabled:
+        if self.autocast.dtype is not None:
             torch.clear_autocast_cache()  # which holds casts of the leaves, that nobody else can use
         totals = iter([torch.zeros_like(w) if s.sum is None else s.sum for w, s in zip(learn, sums, strict=True)])
         found = [next(totals) if wanted else None for wanted in wants[1:]]
@@ -170,7 +169,7 @@ class _LossCall:
         self, rows: Tensor, leaves: Sequence[Tensor], labels: Tensor, inputs: Sequence[Tensor], incoming: Tensor | None
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """One tile: the loss of each token, and the gradients of the inputs; its logits are gone when this returns."""
-        with torch.set_grad_enabled(bool(inputs)), PackCounter():
+        with torch.set_grad_enabled(bool(inputs)), SavedCounter():
             logits = self.head(rows.view_as(rows), leaves)
         values, wide = logits.detach(), _wide(logits)
         values = (
@@ -220,7 +219,7 @@ class _TiledLoss(torch.autograd.Function):
         if call.tiles.reduction == "none":
             hidden, *weights = ctx.saved_tensors
             with (
-                call.autocast.context() if call.autocast else nullcontext(),
+                call.autocast.context(),
                 random_state_kept(hidden.device, call.random),
             ):
                 gradients = call.run(hidden, weights, ctx.wants, incoming)[1]

@@ -1,4 +1,4 @@
-"""What is tiled: the modules that a policy names, or with ``"auto"`` the feed-forward part of every block."""
+"""What a block's MLP is, and which norms stand next to it."""
 
 from __future__ import annotations
 
@@ -9,51 +9,44 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.activation import MultiheadAttention
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from lt_tiled.modules.find import (
-    NothingFound,
-    find_blocks,
-    find_named,
-    has_class,
-    has_forward,
-    outermost,
-    unwrapped,
-    walk,
-)
+from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.find import find_blocks, find_named, has_class, has_forward, outermost, unwrapped, walk
 from lt_tiled.policies import Tiling
 
 
 @dataclass(frozen=True)
 class Tileable:
-    """A module to tile."""
+    """A module, or a method of it, to tile."""
 
     path: str
+    """The module's path; of a method with the method's name."""
     module: nn.Module
+    kind: str
+    """The class, or ``Class.method``."""
     method: str = "forward"
+    parts: tuple[str, ...] | None = None
+    """The children that a method uses; ``None`` for the whole module."""
     parent: nn.Module | None = None
-    """The module that runs others behind this one."""
-    members: tuple[tuple[nn.Module, bool], ...] = ()
-    """Those others, and whether the chain ends with them."""
-    alone: bool = True
-    """Whether this one is worth tiling without them."""
-    kind: str = ""
-
-    suffix: str = ""
-    """What :attr:`path` has behind the module's own."""
+    """The module whose forward calls this one and the norms next to it."""
+    before: tuple[nn.Module, ...] = ()
+    """Norms whose output goes into this module."""
+    behind: tuple[nn.Module, ...] = ()
+    """Norms that take this module's output."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.kind if self.path == self.kind else f"{self.path} ({self.kind})"
 
 
 def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
-    """The modules that the policy names, if any, or with ``"auto"`` the feed-forward part of every block.
+    """Return the modules that the policy names, or with ``"auto"`` the MLP of every block.
 
     Raises:
-        ValueError: If a target matches nothing, or ``"auto"`` finds nothing.
+        ValueError: If a target matches nothing.
+        NothingFoundError: If ``"auto"`` finds nothing.
     """
     targets = tiling.targets
     if callable(targets):
@@ -67,33 +60,31 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
 
 
 def _whole(path: str, module: nn.Module) -> Tileable:
-    return Tileable(path, module, kind=type(module).__name__)
+    return Tileable(path, module, type(module).__name__)
+
+
+def _method(path: str, module: nn.Module, method: str, **fields: Any) -> Tileable:
+    return Tileable(f"{path}.{method}".lstrip("."), module, f"{type(module).__name__}.{method}", method, **fields)
 
 
 def _methods(model: nn.Module, target: str) -> list[Tileable]:
-    """The methods that a target names, ``layers.*.feed_forward_chunk`` or ``BertLayer.feed_forward_chunk``, unless it
-    names modules.
-    """
+    """Return the methods that a target such as ``BertLayer.feed_forward_chunk`` names, unless it names modules."""
     everything = list(walk(model))
     owner, _, method = target.rpartition(".")
     if not owner or any(fnmatchcase(path, target) for path, _ in everything):
         return []
     owners = [(path, m) for path, m in everything if has_class(m, (owner,)) or fnmatchcase(path, owner)]
-    return [
-        Tileable(f"{path}.{method}", m, method, kind=f"{type(m).__name__}.{method}", suffix=f".{method}")
-        for path, m in owners
-        if callable(getattr(type(m), method, None))
-    ]
+    return [_method(path, m, method) for path, m in owners if callable(getattr(type(m), method, None))]
 
 
 def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
-    """The blocks' feed-forward parts and what is named beside them, without what is inside of something else."""
+    """Return the blocks' MLPs and what is named beside them, without what is inside of something else."""
     roots = find_blocks(model) or [("", model)]
     found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
     if not found:
-        raise NothingFound(
-            f"Tiling found no feed-forward module in {type(model).__name__} (a part of a block that widens and narrows again): name"
-            " it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with tiling=None."
+        raise NothingFoundError(
+            f"Tiling found no MLP in {type(model).__name__} (a module in a block that leads to a larger width and back): name it, as in"
+            " Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with tiling=None."
         )
     heads = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
     taken = {id(t.module) for t in named}
@@ -103,145 +94,122 @@ def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileabl
         if id(t.module) in heads and (t in named or id(t.module) not in taken)
     }
     return [
-        replace(t, members=tuple((m, last) for m, last in t.members if id(m) not in taken)) for t in unique.values()
+        replace(
+            t,
+            before=tuple(m for m in t.before if id(m) not in taken),
+            behind=tuple(m for m in t.behind if id(m) not in taken),
+        )
+        for t in unique.values()
     ]
 
 
 def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Tileable]:
-    chain = None if top else _chain(root, path)
-    if chain is not None:
-        yield chain
+    before, behind = ((), ()) if top else _norms_next_to_mlp(root)
+    method = next((name for name in _METHODS if callable(getattr(type(root), name, None))), None)
+    if method is not None:
+        parts = tuple(n for n, m in _children(root) if not (_mixes_tokens(n, m) or _is_norm(m)))
+        if feed_forward_widths(*(root.get_submodule(n) for n in parts)) is not None:
+            yield _method(path, root, method, parts=parts, parent=root, before=before)
+            return
     for name, child in _children(root):
         below = f"{path}.{name}" if path else name
         if _mixes_tokens(name, child):
             continue
-        parts = list(walk(child))
+        inside = list(walk(child))
         container = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if not container and _widens(child) and not any(_mixes_tokens(p.rpartition(".")[2], m) for p, m in parts):
-            norms = () if top else _norms_behind(root)
-            yield Tileable(below, child, parent=root if norms else None, members=norms, kind=type(child).__name__)
+        if not container and _widens(child) and not any(_mixes_tokens(p.rpartition(".")[2], m) for p, m in inside):
+            parent = root if before or behind else None
+            yield Tileable(below, child, type(child).__name__, parent=parent, before=before, behind=behind)
         else:
             yield from _feed_forwards(child, below)
+
+
+_METHODS = ("_ff_block", "feed_forward_chunk")
+"""Methods that are a block's MLP: those of ``nn.TransformerEncoderLayer`` and its decoder, and of BERT-like layers."""
 
 
 def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, unwrapped(child)) for name, child in root.named_children()]
 
 
-def _chain(root: nn.Module, path: str) -> Tileable | None:
-    """A block that holds the two halves of its feed-forward part itself: ``fc1`` and ``fc2``, ``intermediate`` and
-    ``output``.
+_PRE = re.compile(r"pre.*(feed|ffw?|mlp)|(^|_)(ffn?|mlp)_(layer)?norm|ln_mlp", re.IGNORECASE)
+_SECOND = re.compile(r"post_attention|(norm|ln)_?[23]$|layernorm_after|final_layer_norm", re.IGNORECASE)
+_POST = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
+
+
+def _norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+    """Return the norms whose names say that they stand before the block's MLP, and those behind it.
+
+    A guess that only costs a recompute of the norm where it is wrong: what the block does with an output decides.
     """
-    if not has_forward(root) or isinstance(root, nn.Sequential):
-        return None
-    children = [
-        (n, m) for n, m in root.named_children() if has_forward(m) and unwrapped(m) is m and not _mixes_tokens(n, m)
-    ]
-    halves = [(name, m, set(_projections(m))) for name, m in children]
-    pairs = [
-        ((name, first), (other, second))
-        for index, (name, first, wider) in enumerate(halves)
-        for other, second, narrower in halves[index + 1 :]
-        for widths in wider
-        if len(wider) == len(narrower) == 1 and widths[1] > widths[0] and widths[::-1] in narrower
-    ]
-    if len(pairs) != 1:
-        return None
-    (name, first), (other, second) = pairs[0]
-    names = [n for n, _ in root.named_children()]
-    if any(_mixes_tokens(n, m) for n, m in list(root.named_children())[names.index(name) : names.index(other)]):
-        return None  # Segformer's convolution between the halves
-    kind = f"{type(first).__name__} + {type(second).__name__}"
-    between = [(m, _is_norm(m)) for _, m in children if _is_norm(m) or _is_entrywise(m)]
-    prefix = f"{path}." if path else ""
-    return Tileable(
-        f"{prefix}{name}+{other}",
-        first,
-        parent=root,
-        members=((second, False), *between),
-        alone=False,
-        kind=kind,
-        suffix=f"+{other}",
-    )
-
-
-_BEHIND = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
-
-
-def _norms_behind(block: nn.Module) -> tuple[tuple[nn.Module, bool], ...]:
-    """The norms of a block whose names say that they stand behind its feed-forward part
-    (``post_feedforward_layernorm``).
-
-    A guess that costs nothing where it is wrong: what the block does with the output decides.
-    """
-    return tuple((m, True) for name, m in block.named_children() if _is_norm(m) and _BEHIND.search(name))
+    norms = [(name, m) for name, m in _children(block) if _is_norm(m)]
+    behind = tuple(m for name, m in norms if _POST.search(name))
+    before = tuple(m for name, m in norms if _PRE.search(name) and not _POST.search(name))
+    if not before and len(norms) > len(behind) + 1 and getattr(block, "norm_first", True):
+        before = tuple(m for name, m in norms if _SECOND.search(name) and m not in behind)[-1:]
+    return before, behind
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Norms over the last dimension; not batch and instance norms."""
+    """Whether the module is a norm over the last dimension; not a batch or instance norm."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, _NormBase | nn.GroupNorm)
 
 
-def _is_entrywise(module: nn.Module) -> bool:
-    kind = type(module)
-    known = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations") or isinstance(
-        module, nn.Dropout
-    )
-    return known and not issubclass(kind, MultiheadAttention | nn.Softmax | nn.LogSoftmax | nn.Softmin | nn.GLU)
-
-
 def parts_below(module: nn.Module) -> tuple[str, ...]:
-    """Of a mixture of experts, what can be tiled without the router: the experts, routed and shared, by their paths."""
+    """Return the paths of a mixture's experts, routed and shared: what can be tiled without the router."""
     children = _children(module)
     if not any(name == "experts" for name, _ in children):
         return ()
-    routed = [(name, m) for name, m in children if name == "experts" and has_forward(m)]
-    lists = [(f"{name}.{n}", m) for name, c in children if isinstance(c, nn.ModuleList) for n, m in _children(c)]
-    shared = [
-        (name, m) for name, m in children if name != "experts" and not isinstance(m, nn.ModuleList) and _widens(m)
-    ]
-    return tuple(name for name, _ in [*routed, *lists, *shared])
+    routed = [name for name, m in children if name == "experts" and has_forward(m)]
+    lists = [f"{name}.{n}" for name, c in children if isinstance(c, nn.ModuleList) for n, _ in _children(c)]
+    others = [(name, m) for name, m in children if name != "experts" and not isinstance(m, nn.ModuleList)]
+    return (*routed, *lists, *(name for name, m in others if _widens(m)))
 
 
-def has_capacity(module: nn.Module) -> bool:
+def depends_on_others(part: nn.Module) -> str | None:
+    """Return why a module is not position-wise although a few tokens may not show it."""
+    if isinstance(part, _BatchNorm):
+        return "whose statistics in training depend on all tokens"
+    if _has_capacity(part):
+        return "whose experts have a capacity, so that the result of a token depends on all tokens"
+    if _drops_samples(part):
+        return "which drops whole samples and would drop tiles"
+    return None
+
+
+def _has_capacity(module: nn.Module) -> bool:
     """Whether a router sends its experts a limited number of tokens (Switch Transformers' ``expert_capacity``)."""
     return any("capacity" in name and isinstance(value, int | float) for name, value in vars(module).items())
 
 
-def drops_samples(module: nn.Module) -> bool:
-    """Stochastic depth, which draws once for each sample."""
+def _drops_samples(module: nn.Module) -> bool:
+    """Whether the module is stochastic depth, which draws once for each sample."""
     return any(kind in type(module).__name__ for kind in ("DropPath", "StochasticDepth"))
 
 
 def _mixes_tokens(name: str, module: nn.Module) -> bool:
     """Whether the module is known to look across tokens: attention, convolutions, recurrences."""
-    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or has_capacity(module) or drops_samples(module):
+    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or _has_capacity(module) or _drops_samples(module):
         return True
     label = f"{name} {type(module).__name__}".lower()
     return "attn" in label or "attention" in label
 
 
 def _widens(module: nn.Module) -> bool:
-    """Whether projections lead from some width to a larger one and back, or to experts that do."""
+    """Whether projections lead to a larger width and back, or to experts whose projections do."""
     return any(name == "experts" for name, _ in module.named_children()) or feed_forward_widths(module) is not None
 
 
 def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
-    """The width of the hidden states and the larger one between the projections of a feed-forward part."""
+    """Return ``(hidden_size, intermediate_size)`` of an MLP, or ``None`` where its projections do not show them."""
     widths = [w for module in modules for w in _projections(module)]
-    return next(
-        (
-            (hidden, inner)
-            for inner, hidden in widths
-            for gate in (1, 2)  # 2: gate and up in one
-            if inner > hidden and (hidden, gate * inner) in widths
-        ),
-        None,
-    )
+    pairs = ((hidden, inner) for inner, hidden in widths if inner > hidden)
+    # A projection of twice the size is gate and up in one.
+    return next((p for p in pairs if p in widths or (p[0], 2 * p[1]) in widths), None)
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """The widths of the projections in a module; an adapted one (LoRA) counts as the one that it adapts."""
+    """Yield the sizes of the projections in a module; an adapted one (LoRA) counts as the one that it adapts."""
     widths = _widths(module)
     if widths is not None:
         yield widths
@@ -251,9 +219,9 @@ def _projections(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """Input and output width of a projection (``nn.Linear`` and what looks like it, Hugging Face's ``Conv1D``)."""
-    for pair in (("in_features", "out_features"), ("nx", "nf")):
-        values: Any = tuple(getattr(module, name, None) for name in pair)
-        if all(isinstance(value, int) for value in values):
-            return values  # type: ignore[no-any-return]
+    """Return input and output size of a projection: ``nn.Linear``, what looks like it, Hugging Face's ``Conv1D``."""
+    for names in (("in_features", "out_features"), ("nx", "nf")):
+        first, second = (getattr(module, name, None) for name in names)
+        if isinstance(first, int) and isinstance(second, int):
+            return first, second
     return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lt_tiled._log import warn_once
 from lt_tiled.loss.transformers import find_losses, untiled_losses
-from lt_tiled.modules.find import NothingFound
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.plan import Plan, describe, gib
 from lt_tiled.planner.simulate import Settings
@@ -138,7 +138,7 @@ def ladder(job: Job) -> Iterator[Settings]:
 def _has_loss(job: Job) -> bool:
     try:
         return bool(find_losses(job.module))
-    except NothingFound:
+    except NothingFoundError:
         return False
 
 

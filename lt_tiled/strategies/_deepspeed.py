@@ -16,12 +16,10 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
 from lt_tiled._prepare import PreparedModels
-from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_mark
 from lt_tiled.policies import Checkpointing
 from lt_tiled.strategies._device import on_cpu
 from lt_tiled.tiling.api import tile_marks
-from lt_tiled.tiling.deferred import SettleMark
 from lt_tiled.tiling.state import TileMark
 
 
@@ -140,7 +138,7 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     for _, _, mark in tile_marks(model):
         # DeepSpeed reads the gradient of each weight that autograd reaches, and counts those that it does not reach as
         # zeros.
-        mark.zeros_for_unused = True
+        mark.needs.zeros_for_unused, mark.needs.defer = True, not strategy.zero_stage_3
     if not strategy.zero_stage_3:
         return
     from deepspeed.utils import get_z3_leaf_modules
@@ -160,17 +158,7 @@ def _gathered_together(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     A norm is not tiled with the MLP before it, whose leaf it stands outside of.
     """
-    marks = list(tile_marks(model))
-    for _, _, mark in marks:
-        mark.chained = not mark.alone
-    chained = {id(module) for _, module, mark in marks if mark.chained}
-    blocks = [
-        (path, m)
-        for path, m in walk(model)
-        if get_mark(m, SettleMark) and not chained.isdisjoint(map(id, m.children()))
-    ]
-    inside = {id(part) for _, block in blocks for part in block.modules()}
-    return [*blocks, *((path, m) for path, m, _ in marks if id(m) not in inside)]
+    return [(path, m) for path, m, _ in tile_marks(model)]
 
 
 def _arguments_for_a_leaf(
@@ -182,7 +170,7 @@ def _arguments_for_a_leaf(
     one, as behind frozen embeddings, DeepSpeed fails, tiled or not: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
     if kwargs:
-        mark = get_mark(module, TileMark) or get_mark(module, SettleMark)
+        mark = get_mark(module, TileMark)
         forward = (mark and mark.replaced) or MethodType(type(module).forward, module)
         bound = inspect.signature(forward).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs

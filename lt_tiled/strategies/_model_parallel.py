@@ -84,7 +84,7 @@ class ModelParallelNeeds:
             for _, _, mark in tile_marks(model):
                 # FSDP2 reduces the gradients that there are: ranks whose tokens chose different experts have different
                 # ones.
-                mark.zeros_for_unused = True
+                mark.needs.zeros_for_unused = True
         mesh = self.device_mesh["tensor_parallel"]
         if mesh.size() > 1:
             policies: list[Tiling | None] = [None] * mesh.size()

@@ -10,11 +10,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 
 from lt_tiled._log import inform, warn
 from lt_tiled.checkpointing import find_checkpointable
-from lt_tiled.modules.find import find_blocks, has_forward, unwrapped, walk
+from lt_tiled.modules.find import find_blocks, has_forward, unwrapped
 from lt_tiled.modules.patch import get_mark
 from lt_tiled.policies import Checkpointing
-from lt_tiled.tiling.api import tile_marks
-from lt_tiled.tiling.deferred import JoinMark
+from lt_tiled.tiling.api import NormMark, tile_marks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,16 +29,12 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
     """
     units = {id(unwrapped(m)) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
     marks = list(tile_marks(model))
-    joined = [(path, m) for path, m in walk(model) if get_mark(m, JoinMark) is not None]
-    apart = any(id(m) in units for m in [*(m for _, m, mark in marks if mark.chained), *(m for _, m in joined)])
+    norms = {id(m) for m in model.modules() if get_mark(unwrapped(m), NormMark) is not None}
     for _, _, mark in marks:
-        mark.chained = mark.chained and not (apart and mark.alone)
-    inside = {id(m) for _, m, mark in marks if mark.chained} | {
-        id(m) for _, m in joined if not all(mark.alone for _, _, mark in marks)
-    }
-    for path, module in [*((path, m) for path, m, _ in marks), *((path, m) for path, m in joined if id(m) in inside)]:
+        mark.needs.defer = mark.needs.defer and not norms & units
+    for path, module, _ in marks:
         for name, part in module.named_modules():
-            if id(unwrapped(part)) in units and (part is not module or id(module) in inside):
+            if id(unwrapped(part)) in units and part is not module:
                 kind = type(module).__name__
                 raise ValueError(
                     f"{path} ({kind}) is tiled, and {name or 'it'} inside it is an FSDP unit, whose weights would be gathered anew"

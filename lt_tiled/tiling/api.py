@@ -1,136 +1,71 @@
-"""Tiling a module, a method or a callable: mark and unmark."""
+"""Tiling a module, a method or a callable, and undoing it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
-from lt_tiled.modules.feed_forward import Tileable, drops_samples, feed_forward_widths, has_capacity, parts_below
+from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import get_mark, get_marks, place_of, remove_mark, set_mark
-from lt_tiled.policies import CompileOptions, Tiling
-from lt_tiled.tiling.autograd import check_and_run, run_tiled
-from lt_tiled.tiling.deferred import begin_chain, gives_a_tensor, mark_chain, unmark_chains, values
-from lt_tiled.tiling.recorded import Recorded, refuse_recorded
-from lt_tiled.tiling.self_check import check_first
-from lt_tiled.tiling.state import TileMark
-from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.work import NotTokenWise, Work
+from lt_tiled.modules.patch import Mark, get_mark, get_marks, place_of, remove_mark, set_mark
+from lt_tiled.policies import Tiling
+from lt_tiled.tiling.autograd import defer, run_tiled
+from lt_tiled.tiling.deferred import DeferredCall, values
+from lt_tiled.tiling.self_check import RecordedError, check_first, refuse_recorded
+from lt_tiled.tiling.state import EngineNeeds, Found, TileMark, Work
+from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 Target = TypeVar("Target", bound=Callable[..., Any])
+Call = tuple[TiledCall, list[Tensor]]
 
 
-@cache
-def tiled_method(name: str) -> Callable[..., Any]:
-    """What runs in place of a tiled module's method of that name, which is what pickle looks up on the class."""
-    place = place_of(TileMark, name)
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mark = self.__dict__[place]
-        lazily = mark.chained and not mark.hooked and not torch.compiler.is_compiling()
-        if not mark.active or mark.whole or not (mark.alone or lazily):
-            return mark.inner(self, *args, **kwargs)
-        return _call(self, mark, lazily, args, kwargs)
-
-    method.__name__ = name
-    return method
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call(module: nn.Module, mark: TileMark, lazily: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = values((args, kwargs))
-    call = TiledCall(Work(partial(mark.inner, module), (module,)), mark, args, kwargs)
-    if len(call.bounds) < 2:
-        return call.work.function(*args, **kwargs)
-    if not mark.alone:
-        return begin_chain(call, args, kwargs)
-    try:
-        refuse_recorded(call)
-        check_first(call)
-    except NotTokenWise as error:
-        if not (mark.below or isinstance(error, Recorded)):
-            raise
-        _step_back(module, mark, error)
-        return mark.inner(module, *args, **kwargs)
-    return (
-        begin_chain(call, args, kwargs)
-        if lazily and torch.is_grad_enabled() and gives_a_tensor(call)
-        else run_tiled(call)
-    )
-
-
-def _step_back(module: nn.Module, mark: TileMark, reason: NotTokenWise) -> None:
-    """Run a mixture of experts whole and its experts, below the router, in tiles.
-
-    From now on, because a recompute in the backward, which records nothing, must take the forward's way.
-    """
-    mark.whole = True
-    parts = dict(walk(module))
-    for path in mark.below:
-        if get_mark(part := parts[path], TileMark) is None:
-            below = mark_tiled(Tileable(f"{mark.name}.{path}", part, kind=type(part).__name__), mark.tiling, mark.owner)
-            below.zeros_for_unused = mark.zeros_for_unused
-    instead = f"Below its router {' and '.join(mark.below)} run in tiles." if mark.below else "It runs whole."
-    warn(f"{reason} {instead}")
-
-
-def tile(
-    target: Target,
-    *,
-    num_shards: int | Literal["auto"] = "auto",
-    tile_tokens: int | None = None,
-    accumulate: Literal["float32", "param"] = "float32",
-    self_check: bool = True,
-    reductions: Mapping[str, Literal["sum", "mean"]] | None = None,
-    compile: bool | CompileOptions = False,
-) -> Target:
-    """Let one token-wise module, method or function run tile by tile.
+def tile(target: Target, **tiling: Any) -> Target:
+    """Let one position-wise module, method or function run tile by tile.
 
     Its results, gradients, keys and hooks stay as they are; the intermediates of one tile at a time are alive.
 
     Args:
-        target: What works token by token on hidden states ``[B, S, H]`` or ``[T, H]``. A module (an MLP, an MoE block,
-            a norm) or a module's method (``layer.feed_forward_chunk``) is tiled in place. Of any other callable, a
-            tiled one is returned; its weights are those of the modules in its closure, its arguments (of
+        target: What works position by position on hidden states ``[B, S, H]`` or ``[T, H]``. A module (an MLP, an MoE
+            block, a norm) or a module's method (``layer.feed_forward_chunk``) is tiled in place. Of any other callable,
+            a tiled one is returned; its weights are those of the modules in its closure, its arguments (of
             ``functools.partial``) or its attributes.
-        num_shards: Tiles per call, or ``"auto"``.
-        tile_tokens: Tokens per tile: the other way to say it.
-        accumulate: The dtype in which weight gradients of 16-bit weights are summed.
-        self_check: Compare a few tokens whole and in tiles at the first tiled call.
-        reductions: How outputs that are not per token go together; see :class:`~lt_tiled.policies.Tiling`.
-        compile: Compile the tile's forward and backward; see :class:`~lt_tiled.policies.Tiling`.
+        tiling: The fields of :class:`~lt_tiled.Tiling` but ``targets``: ``num_shards=8``, ``tile_tokens=2048``, ...
 
     Returns:
         The same module; or the tiled method or function, to be called in the place of the other.
 
     Raises:
-        ValueError: If it is tiled already, or normalises over the batch, or a value is out of bounds.
-        TypeError: If it cannot be called.
+        ValueError: If it is tiled already, or normalizes over the batch, or a value is out of bounds.
+        TypeError: If it cannot be called, or ``Tiling`` has no such field.
     """
-    policy = Tiling(
-        num_shards, tile_tokens, accumulate=accumulate, self_check=self_check, reductions=reductions, compile=compile
-    )
+    if "targets" in tiling:
+        raise TypeError(
+            "tile() takes one module and no targets: use lt_tiled.prepare(model, tiling=Tiling(targets=...))."
+        )
+    policy = Tiling(**tiling)
     owner, method = _owner(target)
     if owner is None:
         return TiledCallable(target, policy)  # type: ignore[return-value]
     kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
-    mark_tiled(Tileable(kind, owner, method, kind=kind, suffix="" if owner is target else f".{method}"), policy, None)
+    mark_tiled(Tileable(kind, owner, kind, method), policy, EngineNeeds(), None)
     return target if owner is target else getattr(owner, method)
 
 
 def untile(target: Target) -> Target:
-    """Undo :func:`tile`: a module or method is as it was; of a tiled function, the function itself is returned.
+    """Undo :func:`tile`. Does nothing to what is not tiled.
 
-    Does nothing to what is not tiled.
+    Returns:
+        The module or method as it was; of a tiled function, the function itself.
     """
     owner, method = _owner(target)
     if owner is None:
@@ -139,13 +74,13 @@ def untile(target: Target) -> Target:
     if mark is not None:
         remove_mark(owner, TileMark, tiled_method(method))
         parts = dict(walk(owner))
-        for path in mark.below if mark.whole else ():
+        for path in mark.found.below if mark.learned.untiled else ():
             untile(parts[path])
     return target if owner is target else getattr(owner, method)
 
 
 def _owner(target: Any) -> tuple[nn.Module | None, str]:
-    """The module whose method the target is, and the method's name; no module for other callables."""
+    """Return the module whose method the target is, and the method's name; no module for other callables."""
     if isinstance(target, nn.Module):
         return target, "forward"
     if isinstance(target, MethodType) and isinstance(target.__self__, nn.Module):
@@ -163,18 +98,19 @@ class TiledCallable:
     def __init__(self, function: Callable[..., Any], tiling: Tiling) -> None:
         name = getattr(function, "__name__", type(function).__name__)
         self.function = function
-        self.mark = TileMark(tiling, name, name)
+        self.mark = TileMark(Found(name, name), tiling, EngineNeeds(), None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = values((args, kwargs))
-        call = TiledCall(Work(self.function, modules_of(self.function)), self.mark, args, kwargs)
-        return check_and_run(call) if len(call.bounds) > 1 else self.function(*args, **kwargs)
+        made = TiledCall.of(Work(self.function, modules_of(self.function)), self.mark, args, kwargs)
+        if made is None:
+            return self.function(*args, **kwargs)
+        check_first(*made)
+        return run_tiled(*made, [])
 
 
 def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...]:
-    """The modules that a function reaches: in its closure and globals, bound to it, or among the attributes of a
-    callable object.
-    """
+    """Return the modules that a function reaches: in its closure and globals, bound to it, or among its attributes."""
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
         return (*modules_of(function.func), *(v for v in values if isinstance(v, nn.Module)))
@@ -190,56 +126,216 @@ def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...]:
     return tuple(v for v in values if isinstance(v, nn.Module))
 
 
-def mark_tiled(tileable: Tileable, tiling: Tiling, owner: object) -> TileMark:
-    """Hang the tiling on what was found, for its owner to take off again."""
+def mark_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TileMark:
+    """Tile what was found, for its owner to undo.
+
+    Raises:
+        ValueError: If it is tiled already, or is known not to be position-wise.
+    """
     module, name = tileable.module, tileable.name
     if get_mark(module, TileMark, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
-    for below, part in [("", module), *walk(module)]:
-        if reason := _depends_on_others(part):
+    parts = _parts(module, tileable.parts)
+    for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
+        if reason := depends_on_others(part):
             raise ValueError(
-                f"{name} is not token-wise: {below or 'it'} is a {type(part).__name__}, {reason}. Leave it out of targets."
+                f"{name} is not position-wise: {below or 'it'} is a {type(part).__name__}, {reason}. Leave it out of"
+                " targets."
             )
-    mark = TileMark(tiling, name, tileable.kind)
-    mark.owner, mark.alone, mark.chained = owner, tileable.alone, tileable.parent is not None
-    halves = [module, *(m for m, _ in tileable.members[:1] if not tileable.alone)]
-    mark.widths = feed_forward_widths(*halves)
-    mark.weight_bytes = sum(weight_bytes(half) for half in halves)
-    mark.suffix = tileable.suffix
-    mark.below = parts_below(module) if tileable.method == "forward" else ()
+    found = Found(
+        name,
+        tileable.kind,
+        tileable.method,
+        tileable.parts,
+        below=parts_below(module) if tileable.method == "forward" else (),
+        widths=feed_forward_widths(*parts),
+        weight_bytes=sum(weight_bytes(part) for part in parts),
+        has_norm_before=bool(tileable.before),
+        has_norm_behind=bool(tileable.behind),
+    )
+    mark = TileMark(found, tiling, needs, owner)
     set_mark(module, mark, tiled_method(tileable.method))
-    if tileable.parent is not None:
-        mark_chain(tileable.parent, tileable.members, owner)
+    for place, norms in (("before", tileable.before), ("behind", tileable.behind)):
+        for norm in norms:
+            if get_mark(norm, NormMark) is None:
+                set_mark(norm, NormMark(place, mark, owner), _norm_forward)
+    if tileable.parent is not None and get_mark(tileable.parent, ParentMark) is None:
+        set_mark(tileable.parent, ParentMark(owner), _parent_forward, innermost=True)
     return mark
 
 
-def _depends_on_others(part: nn.Module) -> str | None:
-    """Why a part is not token-wise though a few tokens may not show it."""
-    if isinstance(part, _BatchNorm):
-        return "whose statistics in training depend on all tokens"
-    if has_capacity(part):
-        return "whose experts have a capacity, so that what becomes of a token depends on all tokens"
-    if drops_samples(part):
-        return "which drops whole samples and would drop tiles"
-    return None
+def _parts(module: nn.Module, names: tuple[str, ...] | None) -> tuple[nn.Module, ...]:
+    return (module,) if names is None else tuple(module.get_submodule(name) for name in names)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a module's weights, those of other ranks too where ZeRO-3 shards them."""
+    """Return the bytes of a module's weights, those of other ranks too where ZeRO-3 shards them."""
     return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters() if not is_lazy(p))
 
 
 def unmark(model: nn.Module, owner: object) -> None:
-    """Take off all marks that the owner set, on copies of the modules (peft's ``modules_to_save``) too."""
+    """Undo :func:`mark_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
     for _, module in [("", model), *walk(model)]:
         for mark in get_marks(module, TileMark):
             if mark.owner is owner:
                 remove_mark(module, TileMark, tiled_method(mark.method))
-        unmark_chains(module, owner)
+        for kind, function in ((NormMark, _norm_forward), (ParentMark, _parent_forward)):
+            if any(mark.owner is owner for mark in get_marks(module, kind)):
+                remove_mark(module, kind, function)
 
 
 def tile_marks(model: nn.Module) -> Iterator[tuple[str, nn.Module, TileMark]]:
-    """What is tiled now: path, module and mark of each."""
+    """Yield path, module and mark of each tiled module."""
     for path, module in [("", model), *walk(model)]:
         for mark in get_marks(module, TileMark):
             yield path, module, mark
+
+
+# What runs in place of a tiled module's method
+
+
+@cache
+def tiled_method(name: str) -> Callable[..., Any]:
+    """Return what runs in place of a method of that name, which is the name that pickle looks up on the class."""
+    place = place_of(TileMark, name)
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mark = self.__dict__[place]
+        if not mark.active or mark.learned.untiled:
+            return mark.inner(self, *args, **kwargs)
+        return _call(self, mark, args, kwargs)
+
+    method.__name__ = name
+    return method
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _call(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    work, traces = Work(partial(mark.inner, module), _parts(module, mark.found.parts)), list[Trace]()
+    made = _with_neighbor(work, mark, args, kwargs, traces)
+    if made is None:
+        args, kwargs = values((args, kwargs))
+        made = TiledCall.of(work, mark, args, kwargs)
+        if made is None:
+            return work.function(*args, **kwargs)
+        try:
+            refuse_recorded(made[0])
+            check_first(*made)
+        except NotPositionWiseError as error:
+            if not (mark.found.below or isinstance(error, RecordedError)):
+                raise
+            _tile_below(module, mark, error)
+            return mark.inner(module, *args, **kwargs)
+    if mark.found.has_norm_behind and _may_defer(made, mark):
+        deferred = defer(*made, traces)
+        if deferred is not None:
+            return deferred
+    return run_tiled(*made, traces)
+
+
+def _tile_below(module: nn.Module, mark: TileMark, reason: NotPositionWiseError) -> None:
+    """Run a mixture of experts untiled, and its experts, below the router, in tiles.
+
+    From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
+    """
+    mark.learned.untiled = True
+    parts = dict(walk(module))
+    for path in mark.found.below:
+        if get_mark(part := parts[path], TileMark) is None:
+            below = Tileable(f"{mark.name}.{path}", part, type(part).__name__)
+            mark_tiled(below, mark.tiling, mark.needs, mark.owner)
+    instead = (
+        f"Below its router {' and '.join(mark.found.below)} run in tiles." if mark.found.below else "It runs untiled."
+    )
+    warn(f"{reason} {instead}")
+
+
+# Norms next to an MLP
+
+
+class NormMark(Mark):
+    """On a norm next to a tiled module."""
+
+    attribute = "_lt_tiled_norm"
+
+    def __init__(self, place: str, mlp: TileMark, owner: object) -> None:
+        self.place: Literal["before", "behind"] | str = place
+        self.mlp, self.owner = mlp, owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, NormMark)
+        copy.mlp = memo.get(id(self.mlp)) or self.mlp.__deepcopy__(memo)  # type: ignore[assignment]
+        return copy
+
+
+class ParentMark(Mark):
+    """On the module whose forward calls both: nothing deferred leaves it, because its engine may free the weights."""
+
+    attribute = "_lt_tiled_parent"
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+
+def _norm_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    mark = self.__dict__[NormMark.attribute]
+    if not mark.active or not mark.mlp.active or mark.mlp.learned.untiled or torch.compiler.is_compiling():
+        return mark.inner(self, *args, **kwargs)
+    return _call_norm(self, mark, args, kwargs)
+
+
+def _parent_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return values(self.__dict__[ParentMark.attribute].inner(self, *args, **kwargs))
+
+
+_norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle looks up on the class
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _call_norm(module: nn.Module, mark: NormMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    work, traces = Work(partial(mark.inner, module), (module,), mark.place), list[Trace]()
+    if mark.place == "behind":
+        made = _with_neighbor(work, mark.mlp, args, kwargs, traces)
+        return mark.inner(module, *args, **kwargs) if made is None else run_tiled(*made, traces)
+    args, kwargs = values((args, kwargs))
+    if mark.place not in mark.mlp.learned.refused:
+        made = TiledCall.of(work, mark.mlp, args, kwargs)
+        if made is not None and _may_defer(made, mark.mlp) and _passes(made, mark.place):
+            deferred = defer(*made, traces)
+            if deferred is not None:
+                return deferred
+    return mark.inner(module, *args, **kwargs)
+
+
+def _may_defer(made: Call, mark: TileMark) -> bool:
+    tensors: list[Any] = made[1]
+    plain = all(not (is_traceable_wrapper_subclass(t) or t.is_inference()) for t in tensors)
+    return mark.needs.defer and plain and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _with_neighbor(
+    work: Work, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any], traces: list[Trace]
+) -> Call | None:
+    """Return one call of this work and the deferred one among its arguments, if there is one to join."""
+    given = (*args, *kwargs.values())
+    deferred = next((a for a in given if isinstance(a, DeferredCall) and a.open_for(mark)), None)
+    if deferred is None:
+        return None
+    together, args, kwargs = deferred.then(work, args, kwargs)
+    made = None if together.key in mark.learned.refused else TiledCall.of(together, mark, args, kwargs)
+    if made is None or not _passes(made, together.key):
+        return None
+    deferred.followers.append(traces)
+    return made
+
+
+def _passes(made: Call, key: Any) -> bool:
+    """Whether a call with a norm in it passes the self-check; if not, it is not tried again."""
+    try:
+        refuse_recorded(made[0])
+        check_first(*made)
+    except NotPositionWiseError:
+        made[0].mark.learned.refused.add(key)
+        return False
+    return True

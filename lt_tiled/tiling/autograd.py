@@ -1,89 +1,108 @@
 """The two autograd Functions of a tiled call.
 
-:class:`Anchor` saves the call's input before any arithmetic runs. :class:`TiledFunction` computes tile by tile without
-a graph and, in the backward, recomputes each tile with one. Inside a checkpointed block torch's early stop fires at the
-anchor, because nothing is saved behind it, so the tiled forward does not run again in the recompute. The weights are
-inputs of the Function and their gradients are returned: autograd accumulates them once, and every engine's reduction
-hook fires once.
+NOTE [Anchor]
+:class:`Anchor` saves the call's inputs before any arithmetic runs, and nothing behind it saves a tensor. So inside an
+activation-checkpointed block torch's early stop ends the block's recompute at the anchor, and the tiled forward does
+not run a second time. Then :class:`TiledFunction` recomputes each tile with a graph and takes its gradients with
+``torch.autograd.grad``. Where a norm may be tiled together with its neighbor, the anchor also saves an empty tensor
+whose shape tells what the call consists of: torch's checkpoint compares shapes and raises where the recompute joins
+other modules than the forward pass did, instead of handing a call the input of another.
+
+NOTE [Weights are inputs]
+The trainable weights are inputs of :class:`TiledFunction` and their gradients are returned, summed over the tiles.
+Autograd accumulates them once, so each engine's reduction hook fires exactly once for each weight and backward pass,
+however many tiles there are, and no engine has to be told.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from lt_tiled.tiling.self_check import check_first
-from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.weights import trainable_weights
+from lt_tiled.tiling.deferred import DeferredCall
+from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 
 class Anchor(torch.autograd.Function):
     """Passes a call's tensors through and is the one node that saves them."""
 
     @staticmethod
-    def forward(ctx: Any, call: TiledCall, link: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        call.anchor = ctx
+    def forward(ctx: Any, wants_grad: Sequence[bool], link: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        ctx.wants_grad = call.wants_grad
-        passed = [t for t, wants in zip(tensors, call.wants_grad, strict=True) if wants]
+        ctx.wants_grad = [False] * (len(tensors) - len(wants_grad)) + list(wants_grad)
+        passed = [t for t, wants in zip(tensors, ctx.wants_grad, strict=True) if wants]
         return tuple(t.view_as(t) for t in (passed if link is None else [link]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not any(ctx.wants_grad):
-            return (None, None, *(None for _ in ctx.wants_grad))
         given = iter(gradients)
         return (None, None, *(next(given) if wants else None for wants in ctx.wants_grad))
 
 
 class TiledFunction(torch.autograd.Function):
-    """``edges`` are what gradients are returned for: the anchor's outputs, then the trainable weights."""
+    """Runs a call; its inputs are the anchor's outputs, then the trainable weights."""
 
     @staticmethod
-    def forward(ctx: Any, call: TiledCall, *edges: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, call: TiledCall, inputs: list[Tensor], traces: list[Trace], like: Any, *edges: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        return tuple(call.forward(learn=True))
+        ctx.call, ctx.anchor, ctx.traces = call, edges[0].grad_fn, traces
+        if like is not None:
+            return DeferredCall.of(call, inputs, traces, *like)
+        leaves, trace = call.forward(inputs, learn=True)
+        traces.append(trace)
+        return tuple(leaves)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: TiledCall = ctx.call
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{call.mark.name}: a tiled module has no second derivative, and this backward was called with create_graph=True."
-                " Call it without, or lt_tiled.untile() the module."
+                f"{call.mark.name}: a tiled module has no second derivative, and this backward pass was called with"
+                " create_graph=True. Call it without, or lt_tiled.untile() the module."
             )
-        results = call.backward(call.anchor.saved_tensors, gradients)
+        inputs = ctx.anchor.saved_tensors[-len(call.wants_grad) :]
+        trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
         link = [] if any(call.wants_grad) else [None]
-        return (None, *link, *results)
+        return (None, None, None, None, *link, *call.backward(trace, inputs, gradients))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_tiled(call: TiledCall) -> Any:
-    """Run a call tile by tile."""
-    call.mark.note(call.shape.tokens, call.bounds, call.mark.kind, str(call.mark.tiling))
-    if any(is_lazy(p) for module in call.work.modules for p in module.parameters()):
-        call.fill_lazy_weights()
-    if torch.is_grad_enabled():
-        call.weights = trainable_weights(call.work)
-    if call.differentiable:
-        # Where no argument wants a gradient, an empty leaf ties the anchor into the graph.
-        link = None if any(call.wants_grad) else torch.empty(0, device=call.device, requires_grad=True)
-        edges = Anchor.apply(call, link, *call.inputs)
-        leaves = TiledFunction.apply(call, *edges, *(weight.tensor for weight in call.weights))
-    else:
-        leaves = call.forward(learn=False)
-    assert call.layout is not None
-    return pytree.tree_unflatten(leaves, call.layout.tree)
+def run_tiled(call: TiledCall, inputs: list[Tensor], traces: list[Trace]) -> Any:
+    """Run a call tile by tile, and append its trace."""
+    _note(call)
+    if not call.differentiable:
+        leaves, trace = call.forward(inputs, learn=False)
+        return pytree.tree_unflatten(leaves, trace.layout.tree)
+    leaves = _apply(call, inputs, traces, None)
+    return pytree.tree_unflatten(leaves, traces[0].layout.tree)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_and_run(call: TiledCall) -> Any:
-    """Run a call tile by tile, after the self-check if it is the first one."""
-    check_first(call)
-    return run_tiled(call)
+def defer(call: TiledCall, inputs: list[Tensor], traces: list[Trace]) -> DeferredCall | None:
+    """Return a tensor that runs the call on first use, or ``None`` if its output is not one tensor."""
+    like = call.signature(inputs)
+    if like is None:
+        return None
+    _note(call)
+    deferred: DeferredCall = _apply(call, inputs, traces, like)
+    return deferred
+
+
+def _note(call: TiledCall) -> None:
+    call.mark.learned.note(call.shape.tokens, call.bounds, call.mark.found.kind, str(call.mark.tiling))
+
+
+def _apply(call: TiledCall, inputs: list[Tensor], traces: list[Trace], like: Any) -> Any:
+    # Where no argument wants a gradient, an empty leaf ties the anchor into the graph.
+    link = None if any(call.wants_grad) else torch.empty(0, device=call.device, requires_grad=True)
+    found = call.mark.found
+    joins = found.has_norm_before or found.has_norm_behind
+    told = [torch.empty(0, zlib.crc32(repr(call.work.key).encode()))] if joins else []
+    edges = Anchor.apply(call.wants_grad, link, *told, *inputs)
+    return TiledFunction.apply(call, inputs, traces, like, *edges, *(weight.tensor for weight in call.weights))

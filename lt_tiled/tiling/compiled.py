@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._arguments import Arguments
 from lt_tiled._log import inform_once
 from lt_tiled.policies import CompileOptions
-from lt_tiled.tiling.work import Work
+from lt_tiled.tiling.state import Work
 
 
 class CannotCompile(Exception):
@@ -47,7 +47,10 @@ class CompiledTile:
         if options is False:
             return None
         given: dict[str, Any] = {} if options is True else {**options}
-        return cls._all.setdefault((kind, repr(sorted(given.items()))), cls(kind, given))
+        key = kind, repr(sorted(given.items()))
+        if key not in cls._all:
+            cls._all[key] = cls(kind, given)
+        return cls._all[key]
 
     def forward(self, work: Work, arguments: Arguments, tensors: Sequence[Tensor]) -> Any:
         """Run the work."""

@@ -1,359 +1,223 @@
-"""Modules that a block runs one behind another, tiled as one.
+"""A tensor that is computed on first use.
 
-The first of them computes nothing: it returns a :class:`Pending`. The others, and functions that work entry by entry,
-add themselves to it. Whatever else touches it gets its value, and only then is the whole chain run, tile by tile. So a
-chain needs no knowledge of the block's code, and code that does something unexpected with a value in between gets that
-value.
-
-Two things come of it. OPT's and Whisper's ``fc1`` and ``fc2`` are tiled though they stand in the block itself. And a
-norm behind the MLP (Gemma, OLMo 2, GLM-4, BERT) is tiled with it: nothing is saved behind the anchor, so a checkpointed
-block's recompute stops there.
+NOTE [Deferred]
+A module that may be tiled together with its neighbor (the norm before an MLP, an MLP with a norm behind it, a head with
+its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits on first use. If its first use is the
+neighbor, both run in the same tiles, and what is between them is never there in full. Any other use computes the
+module's own value and goes on with that, so the block's own code decides and a wrong guess costs nothing but the saving.
+A :class:`DeferredCall` has its place in the autograd graph from the beginning: code that goes past Python's operators
+(a custom autograd Function, hooks of engines) gets the right values and gradients too.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
+from torch.utils.module_tracker import ModuleTracker
 
-from lt_tiled._arguments import Arguments, split_arguments
-from lt_tiled._log import inform_once
-from lt_tiled.modules.find import unwrapped
-from lt_tiled.modules.patch import Mark, get_mark, get_marks, remove_mark, set_mark
-from lt_tiled.tiling.autograd import check_and_run
 from lt_tiled.tiling.recompute import AutocastState, random_state_kept
-from lt_tiled.tiling.state import TileMark
-from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.work import Work
+from lt_tiled.tiling.state import TileMark, Work
 
-BETWEEN = -1
-"""In :attr:`Step.slots`: the value that comes from the step before."""
+if TYPE_CHECKING:
+    from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 
-@dataclass(frozen=True)
-class Step:
-    """One function of the chain; ``slots`` says which of the call's tensors its arguments are."""
+class Deferred(Tensor):
+    """A tensor that is computed on first use. Subclasses say how, and what can be joined to it instead."""
 
-    function: Callable[..., Any]
-    arguments: Arguments
-    slots: tuple[int, ...]
-    modules: tuple[nn.Module, ...]
-    name: str
+    @classmethod
+    def like(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        """Return an instance without memory."""
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
-    def run(self, tensors: Sequence[Tensor], between: Any) -> Any:
-        args, kwargs = self.arguments.call_with([between if slot == BETWEEN else tensors[slot] for slot in self.slots])
-        return self.function(*args, **kwargs)
+    def value(self, because: str) -> Any:
+        """Return the plain tensor with its graph.
 
+        Args:
+            because: The name of the function that uses it.
+        """
+        raise AssertionError
 
-class _NoValue(torch.autograd.Function):
-    """The graph of a pending value, which only code that goes past Python's operators can reach: it says so instead of
-    losing gradients.
-    """
+    def data_value(self) -> Tensor:
+        """Return the plain tensor without a graph, for code below autograd."""
+        raise AssertionError
 
-    @staticmethod
-    def forward(ctx: Any, name: str, like: Tensor, link: Tensor) -> Tensor:
-        ctx.name = name
-        return Pending.bare(like)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(f"{ctx.name}: {_TAKEN}")
-
-
-_TAKEN = (
-    "a custom autograd Function (torch's reentrant checkpoint is one) takes or returns the value of a chain of modules that is tiled as"
-    " one, which it cannot see. Name the modules to tile in Tiling(targets=...), without this one."
-)
-
-
-class Pending(Tensor):
-    """What a chain gives, as soon as somebody asks. Immutable: each step that joins makes another one."""
-
-    mark: TileMark
-    steps: tuple[Step, ...]
-    tensors: tuple[Tensor, ...]
-    """The arguments of all steps, each once."""
-    then: _Moment
-    _value: Any
-    _computed: bool
-
-    @staticmethod
-    def bare(like: Tensor) -> Pending:
-        pending: Pending = Tensor._make_wrapper_subclass(Pending, like.shape, dtype=like.dtype, device=like.device)
-        return pending
-
-    @staticmethod
-    def of(mark: TileMark, steps: tuple[Step, ...], tensors: tuple[Tensor, ...], then: _Moment) -> Pending:
-        with torch._C.DisableTorchFunctionSubclass():
-            # The link makes it require a gradient, whether the input does or weights alone.
-            pending: Pending = _NoValue.apply(mark.name, tensors[0].detach(), torch.empty(0, requires_grad=True))
-        pending.mark, pending.steps, pending.tensors, pending.then = mark, steps, tensors, then
-        pending._value, pending._computed = None, False
-        return pending
-
-    def joined(
-        self,
-        function: Callable[..., Any],
-        modules: tuple[nn.Module, ...],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Pending:
-        """This chain with one more step."""
-        args, kwargs = pytree.tree_map_only(
-            Pending, lambda other: other if other is self else other.value(), (args, kwargs)
-        )
-        found, arguments = split_arguments(args, kwargs)
-        tensors, slots = list(self.tensors), []
-        for t in found:
-            if t is not self and not any(t is known for known in tensors):
-                tensors.append(t)
-            slots.append(BETWEEN if t is self else next(i for i, known in enumerate(tensors) if known is t))
-        step = Step(function, arguments, tuple(slots), modules, name)
-        return Pending.of(self.mark, (*self.steps, step), tuple(tensors), self.then.with_more(tensors))
-
-    @property
-    def open(self) -> bool:
-        """Whether a step can still join: not once it was computed, nor under another autocast or gradient mode."""
-        return not self._computed and self.then.is_now(self.tensors)
-
-    def value(self) -> Any:
-        """Run the chain, once."""
-        if not self._computed:
-            self.then.check(self.tensors, self.mark.name)
-            with torch._C.DisableTorchFunctionSubclass():
-                adopted = self.requires_grad and not self.then.grad
-            if adopted:
-                raise RuntimeError(f"{self.mark.name}: {_TAKEN}")
-            modules = tuple({id(m): m for step in self.steps for m in step.modules}.values())
-            key = tuple((step.name, step.arguments.tree, step.slots) for step in self.steps)
-            if len(self.steps) == 1 and not self.mark.alone:
-                inform_once(
-                    f"broken chain {self.mark.name}",
-                    f"{self.mark.name} is tiled without what follows it, which the block's code does not hand its output to directly:"
-                    " leave it out of Tiling(targets=...)",
-                )
-            with self.then.restored():
-                self._value = check_and_run(
-                    TiledCall(Work(partial(_run, self.steps), modules, key), self.mark, self.tensors, {})
-                )
-            self._computed, self.steps, self.tensors = True, (), ()
-        return self._value
+    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a function that needs no value, else ``NotImplemented``."""
+        return NotImplemented
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_THE_GRAPH or (func is Tensor.register_hook and _only_tracks(args[1])):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        pending = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Pending))
-        if pending.open and _joins(pending, func, args, kwargs):
-            return pending.joined(func, (), func.__name__, args, kwargs)
-        value = pending.value()
-        if not isinstance(value, Tensor):  # a tuple, which is about to be unpacked
-            return getattr(value, func.__name__)(*args[1:], **kwargs)
-        args, kwargs = values((args, kwargs))
+        first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Deferred))
+        joined = first.joined(func, args, kwargs)
+        if joined is not NotImplemented:
+            return joined
+        args, kwargs = values((args, kwargs), getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = values((args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Deferred, Deferred.data_value, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """What the surroundings of a chain's steps were."""
+def values(tree: Any, because: str = "") -> Any:
+    """Return the tree with the values of all deferred tensors in it."""
+    if not any(isinstance(leaf, Deferred) for leaf in pytree.tree_leaves(tree)):
+        return tree
+    return pytree.tree_map_only(Deferred, lambda t: t.value(because), tree)
 
-    grad: bool
-    autocast: AutocastState | None
-    versions: tuple[int, ...]
-    """Of the tensors."""
-    sample: Tensor | None
-    """Some of the input, where tensors have no versions: in inference mode."""
+
+class DeferredCall(Deferred):
+    """The output of a tiled call that has not run yet."""
+
+    call: TiledCall
+    inputs: list[Tensor]
+    versions: list[int]
+    traces: list[Trace]
+    """The trace of the call once it ran; the call's node shares the list."""
+    followers: list[list[Trace]]
+    """The same of the calls that run this one's work in their own tiles."""
+    _data: Tensor | None
+    _value: Tensor | None
+    _node: Any
 
     @classmethod
-    def now(cls, tensors: Sequence[Tensor]) -> _Moment:
-        first = tensors[0]
-        sample = _few(first).clone() if first.is_inference() else None
-        return cls(torch.is_grad_enabled(), AutocastState.now(first.device), _versions(tensors), sample)
+    def of(
+        cls, call: TiledCall, inputs: list[Tensor], traces: list[Trace], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> DeferredCall:
+        """Return the deferred output of a call."""
+        deferred: DeferredCall = cls.like(shape, dtype, call.device)
+        deferred.call, deferred.inputs, deferred.traces, deferred.followers = call, inputs, traces, []
+        deferred.versions = [t._version for t in inputs]
+        deferred._data = deferred._value = deferred._node = None
+        return deferred
 
-    def with_more(self, tensors: Sequence[Tensor]) -> _Moment:
-        """The same with the versions of tensors that came later."""
-        return replace(self, versions=(*self.versions, *_versions(tensors[len(self.versions) :])))
+    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer what module trackers (FlopCounterMode) ask of every output, as long as there is no value."""
+        if self._value is None and (func in _ASKED or (func is Tensor.register_hook and _tracks(args[1]))):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return NotImplemented
 
-    def is_now(self, tensors: Sequence[Tensor]) -> bool:
-        return self.grad == torch.is_grad_enabled() and self.autocast == AutocastState.now(tensors[0].device)
+    def value(self, because: str = "") -> Tensor:
+        """Run the call, once."""
+        if not torch.is_grad_enabled():
+            return self._computed().detach()
+        if self._value is None:
+            self._value = _Value.apply(self)
+            self._node = self._value.grad_fn
+        return self._value
 
-    def check(self, tensors: Sequence[Tensor], name: str) -> None:
-        """Raise if a tensor was changed in place since."""
-        if _versions(tensors) != self.versions or (
-            self.sample is not None and not torch.equal(self.sample, _few(tensors[0]))
-        ):
+    def data_value(self) -> Tensor:
+        """Run the call, once.
+
+        Raises:
+            RuntimeError: If the value was changed in place, which the graph of this tensor does not know.
+        """
+        if self._value is not None and self._value.grad_fn is not self._node:
             raise RuntimeError(
-                f"{name}: its input was changed in place before its output was used. Change it out of place, or leave the module out of"
-                " Tiling(targets=...)."
+                f"{self.call.mark.name}: its output was changed in place and then given to a custom autograd Function,"
+                " whose gradient would miss the change. Make the change out of place."
+            )
+        return self._computed().detach()
+
+    def _computed(self) -> Tensor:
+        if self._data is None:
+            self._check_inputs()
+            # Joined before: draw the numbers that its neighbor saw.
+            drawn = next((t for traces in self.followers for t in traces if t.random is not None), None)
+            with random_state_kept(self.call.device, drawn.random) if drawn is not None else nullcontext():
+                leaves, trace = self.call.forward(self.inputs, learn=True)
+                if drawn is not None and trace.random is not None and not trace.end.same_as(drawn.end):
+                    raise RuntimeError(
+                        f"{self.call.mark.name}: its output is used by a norm and once more, and the norm draws random"
+                        " numbers. Leave the module out of Tiling(targets=...)."
+                    )
+            self.traces.append(trace)
+            self._data, self.inputs = leaves[0], []
+        return self._data
+
+    def _check_inputs(self) -> None:
+        if [t._version for t in self.inputs] != self.versions:
+            raise RuntimeError(
+                f"{self.call.mark.name}: its input was changed in place before its output was used. Make the change"
+                " out of place, or leave the module out of Tiling(targets=...)."
             )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        with torch.set_grad_enabled(self.grad), self.autocast.context() if self.autocast else nullcontext():
-            yield
+    def open_for(self, mark: TileMark) -> bool:
+        """Whether a neighbor of the same MLP can run in the same tiles."""
+        same = self.call.mark is mark and self.call.autocast == AutocastState.now(self.call.device)
+        return self._data is None and same and torch.is_grad_enabled()
+
+    def then(
+        self, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Work, tuple[Any, ...], dict[str, Any]]:
+        """Return one work that runs this call's and then the neighbor's, and the arguments of both.
+
+        Args:
+            work: The neighbor's work.
+            args: Its positional arguments; this tensor is one of them or of the next.
+            kwargs: Its keyword arguments.
+        """
+        self._check_inputs()
+        own_args, own_kwargs = self.call.arguments.call_with(self.inputs)
+        args, kwargs = pytree.tree_map_only(Deferred, lambda t: _HERE if t is self else t.value(), (args, kwargs))
+        names = tuple(own_kwargs), tuple(kwargs)
+        run = partial(_run_both, self.call.work.function, work.function, names)
+        key = (self.call.work.key, self.call.arguments.tree, work.key, names[1])
+        together = Work(run, (*self.call.work.modules, *work.modules), key)
+        return together, (own_args, tuple(own_kwargs.values()), args, tuple(kwargs.values())), {}
 
 
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(0 if t.is_inference() else t._version for t in tensors)
+class _Here:
+    """Stands in a neighbor's arguments where the first work's output goes."""
 
 
-def _few(tensor: Tensor) -> Tensor:
-    """The last entries, which any change of the whole changes."""
-    return tensor[..., -1:, :1]
+_HERE = _Here()
 
 
-def _run(steps: Sequence[Step], *tensors: Tensor) -> Any:
-    between = None
-    for step in steps:
-        between = step.run(tensors, between)
-    return between
+def _run_both(
+    first: Callable[..., Any],
+    second: Callable[..., Any],
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    *arguments: tuple[Any, ...],
+) -> Any:
+    between = first(*arguments[0], **dict(zip(names[0], arguments[1], strict=True)))
+    args = [between if a is _HERE else a for a in arguments[2]]
+    kwargs = {n: between if a is _HERE else a for n, a in zip(names[1], arguments[3], strict=True)}
+    return second(*args, **kwargs)
 
 
-def values(tree: Any) -> Any:
-    """The tree with the values of all that is pending in it."""
-    if not any(isinstance(leaf, Pending) for leaf in pytree.tree_leaves(tree)):
-        return tree
-    return pytree.tree_map_only(Pending, Pending.value, tree)
+class _Value(torch.autograd.Function):
+    """The plain tensor of a deferred one."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: DeferredCall) -> Tensor:
+        return deferred._computed()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
-_ENTRYWISE = {F.dropout, F.gelu, F.relu, F.silu, F.elu, F.leaky_relu, F.mish, F.softplus, F.tanh, F.sigmoid}
-_ENTRYWISE |= {torch.relu, torch.tanh, torch.sigmoid, torch.dropout, Tensor.relu, Tensor.tanh, Tensor.sigmoid}
-_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_OF_THE_GRAPH = {
+_ASKED = {
     Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__
     for name in ("requires_grad", "grad_fn", "is_leaf")
 }
-"""What module trackers (FlopCounterMode) ask of every module's output."""
 
 
-def _only_tracks(hook: Any) -> bool:
-    """Whether a gradient hook is that of torch's module tracker (FlopCounterMode's), which keeps account of modules,
-    not of values.
-    """
-    function = getattr(hook, "__closure__", None) and inspect.getclosurevars(hook).nonlocals.get("fn")
-    return getattr(function, "__module__", None) == "torch.utils.module_tracker"
-
-
-def _joins(pending: Pending, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function works entry by entry on the pending value, or adds the chain's own input to it, as a residual
-    behind a norm is.
-    """
-    others = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not pending]
-    if func in _ENTRYWISE:
-        return not others and args[:1] == (pending,) and not kwargs.get("inplace")
-    own = all(any(t is known for known in pending.tensors) and t.shape == pending.tensors[0].shape for t in others)
-    return func in _SUMS and own and "out" not in kwargs
-
-
-class JoinMark(Mark):
-    """On a module that may run behind the first of a chain."""
-
-    attribute = "_lt_tiled_join"
-
-    def __init__(self, last: bool, owner: object) -> None:
-        self.last = last
-        """Whether the chain ends here and is run at once."""
-        self.owner = owner
-
-
-class SettleMark(Mark):
-    """On the module whose forward runs the chain: nothing pending leaves it."""
-
-    attribute = "_lt_tiled_settle"
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-
-
-def _join(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    mark = self.__dict__[JoinMark.attribute]
-    pending = next((value for value in (*args, *kwargs.values()) if isinstance(value, Pending)), None)
-    if pending is None or not pending.open:
-        return mark.inner(self, *args, **kwargs)
-    joined = pending.joined(partial(mark.inner, self), (self,), type(self).__name__, args, kwargs)
-    return joined.value() if mark.last else joined
-
-
-def _settle(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        parts = [unwrapped(child) for child in self.children()]
-        hooked = any(_hooked(m) for m in parts if get_mark(m, JoinMark) is not None)
-        for m in parts:
-            if (mark := get_mark(m, TileMark)) is not None:
-                mark.hooked = hooked or _hooked(m)
-                if mark.hooked and not mark.alone:
-                    inform_once(
-                        f"hooked {mark.name}", f"{mark.name} runs whole while there are hooks on what it consists of"
-                    )
-    return values(self.__dict__[SettleMark.attribute].inner(self, *args, **kwargs))
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether hooks would get or keep what is pending, or hand it to a custom autograd Function, as full backward hooks
-    do.
-    """
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-_join.__name__ = _settle.__name__ = "forward"  # what pickle looks up on the class
-
-
-def mark_chain(parent: nn.Module, members: Sequence[tuple[nn.Module, bool]], owner: object) -> None:
-    """Let modules join a chain that runs in the parent's forward; each comes with whether the chain ends there."""
-    for module, last in members:
-        if get_mark(module, JoinMark) is None:
-            set_mark(module, JoinMark(last, owner), _join)
-    if get_mark(parent, SettleMark) is None:
-        set_mark(parent, SettleMark(owner), _settle, innermost=True)
-
-
-def unmark_chains(module: nn.Module, owner: object) -> None:
-    """Undo :func:`mark_chain` for one module."""
-    for kind, function in ((JoinMark, _join), (SettleMark, _settle)):
-        if any(mark.owner is owner for mark in get_marks(module, kind)):
-            remove_mark(module, kind, function)
-
-
-def begin_chain(call: TiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
-    """Put off a call of a chain's first module."""
-    found, arguments = split_arguments(args, kwargs)
-    tensors = tuple({id(t): t for t in found}.values())
-    slots = tuple(next(i for i, known in enumerate(tensors) if known is t) for t in found)
-    step = Step(call.work.function, arguments, slots, call.work.modules, call.mark.kind)
-    return Pending.of(call.mark, (step,), tensors, _Moment.now(tensors))
-
-
-def gives_a_tensor(call: TiledCall) -> bool:
-    """Whether the module returns one tensor, as a pending value stands for.
-
-    The self-check has seen what it returns. Without one only mixtures of experts, which may return router logits, are
-    tried, on two tokens.
-    """
-    mark = call.mark
-    if mark.tiling.self_check:
-        return not mark.layouts
-    if mark.below and mark.gives_a_tensor is None:
-        with torch.no_grad(), random_state_kept(call.device):
-            output = call.run_tile(call.cut(call.flat(call.inputs), slice(0, 2)))
-        mark.gives_a_tensor = isinstance(output, Tensor)
-    return mark.gives_a_tensor is not False
+def _tracks(hook: Any) -> bool:
+    """Whether a hook on a gradient is a module tracker's, which follows modules and reads no gradient."""
+    trackers = (getattr(h, "__self__", None) for h in torch_module._global_forward_hooks.values())
+    return hook.__module__ == "torch.autograd.graph" and any(isinstance(t, ModuleTracker) for t in trackers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.tiling.closed import check_kept, kept_tensors
+from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.tiling.graph import check_kept, kept_tensors
 from lt_tiled.tiling.layout import OutputAssembly, TokenShape
-from lt_tiled.tiling.recompute import PackCounter, RandomState, random_state_kept
+from lt_tiled.tiling.recompute import RandomState, SavedCounter, random_state_kept
+from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.work import NotTokenWise, Work
 
 CHECK_TOKENS = 8
 
@@ -23,19 +25,20 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
 
 
-def check_first(call: TiledCall) -> None:
+def check_first(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     """Check a call's work, unless an earlier call of the same mark in the same mode was checked: losses are kept in
     training alone.
 
     Raises:
-        NotTokenWise: See :func:`check_token_wise`.
+        NotPositionWiseError: See :func:`check_position_wise`.
     """
-    mode = (*call.work.training, torch.is_grad_enabled())
-    if call.mark.tiling.self_check and mode not in call.mark.checked and check_token_wise(call):
-        call.mark.checked.add(mode)
+    mode = (call.work.key, call.work.training, torch.is_grad_enabled())
+    checked = call.mark.learned.checked
+    if call.mark.tiling.self_check and mode not in checked and check_position_wise(call, inputs):
+        checked.add(mode)
 
 
-def check_token_wise(call: TiledCall) -> bool:
+def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> bool:
     """Compare the module's outputs for :data:`CHECK_TOKENS` tokens of this call, at once and in two unequal tiles.
 
     Returns:
@@ -43,22 +46,22 @@ def check_token_wise(call: TiledCall) -> bool:
         projection, do not.
 
     Raises:
-        NotTokenWise: If an output differs, or is not per token, or if the module changes its arguments in place.
+        NotPositionWiseError: If an output differs, or is not per token, or if the module changes its arguments in place.
     """
     few = min(CHECK_TOKENS, call.shape.tokens)
     picked = torch.arange(few, device=call.device) * (call.shape.tokens - 1) // max(few - 1, 1)
-    sample = call.cut(call.flat(call.inputs), picked)
+    sample = call.cut(call.flat(inputs), picked)
     shape = TokenShape(torch.Size(call.shape.tile_lead(few)))
     kept = kept_tensors(call.work)
     # In training mode, where statistics are taken; and with a graph, if one is asked for, where auxiliary losses are.
-    with random_state_kept(call.device), _arguments_unchanged(call, sample), _buffers_unchanged(call), PackCounter():
+    with random_state_kept(call.device), _arguments_unchanged(call, sample), _buffers_unchanged(call), SavedCounter():
         start = RandomState.now(call.device)
         whole = call.run_tile(sample)
         dropout = not start.same_as(RandomState.now(call.device))
     check_kept(whole, call.work, kept, call.mark.name)
     with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work) if dropout else nullcontext():
         whole = call.run_tile(sample) if dropout else pytree.tree_map_only(Tensor, torch.Tensor.detach, whole)
-        layout = call.layout_of(whole, sample, few)
+        layout = call.layout_of(whole, inputs, few)
         assembly = OutputAssembly(layout, shape, call.mark.name)
         for bounds in ((0, few // 2 + 1), (few // 2 + 1, few)):
             assembly.add(call.run_tile(call.cut(sample, slice(*bounds))), bounds)
@@ -77,10 +80,10 @@ def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) 
     difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(1e-30))
     bound = _TOLERANCE.get(whole.dtype, 0.0)
     if not difference <= bound and bool(whole.isfinite().all()):
-        raise NotTokenWise(
-            f"{module} is not token-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by {difference:.1e} between"
+        raise NotPositionWiseError(
+            f"{module} is not position-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by {difference:.1e} between"
             f" one call and two tiles (relative; rounding explains {bound:.0e}). Leave it out of targets, or name the part of it that"
-            " works token by token; self_check=False only if you know why it differs."
+            " works position by position; self_check=False only if you know why it differs."
         )
 
 
@@ -97,7 +100,7 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
         containers[i].clear()
         (containers[i].extend if isinstance(containers[i], list) else containers[i].update)(before[i])
     if changed or versions != [t._version for t in sample]:
-        raise NotTokenWise(
+        raise NotPositionWiseError(
             f"{call.mark.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
             " change out of place, or leave the module out of targets."
         )
@@ -120,9 +123,9 @@ def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
         now = part._buffers[name]
         if now is not buffer or buffer._version != version:
             part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
-            raise NotTokenWise(
+            raise NotPositionWiseError(
                 f"{call.mark.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be changed once for each"
-                " tile, and again when the tiles are recomputed. Leave it out of targets, or name the part of it that works token by token."
+                " tile, and again when the tiles are recomputed. Leave it out of targets, or name the part of it that works position by position."
             )
 
 
@@ -141,3 +144,28 @@ def _dropout_off(work: Work) -> Iterator[None]:
     finally:
         for m, mode in modes.items():
             m.training = mode
+
+
+class RecordedError(NotPositionWiseError):
+    """transformers records an output inside the module."""
+
+
+def refuse_recorded(call: TiledCall) -> None:
+    """Refuse a call inside of which transformers records outputs, such as router logits.
+
+    Its hooks (transformers/utils/output_capturing.py) append what a module returns to the collector of the model's
+    current call, with ``output_router_logits=True`` for one: an entry for each tile, without a graph.
+
+    Raises:
+        RecordedError: With the names of what is recorded.
+    """
+    capturing = sys.modules.get(_CAPTURING)
+    collector = None if capturing is None else capturing._active_collector.get()
+    inside = (part for part in call.work.parts() if part not in call.work.modules)
+    if collector and any(h.__module__ == _CAPTURING for part in inside for h in part._forward_hooks.values()):
+        raise RecordedError(
+            f"{call.mark.name}: transformers records {', '.join(sorted(collector))} inside it, which tiles would change."
+        )
+
+
+_CAPTURING = "transformers.utils.output_capturing"

@@ -1,9 +1,12 @@
-"""What a tiled module carries."""
+"""The state of a tiled module: what was found, what its calls showed, and what the engine needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from lt_tiled._log import inform_once
 from lt_tiled.modules.patch import Mark
@@ -11,20 +14,54 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 
 
-class CountedMark(Mark):
-    """A mark of something that runs in tiles."""
+@dataclass(frozen=True)
+class Found:
+    """What a tiled module is. It refers to no module, so copies of a model share it."""
 
-    largest = (0, 0)
-    """Tokens and tiles of the largest call so far."""
+    name: str
+    """The name in messages."""
+    kind: str
+    """The class, or ``Class.method``."""
+    method: str = "forward"
+    parts: tuple[str, ...] | None = None
+    """The children that a method uses; ``None`` for the whole module."""
+    below: tuple[str, ...] = ()
+    """The paths of a mixture's experts, which are tiled where the mixture as a whole cannot be."""
+    widths: tuple[int, int] | None = None
+    """``hidden_size`` and ``intermediate_size``."""
+    weight_bytes: int = 0
+    has_norm_before: bool = False
+    has_norm_behind: bool = False
+
+
+@dataclass
+class Learned:
+    """What the calls of one copy of a module showed. Each entry can be learned again."""
+
+    largest: tuple[int, int] = (0, 0)
+    """Tokens and tiles of the largest call."""
+    checked: set[Hashable] = field(default_factory=set)
+    """What passed the self-check, by work and mode."""
+    refused: set[Hashable] = field(default_factory=set)
+    """The works that are not tiled together with a norm next to them."""
+    layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
+    signatures: dict[Hashable, Any] = field(default_factory=dict)
+    """Trailing shape and dtype of an output that is one tensor, else ``None``."""
+    saved: dict[Hashable, int | None] = field(default_factory=dict)
+    """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
+    uncompiled: bool = False
+    """Whether tiles run uncompiled because they are not one graph."""
+    untiled: bool = False
+    """Whether the module runs untiled, with its experts tiled where it has some."""
 
     def note(self, tokens: int, bounds: Sequence[Bounds], what: str, key: str = "") -> None:
-        """Remember the largest call for the report, and log the number of tiles the first time that it is cut.
+        """Remember the largest call for the report, and log the number of tiles of the first call that has several.
 
         Args:
-            tokens: Of the call.
+            tokens: The number of tokens of the call.
             bounds: Its tiles.
-            what: The subject of the line.
-            key: What else tells one line from another.
+            what: The subject of the log line.
+            key: Tells log lines of different policies apart.
         """
         if tokens >= self.largest[0]:
             self.largest = (tokens, len(bounds))
@@ -35,41 +72,53 @@ class CountedMark(Mark):
             )
 
 
-class TileMark(CountedMark):
-    """What a tiled module carries: its policy, and what its calls have shown so far."""
+@dataclass
+class EngineNeeds:
+    """What the engine needs of tiled modules. A strategy sets it in one place."""
+
+    zeros_for_unused: bool = False
+    """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
+    defer: bool = True
+    """Whether a norm next to an MLP may run in the same tiles: its weights must be there while the MLP runs."""
+
+
+class TileMark(Mark):
+    """What a tiled module carries."""
 
     attribute = "_lt_tiled_tiling"
 
-    def __init__(self, tiling: Tiling, name: str, kind: str) -> None:
-        self.tiling = tiling
-        self.name = name
-        """What messages call it."""
-        self.kind = kind
-        """Its class, in words."""
-        self.checked: set[tuple[Any, ...]] = set()
-        """In which modes, of training and of gradients, a self-check has passed."""
-        self.suffix = ""
-        """What the path of the module lacks to name what is tiled: a method, the other half of a chain."""
-        self.widths: tuple[int, int] | None = None
-        """Of the hidden states, and between the projections."""
-        self.weight_bytes = 0
-        self.whole = False
-        """Whether the module turned out to be one that must run untiled."""
-        self.below: tuple[str, ...] = ()
-        """The parts of it that are tiled then, of a mixture of experts for one, by their paths."""
-        self.chained = False
-        """Whether what runs behind the module is tiled with it; see :mod:`lt_tiled.tiling.deferred`."""
-        self.hooked = False
-        """Whether somebody hooked what runs behind it, and would see what is not there yet."""
-        self.alone = True
-        """Whether the module is worth tiling without that."""
-        self.gives_a_tensor: bool | None = None
-        self.layouts: dict[tuple[Any, ...], OutputLayout] = {}
-        """By the work, the output's tree and the rank of the hidden states."""
-        self.packs: dict[tuple[Any, ...], int | None] = {}
-        """How many tensors a tile's graph saves; ``None`` where that differs from tile to tile."""
-        self.plain = False
-        """Whether tiles run uncompiled, because they cannot be compiled."""
-        self.zeros_for_unused = False
-        """Whether weights that no tile used get a gradient of zeros instead of none, for engines whose hooks want
-        one."""
+    def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: object) -> None:
+        self.found, self.tiling, self.needs, self.owner = found, tiling, needs, owner
+        self.learned = Learned()
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return self.found.name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, TileMark)
+        copy.learned = Learned(self.learned.largest, untiled=self.learned.untiled)
+        return copy
+
+
+@dataclass(frozen=True)
+class Work:
+    """A position-wise function of tensors: a module's forward, a method, an MLP with its norms, any callable."""
+
+    function: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+    """The modules that hold its weights."""
+    key: Hashable = None
+    """Tells the works of one tiled module apart."""
+
+    def parts(self) -> Iterator[nn.Module]:
+        """Yield the modules and their submodules."""
+        for module in self.modules:
+            yield from module.modules()
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode."""
+        return tuple(module.training for module in self.modules)

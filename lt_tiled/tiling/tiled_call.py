@@ -1,20 +1,22 @@
-"""One call of a tiled module: its tiles, run forward without a graph and backward with one each."""
+"""One call of a tiled module: its tiles, run forward without a graph and in the backward pass with one each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from lt_tiled._arguments import split_arguments
+from lt_tiled._arguments import Arguments, split_arguments
 from lt_tiled._log import warn
-from lt_tiled.tiling.closed import check_closed, kept_tensors
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile, token_dimension
+from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
     Bounds,
     OutputAssembly,
@@ -28,166 +30,203 @@ from lt_tiled.tiling.layout import (
 )
 from lt_tiled.tiling.recompute import (
     AutocastState,
-    CannotSkip,
-    LastProjectionSkip,
-    PackCounter,
     RandomState,
+    SavedCounter,
+    hidden_from_modes,
     random_state_kept,
 )
-from lt_tiled.tiling.state import TileMark
-from lt_tiled.tiling.weights import GradientSum, Weight, gradient_sums, substituted
-from lt_tiled.tiling.work import Work
+from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip
+from lt_tiled.tiling.state import TileMark, Work
+from lt_tiled.tiling.weights import GradientSum, gradient_sums, substituted, trainable_weights
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the forward pass of a call leaves for its backward pass."""
+
+    layout: OutputLayout
+    random: RandomState | None
+    """The generators' state before the forward pass, if it drew random numbers."""
+    end: RandomState
+    """Their state after it."""
+    versions: tuple[int, ...]
+    """The versions of the weights."""
 
 
 class TiledCall:
-    """What the forward and the backward of one call share. It holds no activation: those are the anchor's."""
+    """One call of a tiled module. It holds no activation: the anchor saves those.
 
-    def __init__(self, work: Work, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.work = work
-        self.mark = mark
-        self.inputs, self.arguments = split_arguments(args, kwargs)
-        hidden = next((t for t in self.inputs if t.is_floating_point() and t.dim() > 1), None)
-        self.bounds: list[Bounds] = []
-        self.weights: list[Weight] = []
-        if hidden is None:  # nothing to cut
-            return
-        self.device = hidden.device
-        self.shape = TokenShape(hidden.shape[:-1])
-        self.bounds = tile_bounds(
-            mark.tiling, self.shape.tokens, hidden.shape[-1], mark.widths[1] if mark.widths else None
-        )
-        self.per_token = [self.shape.covers(t) for t in self.inputs]
-        self.wants_grad = [t.requires_grad for t in self.inputs]
+    Args:
+        work: What runs on each tile.
+        mark: The state of the tiled module.
+        inputs: The tensors among the arguments.
+        arguments: How the work is called with them.
+        shape: The leading dimensions of the hidden states.
+        bounds: The tiles.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        mark: TileMark,
+        inputs: Sequence[Tensor],
+        arguments: Arguments,
+        shape: TokenShape,
+        bounds: Sequence[Bounds],
+    ) -> None:
+        self.work, self.mark, self.arguments, self.shape, self.bounds = work, mark, arguments, shape, bounds
+        self.per_token = [shape.covers(t) for t in inputs]
+        self.wants_grad = [t.requires_grad for t in inputs]
+        self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
         self.autocast = AutocastState.now(self.device)
-        self.random: RandomState | None = None
-        self.layout: OutputLayout | None = None
-        self.compiled = (
-            CompiledTile.of(mark.kind, mark.tiling.compile) if not mark.plain and len(self.bounds) > 1 else None
-        )
-        self.anchor: Any = None
+        self.weights = trainable_weights(work) if torch.is_grad_enabled() else []
+        self.modes = [(part, part.training) for part in work.parts()]
+        self._compiled = CompiledTile.of(mark.found.kind, mark.tiling.compile)
+
+    @classmethod
+    def of(
+        cls, work: Work, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[TiledCall, list[Tensor]] | None:
+        """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
+        inputs, arguments = split_arguments(args, kwargs)
+        hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
+        if hidden is None:
+            return None
+        shape, widths = TokenShape(hidden.shape[:-1]), mark.found.widths
+        bounds = tile_bounds(mark.tiling, shape.tokens, hidden.shape[-1], widths[1] if widths else None)
+        if len(bounds) < 2:
+            return None
+        call = cls(work, mark, inputs, arguments, shape, bounds)
+        if any(is_lazy(p) for module in work.modules for p in module.parameters()):
+            call.probe(inputs, 2)  # which gives lazy modules their weights
+            call = cls(work, mark, inputs, arguments, shape, bounds)
+        return call, inputs
 
     @property
     def differentiable(self) -> bool:
+        """Whether a backward pass may follow."""
         return torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Tells calls apart whose tiles run different code."""
+        return self.work.key, self.arguments.tree, self.work.training, tuple(self.wants_grad), self.autocast
 
     # Running one tile
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on one tile: ``[t, ...]`` for per-token arguments, the others whole."""
+        """Run the module's own forward on one tile: ``[1, t, ...]`` or ``[t, ...]`` of per-token arguments."""
         args, kwargs = self.arguments.call_with(self._views(tensors))
         return self.work.function(*args, **kwargs)
 
+    def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
+        """Run the first tokens without a graph, and leave the random generators as they were."""
+        with torch.no_grad(), random_state_kept(self.device):
+            return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
+
+    def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return shape and dtype of the output if it is one per-token tensor, else ``None``: two tokens tell."""
+        key, known = (self.key, tuple(t.dtype for t in inputs)), self.mark.learned.signatures
+        if key not in known:
+            with hidden_from_modes(inputs[0]):
+                output = self.probe(inputs, 2)
+            one = describe_output(output, self.shape, 2) is not None
+            known[key] = (output.shape[len(self.shape.lead) :], output.dtype) if one else None
+        if (found := known[key]) is None:
+            return None
+        return (*self.shape.lead, *found[0]), found[1]
+
     def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # Views, because leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under
-        # autograd.grad.
-        return [
-            self.shape.as_tile(t) if per_token else t.view_as(t)
-            for t, per_token in zip(tensors, self.per_token, strict=True)
-        ]
+        # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
+        pairs = zip(tensors, self.per_token, strict=True)
+        return [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs]
+
+    @property
+    def compiled(self) -> CompiledTile | None:
+        """The compiled code, unless a tile showed that it cannot be compiled."""
+        return None if self.mark.learned.uncompiled else self._compiled
 
     def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
-        """Run a tile compiled, or not if it cannot be compiled, which only the first tile finds out."""
         if self.compiled is not None:
             try:
-                return self.compiled.forward(self.work, self.arguments, self._marked(self._views(tile)))
+                return self.compiled.forward(self.work, self.arguments, self._dynamic(self._views(tile)))
             except CannotCompile as error:
                 self._compile_no_more(error)
         return self.run_tile(tile)
 
-    def _marked(self, views: list[Tensor]) -> list[Tensor]:
-        """The views, with their tokens known to the compiler as a number that changes: the last tile is shorter."""
+    def _dynamic(self, views: list[Tensor]) -> list[Tensor]:
+        """Tell the compiler that the number of tokens changes: the last tile is shorter."""
         for view, per_token in zip(views, self.per_token, strict=True):
             if per_token:
                 token_dimension(view, len(self.shape.lead) - 1)
         return views
 
     def _compile_no_more(self, error: CannotCompile) -> None:
-        self.compiled, self.mark.plain = None, True
+        self.mark.learned.uncompiled = True
         warn(f"{self.mark.name} runs uncompiled, because its tiles are not one graph: {error}")
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The arguments without a graph, each per-token one as ``[tokens, ...]``."""
-        return [
-            self.shape.flatten(t.detach()) if per_token else t.detach()
-            for t, per_token in zip(inputs, self.per_token, strict=True)
-        ]
+        """Return the arguments without a graph, each per-token one as ``[tokens, ...]``."""
+        pairs = zip(inputs, self.per_token, strict=True)
+        return [self.shape.flatten(t.detach()) if per_token else t.detach() for t, per_token in pairs]
 
     def cut(self, flat: Sequence[Tensor], index: slice | Tensor) -> list[Tensor]:
-        """The tokens at ``index`` of each per-token argument, beside the other arguments."""
+        """Return the tokens at ``index`` of each per-token argument, and the other arguments in full."""
         return [t[index] if per_token else t for t, per_token in zip(flat, self.per_token, strict=True)]
 
-    def fill_lazy_weights(self) -> None:
-        """Let lazy modules take their shapes from two tokens, so that there are weights to differentiate."""
-        with torch.no_grad(), random_state_kept(self.device):
-            self.run_tile(self.cut(self.flat(self.inputs), slice(0, 2)))
-
-    def layout_of(self, output: Any, flat: Sequence[Tensor], tokens: int) -> OutputLayout:
-        """How outputs like this one go together: from its shape, else from runs on two and on three tokens."""
+    def layout_of(self, output: Any, inputs: Sequence[Tensor], tokens: int) -> OutputLayout:
+        """Return how outputs like this one go together: from its shape, or from runs on two and on three tokens."""
         layout = describe_output(output, self.shape, tokens)
         if layout is not None:
             return layout
         leaves, tree = pytree.tree_flatten(output)
         kinds = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
         key = (self.work.key, tree, kinds, len(self.shape.lead))
-        if key not in self.mark.layouts:
-            with torch.no_grad(), random_state_kept(self.device):
-                small, large = (self.run_tile(self.cut(flat, slice(0, n))) for n in (2, 3))
-            self.mark.layouts[key] = compare_outputs(
-                small, large, (2, 3), self.shape, self.mark.tiling.reductions, self.mark.name
-            )
-        return self.mark.layouts[key]
+        layouts, reductions = self.mark.learned.layouts, self.mark.tiling.reductions
+        if key not in layouts:
+            small, large = self.probe(inputs, 2), self.probe(inputs, 3)
+            layouts[key] = compare_outputs(small, large, (2, 3), self.shape, reductions, self.mark.name)
+        return layouts[key]
 
     # Forward
 
-    def forward(self, learn: bool) -> list[Any]:
-        """Compute all tiles without a graph; return the leaves of the output in the untiled shape.
+    def forward(self, inputs: Sequence[Tensor], learn: bool) -> tuple[list[Any], Trace]:
+        """Compute all tiles without a graph.
 
         Args:
-            learn: Whether a backward may follow: note the randomness and count what the recompute will save.
+            inputs: The tensors of the call's arguments.
+            learn: Whether a backward pass may follow: count once what a tile's graph saves.
+
+        Returns:
+            The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
-        flat, self.inputs = self.flat(self.inputs), []
-        start = RandomState.now(self.device) if learn else None
-        self.modes = [(part, part.training) for part in self.work.parts()] if learn else []
+        flat = self.flat(inputs)
+        start = RandomState.now(self.device)
+        counts = learn and self.key not in self.mark.learned.saved
         assembly: OutputAssembly | None = None
-        with torch.no_grad():
-            if learn and self.compiled is not None and self._packs_key not in self.mark.packs:
-                with random_state_kept(
-                    self.device
-                ):  # and uncompiled: its random numbers are not those of the recompute
-                    self._count_packs(self.cut(flat, slice(*self.bounds[0])))
+        with torch.no_grad(), self.autocast.context():
+            if counts and self.compiled is not None:
+                with random_state_kept(self.device):  # uncompiled: its random numbers are not those of the recompute
+                    self._count_saved(self.cut(flat, slice(*self.bounds[0])))
+                    counts = False
             for low, high in self.bounds:
                 tile = self.cut(flat, slice(low, high))
-                output = (
-                    self._count_packs(tile)
-                    if learn and self._packs_key not in self.mark.packs
-                    else self._run_compiled(tile)
-                )
+                output = self._count_saved(tile) if counts else self._run_compiled(tile)
+                counts = False
                 if assembly is None:
-                    self.layout = self.layout_of(output, flat, high - low)
-                    assembly = OutputAssembly(self.layout, self.shape, self.mark.name)
+                    layout = self.layout_of(output, inputs, high - low)
+                    assembly = OutputAssembly(layout, self.shape, self.mark.name)
                 assembly.add(output, (low, high))
                 del output
-        if start is not None and not start.same_as(RandomState.now(self.device)):
-            self.random = start
-        for weight in self.weights:
-            weight.note_version()
+        end = RandomState.now(self.device)
+        random = None if start.same_as(end) else start
+        versions = tuple(w.tensor._version for w in self.weights)
         assert assembly is not None
-        return assembly.leaves
+        return assembly.leaves, Trace(assembly.layout, random, end, versions)
 
-    @cached_property
-    def _packs_key(self) -> tuple[Any, ...]:
-        return (
-            self.work.key,
-            self.arguments.tree,
-            self.work.training,
-            tuple(self.wants_grad),
-            len(self.weights),
-            self.autocast,
-        )
-
-    def _count_packs(self, tile: Sequence[Tensor]) -> Any:
+    def _count_saved(self, tile: Sequence[Tensor]) -> Any:
         """Run a tile with a graph, to learn how many tensors its recompute will save."""
-        counter = PackCounter()
+        counter = SavedCounter()
         with (
             self._sums([w.tensor for w in self.weights]) as sums,
             self._sums(self._wholes(tile)) as wholes,
@@ -198,176 +237,157 @@ class TiledCall:
             leaves, kept = self._leaves(tile, wholes), kept_tensors(self.work)
             output = self.run_tile(leaves)
             check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.mark.name)
-        hooked = any(
-            part._forward_hooks for part in self.work.parts() if part not in self.work.modules
-        )  # they see what is skipped
-        self.mark.packs[self._packs_key] = None if hooked else counter.count
+        # Hooks inside would read values that are skipped.
+        hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)
+        self.mark.learned.saved[self.key] = None if hooked else counter.count
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
     # Backward
 
-    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, trace: Trace, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
         """Recompute each tile with a graph and sum its gradients.
 
         Args:
-            inputs: The tensors of the call's arguments, as in the forward.
+            trace: What the forward pass left.
+            inputs: The tensors of the call's arguments, as in the forward pass.
             gradients: One for each leaf of the output, in the untiled shape; ``None`` for leaves without one.
 
         Returns:
             A gradient for each tensor argument that wants one, then one for each trainable weight.
         """
-        assert self.layout is not None
-        flat = self.flat(inputs)
-        gradients = [flat_gradient(g, kind, self.shape) for g, kind in zip(gradients, self.layout.kinds, strict=True)]
+        flat, layout = self.flat(inputs), trace.layout
+        gradients = [flat_gradient(g, kind, self.shape) for g, kind in zip(gradients, layout.kinds, strict=True)]
         results = [
             torch.empty_like(t, memory_format=torch.contiguous_format) if wants and per_token else None
             for t, wants, per_token in zip(flat, self.wants_grad, self.per_token, strict=True)
         ]
-        with self._sums([w.checked() for w in self.weights]) as sums, self._sums(self._wholes(inputs)) as wholes:
-            with self._weights_from(sums), self._as_in_forward():
-                for low, high in self.bounds:
-                    if self.compiled is not None and self._compiled_backward(
-                        flat, gradients, results, (low, high), sums, wholes
-                    ):
-                        continue
-                    leaves = self._leaves(self.cut(flat, slice(low, high)), wholes)
-                    outputs, tile_gradients = self._recompute(leaves, gradients, (low, high))
-                    self._differentiate(outputs, tile_gradients, leaves, results, (low, high), [*sums, *wholes])
-                    del outputs, leaves
+        weights = [w.unchanged_since(version) for w, version in zip(self.weights, trace.versions, strict=True)]
+        with self._sums(weights) as sums, self._sums(self._wholes(inputs)) as wholes:
+            with self._weights_from(sums), self._as_in_forward(trace):
+                for bounds in self.bounds:
+                    given = {
+                        index: tile_gradient(gradient, kind, self.shape, bounds)
+                        for index, (gradient, kind) in enumerate(zip(gradients, layout.kinds, strict=True))
+                        if gradient is not None
+                    }
+                    parts = [None if r is None else r[slice(*bounds)] for r in results]
+                    tile = self.cut(flat, slice(*bounds))
+                    if not self._compiled_backward(trace, tile, given, parts, sums, wholes):
+                        self._tile_backward(trace, tile, given, parts, sums, wholes)
             totals = iter([s.take() for s in wholes])
             arguments = [
-                (self.shape.unflatten(result) if result is not None else next(totals))
+                self.shape.unflatten(result) if result is not None else next(totals)
                 for result, wants in zip(results, self.wants_grad, strict=True)
                 if wants
             ]
-            return [*arguments, *(s.take(self.mark.zeros_for_unused) for s in sums)]
+            return [*arguments, *(s.take(self.mark.needs.zeros_for_unused) for s in sums)]
+
+    def _tile_backward(
+        self,
+        trace: Trace,
+        tile: Sequence[Tensor],
+        given: dict[int, Tensor],
+        parts: Sequence[Tensor | None],
+        sums: Sequence[GradientSum],
+        wholes: Sequence[GradientSum],
+    ) -> None:
+        """Recompute a tile and write its gradients: those of per-token arguments to ``parts``, others to the sums."""
+        leaves = self._leaves(tile, wholes)
+        outputs = pytree.tree_leaves(self._run_with_graph(trace, leaves))
+        given = {index: gradient for index, gradient in given.items() if outputs[index].requires_grad}
+        wanted = [(leaf, part) for leaf, part in zip(leaves, parts, strict=True) if part is not None]
+        targets = [*(leaf for leaf, _ in wanted), *(s.leaf for s in (*sums, *wholes))]
+        found: Sequence[Tensor | None] = [None] * len(targets)
+        if given and targets:
+            chosen = [outputs[index] for index in given]
+            found = torch.autograd.grad(chosen, targets, list(given.values()), allow_unused=True)
+        for (_, part), gradient in zip(wanted, found, strict=False):
+            part.zero_() if gradient is None else part.copy_(gradient)
 
     def _compiled_backward(
         self,
-        flat: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        results: Sequence[Tensor | None],
-        bounds: Bounds,
+        trace: Trace,
+        tile: Sequence[Tensor],
+        given: dict[int, Tensor],
+        parts: Sequence[Tensor | None],
         sums: Sequence[GradientSum],
         wholes: Sequence[GradientSum],
     ) -> bool:
-        """Recompute and differentiate a tile, compiled; tell whether that could be done."""
-        assert self.layout is not None
-        assert self.compiled is not None
-        given = {
-            index: tile_gradient(gradient, kind, self.shape, bounds)
-            for index, (gradient, kind) in enumerate(zip(gradients, self.layout.kinds, strict=True))
-            if gradient is not None
-        }
+        """Do the same compiled; return whether that could be done."""
+        if self.compiled is None:
+            return False
         wanted = tuple(index for index, wants in enumerate(self.wants_grad) if wants)
         weights = [(s.leaf, weight.places) for s, weight in zip(sums, self.weights, strict=True)]
-        tile = self._marked(self._views(self.cut(flat, slice(*bounds))))
         for index, gradient in given.items():
-            if self.layout.kinds[index] in ("tokens", "flat"):
-                token_dimension(gradient, len(self.shape.lead) - 1 if self.layout.kinds[index] == "tokens" else 0)
+            if trace.layout.kinds[index] in ("tokens", "flat"):
+                token_dimension(gradient, len(self.shape.lead) - 1 if trace.layout.kinds[index] == "tokens" else 0)
         try:
-            found = self.compiled.backward(self.work, self.arguments, tile, wanted, weights, given)
+            views = self._dynamic(self._views(tile))
+            found = self.compiled.backward(self.work, self.arguments, views, wanted, weights, given)
         except CannotCompile as error:
-            if self.random is not None:
+            if trace.random is not None:
                 raise RuntimeError(
-                    f"{self.mark.name}: its tiles' forward was compiled and their backward cannot be ({error}), and uncompiled it would"
-                    " draw other random numbers: set compile=False in its Tiling."
+                    f"{self.mark.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
+                    f" ({error}); uncompiled it would draw other random numbers. Set compile=False in its Tiling."
                 ) from error
             self._compile_no_more(error)
             return False
         whole = iter(wholes)
-        targets: list[GradientSum | Tensor] = [
-            *sums,
-            *(result if (result := results[i]) is not None else next(whole) for i in wanted),
-        ]
-        for target, part in zip(targets, [*found[0], *found[1]], strict=True):
+        into = [*sums, *(next(whole) if parts[index] is None else parts[index] for index in wanted)]
+        for target, part in zip(into, [*found[0], *found[1]], strict=True):
             if isinstance(target, Tensor):
-                rows = target[slice(*bounds)]
-                rows.zero_() if part is None else rows.copy_(part.flatten(0, len(self.shape.lead) - 1))
-            elif part is not None:
+                target.zero_() if part is None else target.copy_(part.flatten(0, len(self.shape.lead) - 1))
+            elif part is not None and target is not None:
                 target.add(part)
         return True
 
-    def _recompute(
-        self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], bounds: Bounds
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run a tile with a graph; return the outputs that carry a gradient, and the gradients."""
-        assert self.layout is not None
-        output = pytree.tree_leaves(self._run_with_graph(leaves))
-        pairs = [
-            (tensor, tile_gradient(gradient, kind, self.shape, bounds))
-            for tensor, gradient, kind in zip(output, gradients, self.layout.kinds, strict=True)
-            if gradient is not None and tensor.requires_grad
-        ]
-        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
-
-    def _run_with_graph(self, leaves: Sequence[Tensor]) -> Any:
-        packs = self.mark.packs.get(self._packs_key)
-        if packs is not None:
-            start = RandomState.now(self.device) if self.random is not None else None
-            skip = LastProjectionSkip(packs)
+    def _run_with_graph(self, trace: Trace, leaves: Sequence[Tensor]) -> Any:
+        saved = self.mark.learned.saved.get(self.key)
+        if saved is not None:
+            start = RandomState.now(self.device) if trace.random is not None else None
+            skip = LastProjectionSkip(saved)
             try:
                 with torch.enable_grad(), skip:
                     output = self.run_tile(leaves)
                 skip.check(pytree.tree_leaves(output))
                 return output
             except CannotSkip:
-                self.mark.packs[self._packs_key] = None
+                self.mark.learned.saved[self.key] = None
                 if start is not None:
                     start.set()
-        with torch.enable_grad(), PackCounter():
+        with torch.enable_grad(), SavedCounter():
             return self.run_tile(leaves)
 
-    def _differentiate(
-        self,
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        results: Sequence[Tensor | None],
-        bounds: Bounds,
-        sums: Sequence[GradientSum],
-    ) -> None:
-        wanted = [(leaf, result) for leaf, result in zip(leaves, results, strict=True) if result is not None]
-        targets = [*(leaf for leaf, _ in wanted), *(s.leaf for s in sums)]
-        found: Sequence[Tensor | None] = [None] * len(targets)
-        if outputs and targets:
-            found = torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
-        for (_, result), gradient in zip(wanted, found, strict=False):
-            part = result[slice(*bounds)]
-            part.zero_() if gradient is None else part.copy_(gradient)
-
     def _wholes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The arguments that every tile sees whole and that want a gradient."""
-        return [
-            t
-            for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True)
-            if wants and not per_token
-        ]
+        """Return the arguments that every tile sees in full and that want a gradient."""
+        triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
+        return [t for t, wants, per_token in triples if wants and not per_token]
 
     def _leaves(self, tile: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
-        """A tile's arguments, detached, each a leaf where it wants a gradient."""
+        """Return a tile's arguments, detached, each a leaf where it wants a gradient."""
         whole = iter(wholes)
         return [
-            (t.detach().requires_grad_(wants) if per_token or not wants else next(whole).leaf)
+            t.detach().requires_grad_(wants) if per_token or not wants else next(whole).leaf
             for t, wants, per_token in zip(tile, self.wants_grad, self.per_token, strict=True)
         ]
 
     def _sums(self, tensors: Sequence[Tensor]) -> AbstractContextManager[list[GradientSum]]:
         return gradient_sums(tensors, self.mark.tiling.accumulate)
 
-    def _weights_from(self, sums: Sequence[GradientSum]) -> Any:
+    def _weights_from(self, sums: Sequence[GradientSum]) -> AbstractContextManager[None]:
         return substituted(self.weights, [s.leaf for s in sums])
 
     @contextmanager
-    def _as_in_forward(self) -> Iterator[None]:
-        """The forward's autocast state, its modes of training, and its randomness if it drew any."""
+    def _as_in_forward(self, trace: Trace) -> Iterator[None]:
+        """Restore the forward pass's autocast state, its training modes, and its randomness if it drew any."""
         changed = [(part, part.training, then) for part, then in self.modes if part.training != then]
         for part, _, then in changed:
             part.training = then
-        autocast = self.autocast.context() if self.autocast else nullcontext()
-        random = random_state_kept(self.device, self.random) if self.random else nullcontext()
+        random = random_state_kept(self.device, trace.random) if trace.random else nullcontext()
         try:
-            with autocast, random:
+            with self.autocast.context(), random:
                 yield
         finally:
             for part, now, _ in changed:

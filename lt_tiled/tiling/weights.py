@@ -10,33 +10,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.tiling.work import Work
+from lt_tiled.tiling.state import Work
 
 
 @dataclass
 class Weight:
-    """One trainable tensor and every place in the module that holds it (tied weights have several)."""
+    """One trainable tensor and every place in the modules that holds it (tied weights have several)."""
 
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    version: int | None = None
 
-    def note_version(self) -> None:
-        """Remember what the forward has seen, once it is through (lazy modules fill their weights in it)."""
-        self.version = self.tensor._version
-
-    def checked(self) -> Tensor:
-        """The tensor that the forward has seen: whatever stands in its place now, its gradient is asked for.
+    def unchanged_since(self, version: int) -> Tensor:
+        """Return the tensor that the forward pass saw, whatever stands in its place now.
 
         Raises:
-            RuntimeError: If it was changed in place since, so that no right gradient can be had.
+            RuntimeError: If it was changed in place since, so that there is no right gradient.
         """
-        if self.tensor._version != self.version:
+        if self.tensor._version != version:
             owner, name = self.places[0]
             raise RuntimeError(
-                f"The weight {type(owner).__name__}.{name} of shape {list(self.tensor.shape)} was changed in place between the forward"
-                f" and the backward of a tiled module (version {self.version}, now {self.tensor._version}): step the optimizer after"
-                " the backward."
+                f"The weight {type(owner).__name__}.{name} of shape {list(self.tensor.shape)} was changed in place between"
+                f" the forward and the backward pass of a tiled module (version {version}, now {self.tensor._version}):"
+                " step the optimizer after the backward pass."
             )
         return self.tensor
 

@@ -120,7 +120,7 @@ def test_deepcopy_computes_with_its_own_weights() -> None:
     assert all(p.grad is None for p in module.parameters())
     untile(module)
     assert "forward" in twin.__dict__
-    assert twin.__dict__[TileMark.attribute].largest == (20, 4)
+    assert twin.__dict__[TileMark.attribute].learned.largest == (20, 4)
 
 
 def test_pickled_module_comes_back_plain() -> None:
@@ -186,7 +186,7 @@ def test_marking_again_below_somebodys_forward() -> None:
     module.forward = lambda x: ours(x)
     tile(untile(module), num_shards=5)
     assert worst(gradients(module, x), true) < FP32
-    assert module.__dict__[TileMark.attribute].largest == (20, 5)
+    assert module.__dict__[TileMark.attribute].learned.largest == (20, 5)
 
 
 def test_two_marks_come_off_in_any_order() -> None:
@@ -215,7 +215,7 @@ def test_compiled_model() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         assert worst(gradients(model, x, call=compiled), true) < FP32
-    assert model[1].__dict__[TileMark.attribute].largest == (38, 4)
+    assert model[1].__dict__[TileMark.attribute].learned.largest == (38, 4)
 
 
 def test_compiled_module_is_found_and_tiled() -> None:

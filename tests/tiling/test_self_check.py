@@ -1,4 +1,4 @@
-"""What is not token-wise is refused by name, before it is tiled."""
+"""What is not position-wise is refused by name, before it is tiled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Opaque(GatedMLP):
 def test_token_mixing_is_refused(module: nn.Module) -> None:
     """A module whose tokens see each other or their place is refused by name at its first call, with the remedy."""
     tile(module, num_shards=4)
-    with pytest.raises(ValueError, match=rf"{type(module).__name__} is not token-wise.*Leave it out of targets"):
+    with pytest.raises(ValueError, match=rf"{type(module).__name__} is not position-wise.*Leave it out of targets"):
         module(randn(1, 40, H))
 
 
@@ -83,7 +83,7 @@ def test_opaque_output_is_refused() -> None:
 def test_batch_norm_is_refused_when_it_is_marked() -> None:
     """Batch statistics depend on all tokens in training: refused at once, with the path."""
     module = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
-    with pytest.raises(ValueError, match=r"Sequential is not token-wise: 1 is a BatchNorm1d"):
+    with pytest.raises(ValueError, match=r"Sequential is not position-wise: 1 is a BatchNorm1d"):
         tile(module)
 
 
@@ -118,7 +118,7 @@ def test_prepared_model_names_the_path() -> None:
     model = nn.ModuleDict({"net": nn.ModuleList([Mean()])})
     with (
         prepare(model, tiling=Tiling(4, targets="net.0")),
-        pytest.raises(ValueError, match=r"net\.0 \(Mean\) is not token-wise"),
+        pytest.raises(ValueError, match=r"net\.0 \(Mean\) is not position-wise"),
     ):
         model["net"][0](randn(1, 40, H))
 
@@ -196,7 +196,7 @@ def test_zero_output_is_checked_again() -> None:
     module(randn(1, 40, H))
     with torch.no_grad():
         module.down.weight.normal_()
-    with pytest.raises(ValueError, match="Mean is not token-wise"):
+    with pytest.raises(ValueError, match="Mean is not position-wise"):
         module(randn(1, 40, H))
 
 

@@ -115,7 +115,7 @@ def test_tile_a_callable(kind: str) -> None:
     true = gradients(module, x, call=function)
     tiled = tile(function, num_shards=4)
     assert worst(gradients(module, x, call=tiled), true) <= 1e-10
-    assert tiled.mark.largest == (48, 4)
+    assert tiled.mark.learned.largest == (48, 4)
     assert untile(tiled) is function
 
 
@@ -274,13 +274,13 @@ class StateSpace(nn.Module):
 
 
 def test_state_space_block_is_refused() -> None:
-    """A state-space block, which widens and narrows as an MLP does, is refused by the self-check as not token-wise, by
+    """A state-space block, which widens and narrows as an MLP does, is refused by the self-check as not position-wise, by
     name.
     """
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), StateSpace()) for _ in range(2)))
     with (
         prepare(model, tiling=Tiling(4)),
-        pytest.raises(ValueError, match=r"0\.1 \(StateSpace\) is not token-wise.*Leave it out"),
+        pytest.raises(ValueError, match=r"0\.1 \(StateSpace\) is not position-wise.*Leave it out"),
     ):
         model(randn(1, 24, H))
 
@@ -298,7 +298,7 @@ def test_state_space_models_of_transformers_are_refused() -> None:
         prepare(mamba, tiling=Tiling())
     with (
         prepare(mamba, tiling=Tiling(4, targets="MambaMixer")),
-        pytest.raises(ValueError, match=r"MambaMixer.* is not token-wise"),
+        pytest.raises(ValueError, match=r"MambaMixer.* is not position-wise"),
     ):
         mamba(IDS)
     sizes = {
@@ -309,7 +309,7 @@ def test_state_space_models_of_transformers_are_refused() -> None:
         "vocab_size": 32,
     }
     rwkv = RwkvForCausalLM(RwkvConfig(**sizes))
-    with prepare(rwkv, tiling=Tiling(4)), pytest.raises(ValueError, match=r"RwkvFeedForward.* is not token-wise"):
+    with prepare(rwkv, tiling=Tiling(4)), pytest.raises(ValueError, match=r"RwkvFeedForward.* is not position-wise"):
         rwkv(IDS, use_cache=False)
 
 

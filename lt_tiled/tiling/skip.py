@@ -1,0 +1,78 @@
+"""Leaving out the last projection of a recomputed tile.
+
+NOTE [What the recompute leaves out]
+The backward pass of a matrix product reads its inputs and not its output. So once the graph of a recomputed tile has
+saved its last tensor, no value that follows is needed: a matrix product then returns a stand-in without memory, and
+autograd still links its node. The number of saved tensors is counted in the first forward pass with a graph. The
+skip is given up, and the tile recomputed in full, where a value after it would be read: by the host, by an existing
+tensor, by a custom autograd Function, by other saved-tensor hooks or by hooks on the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lt_tiled.tiling.recompute import SavedCounter
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_OUT_OF_GRAPH = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class CannotSkip(Exception):
+    """The graph reads values after its last known saved tensor."""
+
+
+class LastProjectionSkip(TorchDispatchMode):
+    """Does not compute a matrix product whose value no backward pass reads; see the note above.
+
+    Args:
+        saved: How many tensors the graph saves.
+    """
+
+    def __init__(self, saved: int) -> None:
+        super().__init__()
+        self.counter = SavedCounter()
+        self.saved = saved
+        self.skipped = False
+        self.seen = False
+
+    def __enter__(self) -> LastProjectionSkip:
+        self.counter.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self.counter.__exit__(*exc)
+
+    def check(self, outputs: Iterable[Any]) -> None:
+        """Raise if a skipped value was or can be read.
+
+        Raises:
+            CannotSkip: If the graph saved more than was known, or a hook on an output may read it later.
+        """
+        hooks = [hook for t in outputs if isinstance(t, Tensor) for hook in (t._backward_hooks or {}).values()]
+        # The hooks of register_multi_grad_hook (FlopCounterMode, FSDP2) wait for the gradient and read no value.
+        hooked = any(hook.__module__ != "torch.autograd.graph" for hook in hooks)
+        if self.skipped and (self.seen or hooked or self.counter.count != self.saved):
+            raise CannotSkip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Gradients are off inside a custom Function.
+        ours = self.counter.count >= self.saved and torch.is_grad_enabled() and self.counter.innermost()
+        if ours and func in _PRODUCTS:
+            left, right = args[-2:]
+            if not (is_traceable_wrapper_subclass(left) or is_traceable_wrapper_subclass(right)):
+                self.skipped = True
+                return left.new_zeros(()).expand(*left.shape[:-1], right.shape[-1])
+        escapes = func is aten.detach.default or func._schema.is_mutable or _OUT_OF_GRAPH.intersection(func.tags)
+        if self.skipped and (escapes or not ours):
+            self.seen = True  # the module's own code may catch the exception
+            raise CannotSkip
+        return func(*args, **(kwargs or {}))
