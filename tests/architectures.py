@@ -170,6 +170,7 @@ _BART |= {
     "encoder_ffn_dim": WIDE,
     "decoder_ffn_dim": WIDE,
 }
+_OPT = {"ffn_dim": WIDE, "word_embed_proj_dim": H}
 _QWEN3_VL = {
     "image_token_id": 1,
     "video_token_id": 2,
@@ -188,7 +189,6 @@ _QWEN3_VL |= {
     }
 }
 _QWEN3_VL["vision_config"] |= {"spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-_TWO_STACKS = {f"model.{part}.layers.*.fc1+fc2": "Linear + Linear" for part in ("encoder", "decoder")}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Llama": _causal("Llama", "LlamaMLP"),
@@ -197,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Mistral": _causal("Mistral", "MistralMLP"),
     "Phi-3": _causal("Phi3", "Phi3MLP"),
     "Phi": _causal("Phi", "PhiMLP"),
-    "Gemma": _causal("Gemma", "GemmaMLP"),
+    "Gemma": _causal("Gemma", "GemmaMLP", error=1e-6),
     "Gemma 2": _causal("Gemma2", "Gemma2MLP", error=1e-6),
     "Gemma 3": Architecture(
         "Gemma3ForCausalLM", "Gemma3TextConfig", _SIZES, {"model.layers.*.mlp": "Gemma3MLP"}, error=1e-6
@@ -207,15 +207,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}, {"transformer.h.*.mlp": "GPTJMLP"}, error=1e-6
     ),
     "GPT-NeoX": _causal("GPTNeoX", "GPTNeoXMLP", "gpt_neox.layers.*.mlp"),
-    "OPT": _causal("OPT", "Linear + Linear", "model.decoder.layers.*.fc1+fc2", ffn_dim=WIDE, word_embed_proj_dim=H),
-    "OPT, post-norm": _causal(
-        "OPT",
-        "Linear + Linear",
-        "model.decoder.layers.*.fc1+fc2",
-        ffn_dim=WIDE,
-        word_embed_proj_dim=H,
-        do_layer_norm_before=False,
-    ),
+    "OPT": Architecture("OPTForCausalLM", "OPTConfig", _SIZES | _OPT, {}),
+    "OPT, post-norm": Architecture("OPTForCausalLM", "OPTConfig", _SIZES | _OPT | {"do_layer_norm_before": False}, {}),
     "Falcon": Architecture(
         "FalconForCausalLM",
         "FalconConfig",
@@ -262,21 +255,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         {f"{stack}.block.*.layer.*": "T5LayerFF" for stack in ("encoder", "decoder")},
         _sequence_to_sequence,
     ),
-    "BART": Architecture("BartForConditionalGeneration", "BartConfig", _BART, _TWO_STACKS, _sequence_to_sequence),
+    "BART": Architecture("BartForConditionalGeneration", "BartConfig", _BART, {}, _sequence_to_sequence),
     "BERT": Architecture(
         "BertForMaskedLM",
         "BertConfig",
         _SIZES,
-        {"bert.encoder.layer.*.intermediate+output": "BertIntermediate + BertOutput"},
+        {"bert.encoder.layer.*.feed_forward_chunk": "BertLayer.feed_forward_chunk"},
     ),
     "RoBERTa": Architecture(
         "RobertaForMaskedLM",
         "RobertaConfig",
         {**_SIZES, "max_position_embeddings": LENGTH + 2},
-        {"roberta.encoder.layer.*.intermediate+output": "RobertaIntermediate + RobertaOutput"},
+        {"roberta.encoder.layer.*.feed_forward_chunk": "RobertaLayer.feed_forward_chunk"},
     ),
     "ViT": Architecture("ViTForImageClassification", "ViTConfig", _VISION, {"vit.layers.*.mlp": "ViTMLP"}, _images),
-    "Whisper": Architecture("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, _TWO_STACKS, _speech),
+    "Whisper": Architecture("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, {}, _speech),
     "Qwen 3-VL": Architecture(
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLConfig",

@@ -280,7 +280,7 @@ class ParentMark(Mark):
 
 def _norm_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mark = self.__dict__[NormMark.attribute]
-    if not mark.active or not mark.mlp.active or mark.mlp.learned.untiled or torch.compiler.is_compiling():
+    if not mark.active or not mark.mlp.active or torch.compiler.is_compiling():
         return mark.inner(self, *args, **kwargs)
     return _call_norm(self, mark, args, kwargs)
 

@@ -113,7 +113,7 @@ class DeferredCall(Deferred):
     def value(self, because: str = "") -> Tensor:
         """Run the call, once."""
         if not torch.is_grad_enabled():
-            return self._computed().detach()
+            return self.data_value()
         if self._value is None:
             self._value = _Value.apply(self)
             self._node = self._value.grad_fn
@@ -127,8 +127,8 @@ class DeferredCall(Deferred):
         """
         if self._value is not None and self._value.grad_fn is not self._node:
             raise RuntimeError(
-                f"{self.call.mark.name}: its output was changed in place and then given to a custom autograd Function,"
-                " whose gradient would miss the change. Make the change out of place."
+                f"{self.call.mark.name}: its output was changed in place and then read without gradients, or by a custom"
+                " autograd Function, whose gradient would miss the change. Make the change out of place."
             )
         return self._computed().detach()
 

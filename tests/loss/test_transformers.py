@@ -21,7 +21,7 @@ from tests.meters import flops, peak_bytes
 from tests.models import tiny_llama
 from tests.parity import FP32, worst
 
-LOSS = Tiling(loss=True, self_check=False)
+LOSS: dict[str, Any] = {"loss": True}
 IDS = torch.arange(96).view(2, 48) % 64
 WHOLE = ("BART",)
 """Those that add something of their own to whole logits."""
@@ -44,7 +44,7 @@ def test_architectures(name: str) -> None:
     model = architecture.build()
     inputs = architecture.feed(model)
     true = run(model, inputs)
-    with prepare(model, tiling=LOSS, checkpointing=Checkpointing()):
+    with prepare(model, **LOSS, checkpointing=Checkpointing()):
         found = run(model, inputs)
         assert isinstance(model(**inputs).logits, Tensor) is (name in WHOLE)
     assert found.keys() == true.keys()
@@ -61,8 +61,8 @@ def test_costs_no_more_flops_and_less_memory() -> None:
     ids = torch.arange(2048)[None] % 4096
     costs = []
     step = partial(run, model, {"input_ids": ids, "labels": ids})
-    for tiling in (None, Tiling(1, loss=True)):
-        with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+    for loss in (False, True):
+        with prepare(model, loss=loss, checkpointing=Checkpointing()):
             costs.append((flops(step), peak_bytes(step)))
     assert costs[1][0] == costs[0][0]
     assert costs[0][1] - costs[1][1] >= 4 * 1024 * 4096
@@ -71,7 +71,7 @@ def test_costs_no_more_flops_and_less_memory() -> None:
 def test_absent_logits_say_why() -> None:
     """Logits that are touched say why they are not there; without labels they are there."""
     model = tiny_llama()
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         output = model(input_ids=IDS, labels=IDS)
         for touch in (lambda logits: logits.shape, lambda logits: logits[:, 0], lambda logits: list(logits)):
             with pytest.raises(
@@ -86,10 +86,10 @@ def test_arguments_of_the_loss() -> None:
     model = tiny_llama().double()
     for extra in ({"num_items_in_batch": 17}, {"shift_labels": IDS.flip(1)}):
         true = run(model, {"input_ids": IDS, "labels": IDS}, **extra)
-        with prepare(model, tiling=LOSS):
+        with prepare(model, **LOSS):
             assert worst(run(model, {"input_ids": IDS, "labels": IDS}, **extra), true) <= 1e-6
     whole = model(IDS, None, None, None, None, IDS).loss
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         output = model(IDS, None, None, None, None, IDS)
     assert float(output.loss) == pytest.approx(float(whole), rel=1e-6)
     assert not isinstance(output.logits, Tensor)
@@ -102,7 +102,7 @@ def test_adapters_on_the_head(targets: list[str]) -> None:
     config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
     model: Any = get_peft_model(tiny_llama().double(), config)
     true = run(model, {"input_ids": IDS, "labels": IDS})
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         found = run(model, {"input_ids": IDS, "labels": IDS})
         assert not isinstance(model(input_ids=IDS, labels=IDS).logits, Tensor)
     assert worst(found, true) <= 1e-6
@@ -113,8 +113,8 @@ def test_tied_head_and_autocast() -> None:
     model = tiny_llama(tie_word_embeddings=True)
     for enabled, bound in ((False, 10 * FP32), (True, 2e-2)):
         found = []
-        for tiling in (None, LOSS):
-            with prepare(model, tiling=tiling), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        for loss in (False, True):
+            with prepare(model, loss=loss), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 found.append(run(model, {"input_ids": IDS, "labels": IDS}))
         assert worst(found[1], {name: value.double() for name, value in found[0].items()}) <= bound
 
@@ -134,9 +134,9 @@ def test_a_model_that_uses_its_logits(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Own(tiny_llama().config).double()
     true = run(model, {"input_ids": IDS, "labels": IDS})
-    with caplog.at_level("INFO", "lt_tiled"), prepare(model, tiling=LOSS):
+    with caplog.at_level("INFO", "lt_tiled"), prepare(model, **LOSS):
         assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
-    assert "the loss of Own is not tiled: its code uses whole logits (softmax)" in caplog.text
+    assert "the loss of Own is not tiled: its code uses full logits (softmax)" in caplog.text
 
 
 def test_copies_and_release() -> None:
@@ -145,7 +145,7 @@ def test_copies_and_release() -> None:
     """
     model = tiny_llama()
     before = [set(vars(m)) for m in model.modules()]
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         clone = copy.deepcopy(model)
         with torch.no_grad():
             model.lm_head.weight.zero_()
@@ -155,9 +155,9 @@ def test_copies_and_release() -> None:
     assert [set(vars(m)) for m in model.modules()] == before
     with pytest.raises(
         ValueError,
-        match=r"loss=True\) found no model of transformers in TransformerEncoder.*tiled_linear_cross_entropy",
+        match=r"loss=True found no model of transformers in TransformerEncoder.*tiled_linear_cross_entropy",
     ):
-        prepare(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2), tiling=LOSS)
+        prepare(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2), loss=True)
 
 
 def test_several_owners() -> None:
@@ -169,8 +169,8 @@ def test_several_owners() -> None:
     def tiles(m: nn.Module) -> list[int]:
         return [row.tiles for row in Report.of(m).losses]
 
-    with prepare(model, tiling=Tiling(targets=[], loss=True)):
-        with prepare(model, tiling=Tiling(targets=[], loss=4)):
+    with prepare(model, loss=True):
+        with prepare(model, loss=4):
             model(input_ids=IDS, labels=IDS)
             clone = copy.deepcopy(model)
             assert tiles(model) == [4]
@@ -183,25 +183,31 @@ def test_several_owners() -> None:
 
 
 def test_loss_alone() -> None:
-    """``targets=[]`` tiles the loss and no module; with no loss either it is refused, as are counts of tiles that are
-    none.
-    """
+    """``loss`` alone tiles no module; a number of tiles that is not positive is refused with the value and the bound."""
     model = tiny_llama()
-    with prepare(model, tiling=Tiling(targets=[], loss=2)) as prepared:
+    with prepare(model, loss=2) as prepared:
         assert prepared.report().tiled == ()
         assert prepared.report().summary() == "lt_tiled tiles the losses of 1 x LlamaForCausalLM"
-    with pytest.raises(ValueError, match=r"targets=\[\] must be .*with loss=True an empty list"):
-        Tiling(targets=[])
     for count in (0, -1, 2.0, "auto"):
-        with pytest.raises(ValueError, match=f"loss={count!r} must be False or True or a whole number"):
-            Tiling(loss=count)
+        with pytest.raises(ValueError, match=f"loss={count!r} must be None or False or True or a whole number"):
+            prepare(model, loss=count)
+
+
+def test_the_deprecated_field() -> None:
+    """``Tiling(loss=...)`` works, warns, and names the new place."""
+    model = tiny_llama()
+    with pytest.warns(DeprecationWarning, match=r"Tiling\(loss=\.\.\.\) is deprecated: pass loss= beside tiling="):
+        tiling = Tiling(targets=[], loss=3)
+    with prepare(model, tiling=tiling) as prepared:
+        model(input_ids=IDS, labels=IDS)
+        assert [row.tiles for row in prepared.report().losses] == [3]
 
 
 def test_without_gradients() -> None:
     """Under ``no_grad`` and in inference mode the loss is the whole logits'."""
     model = tiny_llama().eval()
     whole = float(model(input_ids=IDS, labels=IDS).loss)
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 assert float(model(input_ids=IDS, labels=IDS).loss) == pytest.approx(whole, rel=1e-6)
@@ -224,7 +230,7 @@ def test_a_custom_function_on_the_logits_is_refused() -> None:
     model = tiny_llama()
     model._loss_function = lambda logits, labels, **kwargs: Kernel.apply(logits)
     with (
-        prepare(model, tiling=LOSS),
+        prepare(model, **LOSS),
         pytest.raises(RuntimeError, match=r"LlamaForCausalLM: a custom autograd Function.*loss=False"),
     ):
         model(input_ids=IDS, labels=IDS)
@@ -242,9 +248,9 @@ def test_hooks_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
         model = tiny_llama().double()
         register(model.lm_head)
         true = run(model, {"input_ids": IDS, "labels": IDS})
-        with caplog.at_level("INFO", "lt_tiled"), prepare(model, tiling=LOSS):
+        with caplog.at_level("INFO", "lt_tiled"), prepare(model, **LOSS):
             assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-12
-        assert "the loss of LlamaForCausalLM is not tiled: somebody's hooks on its head" in caplog.text
+        assert "the loss of LlamaForCausalLM is not tiled: hooks on its head need full logits" in caplog.text
 
 
 def test_a_head_that_uses_other_weights() -> None:
@@ -259,7 +265,7 @@ def test_a_head_that_uses_other_weights() -> None:
     head.other = [model.model.embed_tokens.weight]
     model.lm_head = head
     with (
-        prepare(model, tiling=LOSS),
+        prepare(model, **LOSS),
         pytest.raises(ValueError, match=r"head of LlamaForCausalLM: its output depends on a tensor of shape"),
     ):
         model(input_ids=IDS, labels=IDS)
@@ -274,7 +280,7 @@ def test_generation_and_signature() -> None:
     signature = inspect.signature(model.forward)
     prompt = torch.tensor([[0, 0, 0, 20, 63], [7, 8, 9, 20, 63]])
     plain = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    with prepare(model, tiling=Tiling(3, loss=True, self_check=False), checkpointing=Checkpointing()):
+    with prepare(model, tiling=Tiling(3, self_check=False), checkpointing=Checkpointing(), loss=True):
         assert inspect.signature(model.forward) == signature
         assert inspect.signature(model.model.layers[0].mlp.forward) == inspect.signature(
             type(model.model.layers[0].mlp)(model.config).forward
@@ -296,7 +302,7 @@ def test_two_logits_in_one_loss() -> None:
 
     model.loss_function = own
     true = run(model, {"input_ids": IDS, "labels": IDS})
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
 
 
@@ -315,14 +321,14 @@ def test_operators_on_logits() -> None:
             way(logits), labels, **kwargs
         )
         true = run(model, {"input_ids": IDS, "labels": IDS})
-        with prepare(model, tiling=LOSS):
+        with prepare(model, **LOSS):
             assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
 
 
 def test_absent_logits_can_be_copied() -> None:
     """An output whose logits are absent can be copied and pickled."""
     model = tiny_llama()
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         logits = model(input_ids=IDS, labels=IDS).logits
     for copied in (copy.copy(logits), copy.deepcopy(logits), pickle.loads(pickle.dumps(logits))):
         with pytest.raises(AttributeError, match="computed its loss in tiles"):
@@ -339,5 +345,5 @@ def test_models_without_a_loss_are_not_asked_for_one(monkeypatch: pytest.MonkeyP
         raise RuntimeError("asked for a loss")
 
     monkeypatch.setattr(type(model.model), "loss_function", property(asked))
-    with prepare(model, tiling=LOSS):
+    with prepare(model, **LOSS):
         assert [row.kind for row in Report.of(model).losses] == ["LlamaForCausalLM"]

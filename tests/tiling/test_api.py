@@ -74,8 +74,8 @@ def test_unknown_target() -> None:
 
 
 def test_auto_finds_nothing() -> None:
-    """A model without a feed-forward part is an error that says how to name one and how to turn tiling off."""
-    with pytest.raises(ValueError, match=r"found no feed-forward module in Sequential.*targets=.*tiling=None"):
+    """A model without an MLP is an error that says how to name one and how to turn tiling off."""
+    with pytest.raises(ValueError, match=r"found no MLP in Sequential.*targets=.*tiling=None"):
         found(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 
 

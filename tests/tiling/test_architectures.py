@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.report import Report, pattern
 from tests.architectures import ARCHITECTURES, Architecture
@@ -37,11 +38,22 @@ def found_in(model: nn.Module) -> dict[str, str]:
     return {path: ", ".join(sorted(kinds)) for path, kinds in classes.items()}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+WITH_MLP = [name for name, architecture in ARCHITECTURES.items() if architecture.finds]
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITH_MLP])
+def test_no_mlp(name: str) -> None:
+    """Where a block's own code holds the halves of its MLP, ``auto`` finds none, and says so before anything changes."""
+    model = ARCHITECTURES[name].build()
+    before = [set(vars(m)) for m in model.modules()]
+    with pytest.raises(NothingFoundError, match=rf"Tiling found no MLP in {type(model).__name__}.*tiling=None"):
+        prepare(model, tiling=TILES, checkpointing=Checkpointing())
+    assert [set(vars(m)) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("name", WITH_MLP)
 def test_parity(name: str) -> None:
-    """``auto`` finds the feed-forward parts, and the loss and all gradients of the tiled, checkpointed model are the
-    untiled ones.
-    """
+    """``auto`` finds the MLPs, and the loss and all gradients of the tiled, checkpointed model are the untiled ones."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     true = run(model, architecture)
@@ -60,7 +72,7 @@ def test_parity(name: str) -> None:
 PEAK = Tiling(tile_tokens=16, self_check=False)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", WITH_MLP)
 def test_peak_is_lower(name: str) -> None:
     """Tiling a checkpointed model lowers the peak of live bytes of a step, in every architecture."""
     architecture = ARCHITECTURES[name]
@@ -73,21 +85,16 @@ def test_peak_is_lower(name: str) -> None:
     assert peaks[1] < peaks[0]
 
 
-def behind(model: nn.Module) -> str:
-    """The classes of norms that run in the tiles, behind the feed-forward part."""
-    norms = {type(m).__name__ for t in find_tileable(model, Tiling()) if t.alone for m, last in t.members if last}
-    return ", ".join(sorted(norms)) or "-"
-
-
 def row(name: str) -> str:
     """A line of the table."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
-    with prepare(model, tiling=Tiling()):
-        found = found_in(model)
-    where = "<br>".join(f"`{path}`" for path in found)
-    what = "<br>".join(kinds for kinds in found.values())
-    return f"| {name} | `{architecture.model}` | {where} | {what} | {behind(model)} |"
+    found = find_tileable(model, Tiling()) if architecture.finds else []
+    where = {pattern(t.path): "" for t in found}
+    kinds = {t.kind: "" for t in found}
+    norms = [{type(m).__name__: "" for t in found for m in getattr(t, place)} for place in ("before", "behind")]
+    cells = [" <br>".join(f"`{path}`" for path in where), *("<br>".join(names) for names in (kinds, *norms))]
+    return f"| {name} | `{architecture.model}` | {' | '.join(cell.replace(' <br>', '<br>') or '-' for cell in cells)} |"
 
 
 def test_table_of_the_docs(request: pytest.FixtureRequest) -> None:
@@ -98,8 +105,8 @@ def test_table_of_the_docs(request: pytest.FixtureRequest) -> None:
     head, begin, rest = text.partition("<!-- table: begin -->\n")
     _, end, tail = rest.partition("<!-- table: end -->")
     lines = [
-        "| architecture | class | where | what is tiled | norm in the tiles |",
-        "|---|---|---|---|---|",
+        "| architecture | class | where | what is tiled | norm before, in the tiles | norm behind, in the tiles |",
+        "|---|---|---|---|---|---|",
         *map(row, ARCHITECTURES),
     ]
     written = head + begin + "\n".join(lines) + "\n" + end + tail

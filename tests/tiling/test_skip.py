@@ -14,7 +14,7 @@ from tests.parity import FP32, gradients, randn, reference, worst
 
 
 def packs(module: nn.Module) -> list[int | None]:
-    return list(module.__dict__[TileMark.attribute].packs.values())
+    return list(module.__dict__[TileMark.attribute].learned.saved.values())
 
 
 class ReadsOutput(GatedMLP):

@@ -217,7 +217,10 @@ def test_the_report_tells_widths_and_weights() -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_plain_transformer_encoder(norm_first: bool) -> None:
-    """``nn.TransformerEncoder``, pre-norm and post-norm: found, the untiled gradients, FLOPs 1.00, and a lower peak."""
+    """``nn.TransformerEncoder``: the untiled gradients, a lower peak, and FLOPs 1.00 with the norms first.
+
+    A norm behind the residual sum saves its input, which has to be computed again: one product more for each layer.
+    """
     layer = nn.TransformerEncoderLayer(H, 2, 96, dropout=0.0, batch_first=True, norm_first=norm_first)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double(), x64(1, 64)
     true = reference(model, x)
@@ -232,7 +235,7 @@ def test_plain_transformer_encoder(norm_first: bool) -> None:
             assert worst(gradients(model, x), true) <= 1e-10
             costs.append((flops(run), peak_bytes(run)))
             assert tiling is None or (rows(model) and len(paths(model)) == 2)
-    assert costs[1][0] == costs[0][0]
+    assert costs[1][0] - costs[0][0] == (0 if norm_first else 2 * (2 * 64 * H * 96))
     assert costs[1][1] < costs[0][1]
 
 
@@ -294,7 +297,7 @@ def test_state_space_models_of_transformers_are_refused() -> None:
     mamba = MambaForCausalLM(
         MambaConfig(hidden_size=H, state_size=4, num_hidden_layers=2, vocab_size=32, time_step_rank=4)
     )
-    with pytest.raises(ValueError, match="found no feed-forward module in MambaForCausalLM"):
+    with pytest.raises(ValueError, match="found no MLP in MambaForCausalLM"):
         prepare(mamba, tiling=Tiling())
     with (
         prepare(mamba, tiling=Tiling(4, targets="MambaMixer")),
