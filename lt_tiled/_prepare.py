@@ -17,9 +17,10 @@ from lt_tiled.checkpointing import (
     mark_block,
     unmark_block,
 )
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, mark_losses, unmark_losses
 from lt_tiled.modules.feed_forward import find_tileable
-from lt_tiled.modules.find import NothingFound, has_class, walk
+from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_mark
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
@@ -122,7 +123,7 @@ class PreparedModels(list[Prepared]):
             return
         try:
             self.append(Prepared(model, tiling, checkpointing, ranks_per_node))
-        except NothingFound as error:
+        except NothingFoundError as error:
             if not self:
                 raise
             warn(f"{error} {type(model).__name__} is left as it is, because there are other models.")

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._arguments import split_arguments
 from lt_tiled._log import inform_once, warn
-from lt_tiled.modules.find import NothingFound, find_blocks, find_named, walk
+from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Mark, remove_mark, set_mark
 from lt_tiled.offload.offloader import Boundary, Offloader
 from lt_tiled.policies import Checkpointing
@@ -58,7 +59,7 @@ def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[s
         return find_named(model, policy.targets, "Checkpointing")
     found = find_blocks(model)
     if not found:
-        raise NothingFound(
+        raise NothingFoundError(
             f"Checkpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or Sequential): name them, as in"
             " Checkpointing(targets=['MyBlock']), or turn checkpointing off with checkpointing=False."
         )

@@ -16,10 +16,11 @@ from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.lm.flex import flex_attention
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import LossMark, find_losses, mark_losses
-from lt_tiled.modules.find import NothingFound, plain_name
+from lt_tiled.modules.find import plain_name
 from lt_tiled.modules.patch import get_mark
 from lt_tiled.policies import CompileOptions, Tiling, check_compile
 
@@ -124,7 +125,7 @@ class CausalLM(LightningModule):
             return
         try:
             mark_losses(find_losses(self.model), self._loss_shards, object())
-        except NothingFound:
+        except NothingFoundError:
             inform(
                 f"the loss of {type(self.model).__name__} is not tiled: it does not compute it from labels and a linear head"
             )

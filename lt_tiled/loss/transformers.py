@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from lt_tiled._log import inform_once
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.logits import HeadMark, NoLogits, OnHead, PendingLogits, SharedMark
-from lt_tiled.modules.find import NothingFound, walk
+from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_mark, get_marks, remove_mark, set_mark
 
 
@@ -94,11 +95,11 @@ def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The models of transformers, in a model, that compute their loss from labels and the logits of a linear head.
 
     Raises:
-        NothingFound: If there is none.
+        NothingFoundError: If there is none.
     """
     found = [(path, m) for path, m in [("", model), *walk(model)] if _head_of(m) is not None]
     if not found:
-        raise NothingFound(
+        raise NothingFoundError(
             f"Tiling(loss=True) found no model of transformers in {type(model).__name__} that computes a loss from labels: use"
             " lt_tiled.tiled_linear_cross_entropy in your own loss, or leave loss=True out."
         )

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules.activation import MultiheadAttention
 from torch.nn.modules.batchnorm import _NormBase
 
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import (
-    NothingFound,
     find_blocks,
     find_named,
     has_class,
@@ -91,7 +91,7 @@ def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileabl
     roots = find_blocks(model) or [("", model)]
     found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
     if not found:
-        raise NothingFound(
+        raise NothingFoundError(
             f"Tiling found no feed-forward module in {type(model).__name__} (a part of a block that widens and narrows again): name"
             " it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with tiling=None."
         )

@@ -11,10 +11,6 @@ BLOCK_CLASSES = ("GradientCheckpointingLayer", "TransformerEncoderLayer", "Trans
 """The base class of Hugging Face's layers, and torch's own layers."""
 
 
-class NothingFound(ValueError):
-    """``targets="auto"`` finds nothing in a model."""
-
-
 def has_class(module: nn.Module, names: Iterable[str]) -> bool:
     """Whether one of the module's classes has one of the names (FSDP2 swaps in a subclass, so bases count)."""
     return any(cls.__name__ in names for cls in type(module).__mro__)

@@ -24,7 +24,7 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
             are.
 
     Raises:
-        OffloadDiskFull: If the disk has no room for ``disk_budget``.
+        OffloadDiskFullError: If the disk has no room for ``disk_budget``.
         OffloadError: If the directory cannot be used.
     """
     assert policy.offload is not None

@@ -19,7 +19,7 @@ from threading import Lock, local
 from typing import Any
 
 from lt_tiled._log import warn
-from lt_tiled.errors import OffloadDiskFull, OffloadError
+from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.offload.extents import ALIGNMENT, Extents, aligned
 
 CHUNK = 8 * 2**20
@@ -47,7 +47,7 @@ class SpillFile:
         checksum: Keep a CRC-32 of each range in memory and compare it when the range is read.
 
     Raises:
-        OffloadDiskFull: If the disk has no room for the budget.
+        OffloadDiskFullError: If the disk has no room for the budget.
         OffloadError: If the directory is missing, is no directory, or cannot be written to.
     """
 
@@ -81,7 +81,7 @@ class SpillFile:
         """Reserve a range and return its offset.
 
         Raises:
-            OffloadDiskFull: If neither the file nor the disk has room for it.
+            OffloadDiskFullError: If neither the file nor the disk has room for it.
         """
         need = aligned(nbytes)
         with self._lock:
@@ -89,7 +89,7 @@ class SpillFile:
             offset = self._extents.take(need)
             if offset is None:
                 if self.budget is not None:
-                    raise OffloadDiskFull(
+                    raise OffloadDiskFullError(
                         f"the disk budget of {self.budget} bytes has no free range of {need} bytes ({self._extents.used} are in use):"
                         " raise disk_budget",
                         directory=self.directory,
@@ -256,7 +256,7 @@ class SpillFile:
         self.direct = False
 
     def _error(self, error: OSError, what: str, offset: int | None = None) -> OffloadError:
-        kind = OffloadDiskFull if error.errno in _NO_ROOM else OffloadError
+        kind = OffloadDiskFullError if error.errno in _NO_ROOM else OffloadError
         return kind(f"{what}: {error.strerror or error}", offset=offset, directory=self.directory)
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ class DiskTier:
         """Begin to write.
 
         Raises:
-            OffloadDiskFull: If there is no room.
+            OffloadDiskFullError: If there is no room.
         """
         offset = self.spill.take(raw.nbytes)
         try:

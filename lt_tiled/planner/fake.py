@@ -19,16 +19,16 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt_tiled._renamed import deprecated
+from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
 
+__getattr__ = deprecated(__name__, {"CannotSimulate": "lt_tiled.errors.SimulationError"})
+
 aten = torch.ops.aten
-
-
-class CannotSimulate(RuntimeError):
-    """A module does something that needs values, which fake tensors do not have."""
 
 
 @contextmanager
@@ -68,13 +68,13 @@ class _Kernels(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise CannotSimulate(
+            raise SimulationError(
                 f"{func} in {self.where.now().path or 'the training step'} needs the values of tensors, which a simulation does not have."
             ) from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
-            raise CannotSimulate(
+            raise SimulationError(
                 f"{func} in {self.where.now().path or 'the training step'} uses a tensor that is no weight, buffer or attribute."
             ) from error
 

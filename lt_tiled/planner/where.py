@@ -12,8 +12,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lt_tiled._arguments import split_arguments
 from lt_tiled.checkpointing import BlockMark
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.feed_forward import find_tileable
-from lt_tiled.modules.find import NothingFound, find_blocks, plain_name, unwrapped
+from lt_tiled.modules.find import find_blocks, plain_name, unwrapped
 from lt_tiled.modules.patch import get_mark
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
@@ -109,6 +110,6 @@ _ACCUMULATES = 2**63
 
 def _feed_forwards(model: nn.Module) -> list[nn.Module]:
     found = [m for _, m, _ in tile_marks(model)]
-    with suppress(NothingFound):
+    with suppress(NothingFoundError):
         found += [m for t in find_tileable(model, Tiling()) for m in (t.module, *(other for other, _ in t.members))]
     return [part for m in found for part in m.modules()]

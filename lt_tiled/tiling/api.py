@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lt_tiled._log import warn
+from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, drops_samples, feed_forward_widths, has_capacity, parts_below
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_mark, get_marks, place_of, remove_mark, set_mark
@@ -24,7 +25,7 @@ from lt_tiled.tiling.recorded import Recorded, refuse_recorded
 from lt_tiled.tiling.self_check import check_first
 from lt_tiled.tiling.state import TileMark
 from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.work import NotTokenWise, Work
+from lt_tiled.tiling.work import Work
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -56,7 +57,7 @@ def _call(module: nn.Module, mark: TileMark, lazily: bool, args: tuple[Any, ...]
     try:
         refuse_recorded(call)
         check_first(call)
-    except NotTokenWise as error:
+    except NotPositionWiseError as error:
         if not (mark.below or isinstance(error, Recorded)):
             raise
         _step_back(module, mark, error)
@@ -68,7 +69,7 @@ def _call(module: nn.Module, mark: TileMark, lazily: bool, args: tuple[Any, ...]
     )
 
 
-def _step_back(module: nn.Module, mark: TileMark, reason: NotTokenWise) -> None:
+def _step_back(module: nn.Module, mark: TileMark, reason: NotPositionWiseError) -> None:
     """Run a mixture of experts whole and its experts, below the router, in tiles.
 
     From now on, because a recompute in the backward, which records nothing, must take the forward's way.

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.tiling.work import NotTokenWise, Work
+from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.tiling.work import Work
 
 Kept = dict[tuple[int, str, str], Tensor]
 
@@ -31,7 +32,7 @@ def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept
         name: What messages call it.
 
     Raises:
-        NotTokenWise: If the output depends on a tensor that is neither an argument nor a registered weight, or see
+        NotPositionWiseError: If the output depends on a tensor that is neither an argument nor a registered weight, or see
             :func:`check_kept`.
     """
     known = {id(leaf) for leaf in leaves}
@@ -39,7 +40,7 @@ def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept
     for node in nodes:
         variable = getattr(node, "variable", None)  # of a leaf
         if isinstance(variable, Tensor) and id(variable) not in known:
-            raise NotTokenWise(
+            raise NotPositionWiseError(
                 f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its arguments nor one of"
                 " its registered parameters or buffers, and would get no gradient. Register it, pass it as an argument, or leave the module"
                 " out of targets."
@@ -51,7 +52,7 @@ def check_kept(output: Any, work: Work, before: Kept, name: str) -> None:
     """Look for tensors with a graph that a run of the work kept in attributes, as for an auxiliary loss.
 
     Raises:
-        NotTokenWise: If there is one that the output does not depend on.
+        NotPositionWiseError: If there is one that the output does not depend on.
     """
     _check_kept(_graph(output), work, before, name)
 
@@ -74,7 +75,7 @@ def _check_kept(nodes: set[Any], work: Work, before: Kept, name: str) -> None:
         # else.
         if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:
             where = f"{path}.{attribute}" if path else attribute
-            raise NotTokenWise(
+            raise NotPositionWiseError(
                 f"{name}: it keeps a tensor with a graph in its attribute {where}, of one tile only when it is tiled. Return it as an"
                 " output instead, or leave the module out of targets."
             )

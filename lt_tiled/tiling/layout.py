@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.work import NotTokenWise
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
@@ -110,11 +110,11 @@ def compare_outputs(
     """Find each leaf's layout from the outputs for two numbers of tokens: what grows with the tokens is per token.
 
     Raises:
-        NotTokenWise: If a leaf is not per token and ``reductions`` has no entry for it.
+        NotPositionWiseError: If a leaf is not per token and ``reductions`` has no entry for it.
     """
     (few, tree), (many, other_tree) = _flatten_named(small), _flatten_named(large)
     if tree != other_tree:
-        raise NotTokenWise(
+        raise NotPositionWiseError(
             f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled."
         )
     kinds = tuple(
@@ -151,18 +151,18 @@ def _leaf_kind(
             return "flat"
         reduction = reductions.get(name)
         if reduction is None:
-            raise NotTokenWise(
+            raise NotPositionWiseError(
                 f"{where} of shape {list(few.shape)} is not per token, so it would change with the tiles. Leave this module"
                 f' untiled, or say how to put it together: reductions={{"{name}": "sum"}} or "mean".'
             )
         return "sum" if reduction == "sum" else "mean"
     if few is None or isinstance(few, bool | int | float | str):
         if few != many:
-            raise NotTokenWise(
+            raise NotPositionWiseError(
                 f"{where} is {few!r} for {sizes[0]} tokens and {many!r} for {sizes[1]}: it cannot be put together from tiles."
             )
         return "constant"
-    raise NotTokenWise(
+    raise NotPositionWiseError(
         f"{where} is a {type(few).__name__}: only tensors, and trees of them that torch can flatten, come from tiles."
     )
 
@@ -181,20 +181,20 @@ class OutputAssembly:
         low, high = bounds
         leaves, tree = pytree.tree_flatten(output)
         if tree != self.layout.tree:
-            raise NotTokenWise(
+            raise NotPositionWiseError(
                 f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled."
             )
         if not self.leaves:
             self.leaves = [self._allocate(leaf, kind) for leaf, kind in zip(leaves, self.layout.kinds, strict=True)]
         for whole, leaf, kind, name in zip(self.leaves, leaves, self.layout.kinds, self.layout.names, strict=True):
             if isinstance(leaf, Tensor) == (kind == "constant"):
-                raise NotTokenWise(
+                raise NotPositionWiseError(
                     f"{self.module}: output {name or 'value'} is a tensor in one call and none in another."
                 )
             if kind in ("tokens", "flat"):
                 lead = self.shape.tile_lead(high - low) if kind == "tokens" else (high - low,)
                 if leaf.shape[: len(lead)] != lead:
-                    raise NotTokenWise(
+                    raise NotPositionWiseError(
                         f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for {high - low} tokens."
                     )
                 rows = self.shape.flatten(whole) if kind == "tokens" else whole

@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import sys
 
+from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.work import NotTokenWise
 
 
-class Recorded(NotTokenWise):
+class Recorded(NotPositionWiseError):
     """An output inside the module is being recorded."""
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.tiling.closed import check_kept, kept_tensors
 from lt_tiled.tiling.layout import OutputAssembly, TokenShape
 from lt_tiled.tiling.recompute import PackCounter, RandomState, random_state_kept
 from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.work import NotTokenWise, Work
+from lt_tiled.tiling.work import Work
 
 CHECK_TOKENS = 8
 
@@ -28,7 +29,7 @@ def check_first(call: TiledCall) -> None:
     training alone.
 
     Raises:
-        NotTokenWise: See :func:`check_token_wise`.
+        NotPositionWiseError: See :func:`check_token_wise`.
     """
     mode = (*call.work.training, torch.is_grad_enabled())
     if call.mark.tiling.self_check and mode not in call.mark.checked and check_token_wise(call):
@@ -43,7 +44,7 @@ def check_token_wise(call: TiledCall) -> bool:
         projection, do not.
 
     Raises:
-        NotTokenWise: If an output differs, or is not per token, or if the module changes its arguments in place.
+        NotPositionWiseError: If an output differs, or is not per token, or if the module changes its arguments in place.
     """
     few = min(CHECK_TOKENS, call.shape.tokens)
     picked = torch.arange(few, device=call.device) * (call.shape.tokens - 1) // max(few - 1, 1)
@@ -77,7 +78,7 @@ def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) 
     difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(1e-30))
     bound = _TOLERANCE.get(whole.dtype, 0.0)
     if not difference <= bound and bool(whole.isfinite().all()):
-        raise NotTokenWise(
+        raise NotPositionWiseError(
             f"{module} is not token-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by {difference:.1e} between"
             f" one call and two tiles (relative; rounding explains {bound:.0e}). Leave it out of targets, or name the part of it that"
             " works token by token; self_check=False only if you know why it differs."
@@ -97,7 +98,7 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
         containers[i].clear()
         (containers[i].extend if isinstance(containers[i], list) else containers[i].update)(before[i])
     if changed or versions != [t._version for t in sample]:
-        raise NotTokenWise(
+        raise NotPositionWiseError(
             f"{call.mark.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
             " change out of place, or leave the module out of targets."
         )
@@ -120,7 +121,7 @@ def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
         now = part._buffers[name]
         if now is not buffer or buffer._version != version:
             part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
-            raise NotTokenWise(
+            raise NotPositionWiseError(
                 f"{call.mark.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be changed once for each"
                 " tile, and again when the tiles are recomputed. Leave it out of targets, or name the part of it that works token by token."
             )

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from lt_tiled._renamed import deprecated
 
-class NotTokenWise(ValueError):
-    """Tiles would change what a module does."""
+__getattr__ = deprecated(__name__, {"NotTokenWise": "lt_tiled.errors.NotPositionWiseError"})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, OffloadDiskFull, OffloadError, Prepared, Tiling, prepare
+from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError, Prepared, Tiling, prepare
 from tests.meters import LiveBytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
@@ -230,7 +230,7 @@ def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseE
 @pytest.mark.parametrize(
     ("function", "fault", "kind"),
     [
-        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull),
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError),
         ("pwritev", fail(errno.EIO), OffloadError),
         ("preadv", fail(errno.EIO), OffloadError),
     ],
@@ -259,7 +259,7 @@ def test_a_failing_disk_ends_the_step_and_not_the_run(function: str, fault: obje
 def test_full_disk_before_training(tmp_path: Path) -> None:
     """A disk without room for the budget is an error when the model is prepared, which leaves the model as it was."""
     model = TinyLM()
-    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFull, match="cannot reserve"):
+    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFullError, match="cannot reserve"):
         prepare(model, checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
     assert not any("forward" in m.__dict__ for m in model.modules())
 

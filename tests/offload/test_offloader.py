@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_tiled import Checkpointing, OffloadDiskFull, OffloadError
-from lt_tiled.errors import hooks
+from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
+from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Boundary, Offloader
 from tests.offload.faults import each_call, fail, nothing, nth_call
@@ -138,7 +138,7 @@ def test_slow_disk_costs_time_and_not_memory(make: Make, monkeypatch: pytest.Mon
     for _ in range(12):
         packed.append(offloader.pack(torch.randn(100), "block"))
         most = max(most, sum(p.tensor is not None for p in packed))
-    assert most <= hooks.IN_FLIGHT
+    assert most <= offloading.IN_FLIGHT
     assert offloader.stats.stalled_ms > 20
 
 
@@ -148,7 +148,7 @@ def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.
     offloader = make()
     offloader.wait_seconds = 0.1
     monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: gate.wait(20))
-    packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(hooks.IN_FLIGHT)]
+    packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(offloading.IN_FLIGHT)]
     with pytest.raises(
         OffloadError,
         match=r"the write of 400 bytes has not ended within 0.1 s \(step 1, block layers.0, \[100\] float32",
@@ -178,7 +178,7 @@ def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pyte
     packed = [away(offloader, torch.randn(100)) for _ in range(20)]
     for p in reversed(packed):
         offloader.unpack(p)
-    assert 1 < offloader.depth <= hooks.MAX_PREFETCH
+    assert 1 < offloader.depth <= offloading.MAX_PREFETCH
     assert offloader.stats.prefetch_misses > 0
 
 
@@ -307,12 +307,12 @@ def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("function", "fault", "kind"),
     [
-        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull),
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError),
         ("pwritev", fail(errno.EIO), OffloadError),
         ("pwritev", nothing, OffloadError),
         ("preadv", fail(errno.EIO), OffloadError),
         ("preadv", nothing, OffloadError),
-        ("posix_fallocate", fail(errno.ENOSPC), OffloadDiskFull),
+        ("posix_fallocate", fail(errno.ENOSPC), OffloadDiskFullError),
     ],
 )
 def test_each_failing_call(make: Make, function: str, fault: object, kind: type[OffloadError]) -> None:

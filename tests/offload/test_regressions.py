@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, OffloadDiskFull, Tiling, prepare
+from lt_tiled import Checkpointing, OffloadDiskFullError, Tiling, prepare
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Boundary, Offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
@@ -173,7 +173,7 @@ def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
     offloader = disk(tmp_path, disk_budget=4 * 4096)
     for _ in range(5):
         packed: list[Tensor | Boundary] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
-        with pytest.raises(OffloadDiskFull, match="raise disk_budget"):
+        with pytest.raises(OffloadDiskFullError, match="raise disk_budget"):
             offloader.pack(torch.randn(1000), "block")
         packed.clear()
         gc.collect()
