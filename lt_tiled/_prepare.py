@@ -22,8 +22,7 @@ from lt_tiled.loss.transformers import find_losses, mark_losses, unmark_losses
 from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_mark
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import Checkpointing, Tiers, Tiling, as_checkpointing, as_tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.api import mark_tiled, unmark

@@ -18,7 +18,8 @@ from lt_tiled._log import inform_once, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Mark, remove_mark, set_mark
-from lt_tiled.offload.offloader import Boundary, Offloader
+from lt_tiled.offload.offloaded_tensor import OffloadedTensor
+from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import Checkpointing
 
 
@@ -174,7 +175,7 @@ def run_checkpointed(
 def _inputs(chosen: Sequence[Tensor], offload: BlockOffload) -> torch.autograd.graph.saved_tensors_hooks:
     views = [_view(t) for t in chosen]  # the hooks get the tensors anew, as other Python objects
 
-    def pack(tensor: Tensor) -> Tensor | Boundary:
+    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
         return offload.offloader.pack(tensor, offload.block) if _view(tensor) in views else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, offload.offloader.unpack)
@@ -183,7 +184,7 @@ def _inputs(chosen: Sequence[Tensor], offload: BlockOffload) -> torch.autograd.g
 def _everything(module: nn.Module, offload: BlockOffload) -> torch.autograd.graph.saved_tensors_hooks:
     weights = _storages(module)
 
-    def pack(tensor: Tensor) -> Tensor | Boundary:
+    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
         if _is_weight(tensor, weights):
             return tensor
         return offload.offloader.pack(tensor, offload.block)

@@ -264,7 +264,7 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
     offload = yaml.safe_load(path.read_text())["trainer"]["strategy"].get("init_args", {}).get("checkpointing", True)
     assert ("offloaded per step" in printed) == (offload is not True)
     if path.stem == "quickstart_tiered":
-        assert re.search(r"offloaded per step: \d\.\d MiB to RAM, \d\.\d MiB to disk", printed)
+        assert re.search(r"offloaded per step: \d\.\d MiB to CPU memory, \d\.\d MiB to disk", printed)
         assert re.search(r"written to disk in all: \d+\.\d MiB", printed)
 
 

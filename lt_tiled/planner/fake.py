@@ -123,21 +123,10 @@ class _Nowhere:
         self._waited_for = True
 
     def load(self) -> Loading:
-        return _Back(torch.empty(self.nbytes, dtype=torch.uint8))
+        return Loading(torch.empty(self.nbytes, dtype=torch.uint8), lambda: True, lambda _: None)
 
     def free(self) -> None:
         pass
-
-
-class _Back:
-    def __init__(self, raw: Tensor) -> None:
-        self.raw = raw
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self, seconds: float) -> Tensor:
-        return self.raw
 
 
 class _FakeTier:
@@ -167,7 +156,7 @@ def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> 
             limit = None if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
             tiers[name] = _FakeTier("cpu" if name == "cpu" else "disk", limit)
     return Offloader(
-        ram=tiers["cpu"],  # type: ignore[arg-type]
+        cpu=tiers["cpu"],  # type: ignore[arg-type]
         disk=tiers["disk"],  # type: ignore[arg-type]
         prefetch=policy.prefetch,
         keep_last=policy.keep_last,

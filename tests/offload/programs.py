@@ -10,8 +10,7 @@ import time
 import torch
 
 from lt_tiled import Checkpointing
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 
 
 def offloader(directory: str) -> Offloader:

@@ -259,7 +259,10 @@ def test_a_failing_disk_ends_the_step_and_not_the_run(function: str, fault: obje
 def test_full_disk_before_training(tmp_path: Path) -> None:
     """A disk without room for the budget is an error when the model is prepared, which leaves the model as it was."""
     model = TinyLM()
-    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFullError, match="cannot reserve"):
+    with (
+        nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
+        pytest.raises(OffloadDiskFullError, match="cannot reserve"),
+    ):
         prepare(model, checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
     assert not any("forward" in m.__dict__ for m in model.modules())
 

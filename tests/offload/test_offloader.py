@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
 from lt_tiled.offload import offloader as offloading
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Boundary, Offloader
+from lt_tiled.offload import prefetch
+from lt_tiled.offload.offloaded_tensor import OffloadedTensor
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from tests.offload.faults import each_call, fail, nothing, nth_call
 
 Make = Callable[..., Offloader]
@@ -69,10 +70,10 @@ def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
     return storage() is None
 
 
-def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> Boundary:
+def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> OffloadedTensor:
     """Pack a tensor and wait until its bytes are elsewhere."""
     packed = offloader.pack(tensor, block)
-    assert isinstance(packed, Boundary)
+    assert isinstance(packed, OffloadedTensor)
     settle(offloader)
     return packed
 
@@ -172,13 +173,13 @@ def test_prefetch_is_bounded(make: Make) -> None:
 def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """``prefetch="auto"`` begins with one, and takes one more after each wait, up to its limit."""
     offloader = make()
-    assert offloader.depth == 1
+    assert offloader.prefetcher.depth == 1
     real = offloader.disk.spill._read
     monkeypatch.setattr(offloader.disk.spill, "_read", lambda *a: (time.sleep(0.005), real(*a)))
     packed = [away(offloader, torch.randn(100)) for _ in range(20)]
     for p in reversed(packed):
         offloader.unpack(p)
-    assert 1 < offloader.depth <= offloading.MAX_PREFETCH
+    assert 1 < offloader.prefetcher.depth <= prefetch.MAX_PREFETCH
     assert offloader.stats.prefetch_misses > 0
 
 
@@ -299,7 +300,7 @@ def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for ranks, shares in ((None, 4), (2, 2)):
         offloader = build_offloader(policy, ranks)
-        assert offloader.ram.slabs.budget == 2**20 // shares
+        assert offloader.cpu.slabs.budget == 2**20 // shares
         assert offloader.disk.spill.budget == 2**21 // shares
         offloader.close()
 
@@ -362,7 +363,7 @@ def test_released_before_the_backward(make: Make) -> None:
     packed = away(offloader, torch.randn(100), "layers.0")
     offloader.close()
     offloader.close()
-    with pytest.raises(OffloadError, match=r"released before this graph's backward.*block layers.0"):
+    with pytest.raises(OffloadError, match=r"released before this graph's backward pass.*block layers.0"):
         offloader.unpack(packed)
 
 
@@ -382,8 +383,8 @@ def test_statistics(make: Make) -> None:
     assert offloader.so_far().disk_bytes == 6000
     assert offloader.step == 2
     lines = offloader.so_far().describe(2, seconds=1.0)
-    assert lines[0] == "offloaded per step: 0.0 MiB to RAM, 0.0 MiB to disk"
-    assert "TB a day" in lines[-1]
+    assert lines[0] == "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk"
+    assert "TB per day" in lines[-1]
 
 
 def test_an_older_live_graph_does_not_stop_prefetching(make: Make) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, OffloadDiskFullError, Tiling, prepare
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Boundary, Offloader
+from lt_tiled.offload.offloaded_tensor import OffloadedTensor
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
 from tests.models import Block, H, TinyLM, lm_loss
 from tests.offload.test_offloader import away, freed, settle
@@ -172,7 +172,7 @@ def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
     """DataFusion #24230: a step that ends in a full disk leaves the whole budget to the next one."""
     offloader = disk(tmp_path, disk_budget=4 * 4096)
     for _ in range(5):
-        packed: list[Tensor | Boundary] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
+        packed: list[Tensor | OffloadedTensor] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
         with pytest.raises(OffloadDiskFullError, match="raise disk_budget"):
             offloader.pack(torch.randn(1000), "block")
         packed.clear()

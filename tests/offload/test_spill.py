@@ -247,7 +247,7 @@ def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:
     directory = make(tmp_path)
     with pytest.raises(
         OffloadError,
-        match=rf"cannot make a directory for the spill file \(make the one that it is in, or give another\): {message}.*{directory}",
+        match=rf"cannot create the spill file \(set a directory that exists and is writable\): {message}.*{directory}",
     ):
         SpillFile(directory)
 
@@ -347,7 +347,7 @@ def test_close_does_not_wait_for_ever(
     start = time.monotonic()
     spill.close()
     assert time.monotonic() - start < 5
-    assert "has not answered for 0.1 s" in caplog.text
+    assert "has not responded for 0.1 s" in caplog.text
     os.fstat(spill._file)
     gate.set()
 
