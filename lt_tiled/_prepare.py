@@ -14,8 +14,8 @@ from lt_tiled.checkpointing import (
     BlockOffload,
     OwnCheckpointingOff,
     find_checkpointable,
-    mark_block,
-    unmark_block,
+    patch_block,
+    restore_block,
 )
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, mark_losses, unmark_losses
@@ -68,7 +68,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 mark_losses(losses, tiling.loss_shards, self._owner)
             for path, block in blocks:
                 if get_mark(block, BlockMark) is None:
-                    mark_block(block, self._offload_of(path, checkpointing))
+                    patch_block(block, self._offload_of(path, checkpointing))
                     self._blocks.append(block)
             if self.offloader is not None and checkpointing is not None and not self._blocks:
                 raise ValueError(
@@ -96,7 +96,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         if self._own is not None:
             self._own.undo()
         for block in self._blocks:
-            unmark_block(block)
+            restore_block(block)
         unmark(self.model, self._owner)
         unmark_losses(self.model, self._owner)
         self._own, self._blocks = None, []

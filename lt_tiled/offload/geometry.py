@@ -47,6 +47,17 @@ def movable(tensor: Tensor) -> bool:
     return Geometry.of(tensor).span <= MAX_WASTE * tensor.numel()
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that the tensors of one storage share, while the storage is alive."""
+    key: int = tensor.untyped_storage()._cdata  # data_ptr() is 0 for all empty storages and fails for fake tensors
+    return key
+
+
+def view_key(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for tensors that are the same view of one storage."""
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def raw_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's span as a flat ``uint8`` tensor that shares its memory."""
     span = Geometry.of(tensor).span

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
-from lt_tiled.offload.geometry import Geometry, movable
+from lt_tiled.offload.geometry import Geometry, movable, view_key
 from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.pinned import available_memory
 from lt_tiled.offload.prefetch import Prefetcher, waiting_for
@@ -96,7 +96,7 @@ class Offloader:
             self._reap()
             # A tensor that several blocks save is stored once. Storages are compared as objects, because a freed
             # storage's address may be used again; x and x.t() are two tensors.
-            identity = _identity(tensor)
+            identity = (view_key(tensor), tensor._version)
             known = self._known.get(identity)
             if known is not None and known.storage() is tensor.untyped_storage():
                 return known
@@ -250,8 +250,3 @@ def _ranks_per_node() -> int:
     if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
         return int(os.environ["LOCAL_WORLD_SIZE"])
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _identity(tensor: Tensor) -> tuple[object, ...]:
-    storage = tensor.untyped_storage()
-    return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
