@@ -12,7 +12,13 @@ import torch
 
 from lt_tiled._renamed import deprecated
 
-__getattr__ = deprecated(__name__, {"OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError"})
+__getattr__ = deprecated(
+    __name__,
+    {
+        "NotTokenWise": "lt_tiled.errors.NotPositionWiseError",
+        "OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError",
+    },
+)
 
 
 class NothingFoundError(ValueError):

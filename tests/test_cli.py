@@ -130,7 +130,7 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
         assert f"--trainer.strategy.{option} " in text
     fields = help_of(f"--trainer.strategy.help=lt_tiled.{name}", "--trainer.strategy.tiling.help")
     assert "tiling.num_shards" in fields
-    assert "Tokens per tile: the other way to say it" in fields
+    assert "Tokens per tile. Give this or" in fields
 
 
 @pytest.mark.parametrize(
