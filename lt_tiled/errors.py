@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -62,10 +60,7 @@ class OffloadError(RuntimeError):
     def __init__(
         self, reason: str, *, origin: Origin | None = None, offset: int | None = None, directory: str | None = None
     ) -> None:
-        self.reason = reason
-        self.origin = origin
-        self.offset = offset
-        self.directory = directory
+        self.reason, self.origin, self.offset, self.directory = reason, origin, offset, directory
         places = (
             str(origin) if origin else "",
             f"offset {offset}" if offset is not None else "",
@@ -73,10 +68,6 @@ class OffloadError(RuntimeError):
         )
         where = ", ".join(filter(None, places))
         super().__init__(f"{reason} ({where})" if where else reason)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(type(self), origin=self.origin, offset=self.offset, directory=self.directory)
-        return make, (self.reason,)
 
 
 class OffloadDiskFullError(OffloadError):

@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,30 +36,17 @@ class Offloader:
     call it at the same time.
 
     Args:
+        policy: Sets which tensors stay on the device, and how many to load ahead.
         cpu: The CPU memory tier, if there is one.
         disk: The disk tier, if there is one; with both, it takes the tensors that exceed the CPU budget.
-        prefetch: How many tensors to load ahead, or ``"auto"``: one, and one more after each stall.
-        keep_last: How many of the last tensors stay on the device, because the backward pass needs them first.
-        min_bytes: Smaller tensors stay on the device.
-        compress: Round float32 to bfloat16.
     """
 
-    def __init__(
-        self,
-        *,
-        cpu: CPUTier | None,
-        disk: DiskTier | None,
-        prefetch: int | Literal["auto"] = "auto",
-        keep_last: int = 1,
-        min_bytes: int = 0,
-        compress: bool = False,
-    ) -> None:
+    def __init__(self, policy: Checkpointing, cpu: CPUTier | None, disk: DiskTier | None) -> None:
+        self.policy = policy
         self.cpu = cpu
         self.disk = disk
-        self.min_bytes = min_bytes
-        self.keep_last = keep_last
-        self.compress = compress
-        self.prefetcher = Prefetcher(prefetch)
+        self.min_bytes = parse_bytes(policy.min_bytes, "min_bytes")
+        self.prefetcher = Prefetcher(policy.prefetch)
         self.step = 0
         """Counts how often packing began with no tensor packed: in training, the forward passes."""
         self.stats = OffloadStats()
@@ -105,7 +91,7 @@ class Offloader:
             self._last = weakref.ref(packed)
             self._live.add(packed)
             self._kept.append(self._last)
-            while len(self._kept) > self.keep_last:
+            while len(self._kept) > self.policy.keep_last:
                 if (oldest := self._kept.popleft()()) is not None:
                     self._store(oldest)
             return packed
@@ -139,7 +125,7 @@ class Offloader:
                 with waiting_for(oldest.origin, self.stats):
                     oldest.stored.settle(self.wait_seconds)
             self._reap()
-        raw = packed.raw(self.compress)
+        raw = packed.raw(self.policy.compress)
         with name_origin(packed.origin):
             packed.stored = (self.cpu.store(raw) if self.cpu else None) or (self.disk.store(raw) if self.disk else None)
         if packed.stored is None:
@@ -236,14 +222,7 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
         limit = None if policy.disk_budget is None else parse_bytes(policy.disk_budget, "disk_budget") // ranks
         directory = policy.directory or tempfile.gettempdir()
         disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io, checksum=policy.checksum))
-    return Offloader(
-        cpu=cpu,
-        disk=disk,
-        prefetch=policy.prefetch,
-        keep_last=policy.keep_last,
-        min_bytes=parse_bytes(policy.min_bytes, "min_bytes"),
-        compress=policy.compress,
-    )
+    return Offloader(policy, cpu, disk)
 
 
 def _ranks_per_node() -> int:

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -45,34 +46,30 @@ class Slabs:
         need = aligned(nbytes)
         with self._lock:
             self._collect()
-            slot = self._take(need, nbytes)
-            if slot is None and self._grow(need, pin):
-                slot = self._take(need, nbytes)
-            while slot is None and self._freed:  # the remaining slots are still being copied
-                if (event := self._freed[0][1]) is not None:
-                    event.synchronize()
-                self._collect()
-                slot = self._take(need, nbytes)
+            while (slot := self._take(need, nbytes)) is None:
+                if not self._grow(need, pin) and not self._collect(wait=True):
+                    break
             return slot
 
-    def _collect(self) -> None:
-        """Free the slots whose copies have ended."""
+    def _collect(self, wait: bool = False) -> bool:
+        """Free the slots whose copies have ended; ``wait`` for the first one. Return whether any was freed."""
+        if wait and self._freed and (event := self._freed[0][1]) is not None:
+            event.synchronize()
+        done = False
         for _ in range(len(self._freed)):
             slot, event = self._freed.popleft()
             if event is None or event.query():
                 self._slabs[slot.index][1].give_back(slot.offset, slot.length)
+                done = True
             else:
                 self._freed.append((slot, event))
+        return done
 
     def _take(self, need: int, nbytes: int) -> Slot | None:
         for index, (memory, extents) in enumerate(self._slabs):
             if (offset := extents.take(need)) is not None:
                 return Slot(self, index, offset, need, memory[offset : offset + nbytes])
         return None
-
-    def give_back(self, slot: Slot, after: torch.cuda.Event | None) -> None:
-        """Free a slot once ``after`` has happened."""
-        self._freed.append((slot, after))
 
     def _grow(self, need: int, pin: bool) -> bool:
         size = min(max(need, SLAB), (self.budget - self.size) // mmap.PAGESIZE * mmap.PAGESIZE)
@@ -98,10 +95,8 @@ class Slabs:
     def free_unused(self) -> None:
         """Return all slabs to the system if none is in use. The next tensor allocates new ones."""
         with self._lock:
-            for _, event in list(self._freed):
-                if event is not None:
-                    event.synchronize()
-            self._collect()
+            while self._collect(wait=True):
+                pass
             if not any(extents.used for _, extents in self._slabs):
                 self._release()
 
@@ -118,21 +113,21 @@ class Slabs:
         self.budget = 0
 
 
+@dataclass(eq=False)
 class Slot:
     """One range of a slab and its memory."""
 
-    def __init__(self, slabs: Slabs, index: int, offset: int, length: int, memory: Tensor) -> None:
-        self.index = index
-        self.offset = offset
-        self.length = length
-        self.memory = memory
-        self._slabs: Slabs | None = slabs
+    slabs: Slabs | None
+    index: int
+    offset: int
+    length: int
+    memory: Tensor
 
     def free(self, after: torch.cuda.Event | None = None) -> None:
         """Free the range once the copy that ends with ``after`` is done. Does not block."""
-        if self._slabs is not None:
-            self._slabs.give_back(self, after)
-            self._slabs = None
+        if self.slabs is not None:
+            self.slabs._freed.append((self, after))
+            self.slabs = None
 
 
 def _pin_pages(memory: Tensor) -> bool:

@@ -155,11 +155,4 @@ def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> 
         if name in (policy.offload or ""):
             limit = None if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
             tiers[name] = _FakeTier("cpu" if name == "cpu" else "disk", limit)
-    return Offloader(
-        cpu=tiers["cpu"],  # type: ignore[arg-type]
-        disk=tiers["disk"],  # type: ignore[arg-type]
-        prefetch=policy.prefetch,
-        keep_last=policy.keep_last,
-        min_bytes=parse_bytes(policy.min_bytes, "min_bytes"),
-        compress=policy.compress,
-    )
+    return Offloader(policy, tiers["cpu"], tiers["disk"])  # type: ignore[arg-type]
