@@ -1,4 +1,4 @@
-"""The offloader: what autograd does with packed tensors, whatever the order, and what goes wrong."""
+"""The offloader: packing and unpacking in any order, and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Make = Callable[..., Offloader]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes offloaders, to disk by default, and closes them; each must have given its space back."""
+    """Makes offloaders, to disk by default, and closes them; each must have freed its space."""
     made: list[Offloader] = []
 
     def build(offload: str = "disk", **fields: object) -> Offloader:
@@ -45,7 +45,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         assert not offloader._live
         if offloader.disk is not None:
             end = time.monotonic() + 20
-            while offloader.disk.spill.used and time.monotonic() < end:  # a read ahead gives its space back as it ends
+            while offloader.disk.spill.used and time.monotonic() < end:  # a prefetch frees its space when it ends
                 time.sleep(0.001)
             assert offloader.disk.spill.used == 0
         offloader.close()
@@ -53,7 +53,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def settle(offloader: Offloader) -> None:
-    """Wait until nothing is on its way out."""
+    """Wait until every tensor is stored."""
     end = time.monotonic() + 20
     while offloader._leaving:
         assert time.monotonic() < end
@@ -63,7 +63,7 @@ def settle(offloader: Offloader) -> None:
 
 
 def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
-    """Whether it is gone, or soon: the thread that moved it lets go of it just after it has said that it is done."""
+    """Return whether it is freed within a limit: the writing thread drops it just after its future is done."""
     end = time.monotonic() + 10
     while storage() is not None and time.monotonic() < end:
         time.sleep(0.001)
@@ -71,7 +71,7 @@ def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
 
 
 def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> OffloadedTensor:
-    """Pack a tensor and wait until its bytes are elsewhere."""
+    """Pack a tensor and wait until its bytes are stored."""
     packed = offloader.pack(tensor, block)
     assert isinstance(packed, OffloadedTensor)
     settle(offloader)
@@ -88,7 +88,7 @@ TIERS = [
 
 @pytest.mark.parametrize(("offload", "fields"), TIERS)
 def test_round_trip(make: Make, offload: str, fields: dict[str, object]) -> None:
-    """What is packed comes back bit for bit from every tier, last packed first, and in any other order."""
+    """Tensors come back bit for bit from every tier, last packed first, and in any other order."""
     offloader = make(offload, **fields)
     tensors = [torch.randn(3, 500 + i) for i in range(12)]
     packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
@@ -96,7 +96,7 @@ def test_round_trip(make: Make, offload: str, fields: dict[str, object]) -> None
     assert all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True))
 
 
-def test_memory_is_let_go(make: Make) -> None:
+def test_memory_is_freed(make: Make) -> None:
     """The tensor itself is freed once its bytes are on disk."""
     offloader, tensor = make(), torch.randn(1000)
     storage = weakref.ref(tensor.untyped_storage())
@@ -107,7 +107,7 @@ def test_memory_is_let_go(make: Make) -> None:
 
 
 def test_keep_last(make: Make) -> None:
-    """The last ones packed stay where they are, and are handed back themselves."""
+    """The last tensors packed stay on the device, and unpacking returns them."""
     offloader = make(keep_last=2)
     tensors = [torch.randn(100) for _ in range(4)]
     packed = [offloader.pack(t, "block") for t in tensors]
@@ -116,8 +116,8 @@ def test_keep_last(make: Make) -> None:
     assert offloader.unpack(packed[3]).data_ptr() == tensors[3].data_ptr()
 
 
-def test_in_flight_is_handed_back_from_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is asked for before its write has ended is handed back at once."""
+def test_in_flight_is_returned_from_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is needed before its write has ended is returned at once."""
     gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
     real = offloader.disk.spill._write
@@ -144,7 +144,7 @@ def test_slow_disk_costs_time_and_not_memory(make: Make, monkeypatch: pytest.Mon
 
 
 def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that answers no more is an error that names what was waited for, not a hang."""
+    """A disk that no longer responds raises an error that names the tensor, and does not hang."""
     gate = threading.Event()
     offloader = make()
     offloader.wait_seconds = 0.1
@@ -161,7 +161,7 @@ def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.
 
 
 def test_prefetch_is_bounded(make: Make) -> None:
-    """No more than ``prefetch`` tensors are on their way back or back and unused at once."""
+    """No more than ``prefetch`` tensors are loaded ahead at once."""
     offloader = make(prefetch=2)
     packed = [away(offloader, torch.randn(100)) for _ in range(8)]
     for p in reversed(packed):
@@ -171,7 +171,7 @@ def test_prefetch_is_bounded(make: Make) -> None:
 
 
 def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``prefetch="auto"`` begins with one, and takes one more after each wait, up to its limit."""
+    """``prefetch="auto"`` starts with one tensor, and adds one after each stall, up to its limit."""
     offloader = make()
     assert offloader.prefetcher.depth == 1
     real = offloader.disk.spill._read
@@ -184,7 +184,7 @@ def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pyte
 
 
 def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is changed while it is written is an error, not a gradient from half of the new values."""
+    """A change in place while the tensor is written raises, instead of mixing old and new values."""
     gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
     real = offloader.disk.spill._write
@@ -200,7 +200,7 @@ def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.Monkey
 
 
 def test_changed_in_place_while_it_is_kept(make: Make) -> None:
-    """So is one that stayed where it is."""
+    """So is one that stayed on the device."""
     offloader, tensor = make(keep_last=1), torch.randn(10)
     packed = offloader.pack(tensor.detach(), "block")
     tensor.add_(1)
@@ -209,7 +209,7 @@ def test_changed_in_place_while_it_is_kept(make: Make) -> None:
 
 
 def test_changed_in_place_after_it_left(make: Make) -> None:
-    """A change after the bytes are safe harms nothing: the old values come back."""
+    """A change after the bytes are stored is harmless: the old values come back."""
     offloader, tensor = make(), torch.randn(10)
     before = tensor.clone()
     packed = away(offloader, tensor.detach())
@@ -218,7 +218,7 @@ def test_changed_in_place_after_it_left(make: Make) -> None:
 
 
 def test_dropped_without_backward(make: Make) -> None:
-    """Graphs that are dropped, also while they are written or read, give their space back (checked by the fixture)."""
+    """Graphs that are dropped, also while they are written or read, free their space (checked by the fixture)."""
     offloader = make()
     for _ in range(20):
         packed = [offloader.pack(torch.randn(5000), "block") for _ in range(3)]
@@ -256,16 +256,14 @@ def test_several_threads(make: Make) -> None:
 
 
 def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
-    """Small tensors, weights and what cannot be moved are handed back themselves."""
+    """Small tensors, weights and tensors that cannot be moved are returned as they are."""
     offloader = make(min_bytes=1000)
     for tensor in (torch.randn(10), torch.nn.Parameter(torch.randn(1000)), torch.empty(0)):
         assert offloader.pack(tensor, "block") is tensor
 
 
 def test_compress(make: Make) -> None:
-    """``compress`` writes half the bytes of float32, rounds to bfloat16 also what is still on its way, and leaves other
-    dtypes alone.
-    """
+    """``compress`` halves the bytes of float32, rounds also tensors still in flight, and keeps other dtypes."""
     offloader, tensor = make(compress=True), torch.randn(1000)
     for _ in range(20):
         assert torch.equal(offloader.unpack(offloader.pack(torch.ones(1000) * 1.001, "block")), torch.ones(1000))
@@ -277,7 +275,7 @@ def test_compress(make: Make) -> None:
 
 
 def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """What the RAM's budget has no room for stays on the device, is right, and is said once."""
+    """Tensors that exceed the CPU budget stay on the device and are right, with one warning."""
     offloader = make("cpu", cpu_budget=8192)
     tensors = [torch.randn(1000) for _ in range(5)]
     packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
@@ -288,14 +286,14 @@ def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -
 
 
 def test_tiers_in_order(make: Make) -> None:
-    """With both tiers RAM is filled first, and the overflow goes to disk."""
+    """With both tiers, CPU memory is filled first, and the overflow goes to disk."""
     offloader = make("cpu+disk", cpu_budget=8192)
     packed = [away(offloader, torch.randn(1000)) for _ in range(5)]
     assert [p.stored.tier for p in packed] == ["cpu", "cpu", "disk", "disk", "disk"]
 
 
 def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's budgets are divided by its ranks: those that the caller names, or that torchrun does."""
+    """A node's budgets are divided by its ranks: the given number, or torchrun's."""
     policy = Checkpointing(offload="cpu+disk", cpu_budget="1MiB", disk_budget="2MiB", directory=str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for ranks, shares in ((None, 4), (2, 2)):
@@ -317,9 +315,7 @@ def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_each_failing_call(make: Make, function: str, fault: object, kind: type[OffloadError]) -> None:
-    """Whichever call of a step fails, the step ends in an error with step, block and shape; nothing leaks, and the next
-    step is right.
-    """
+    """Whichever call fails, the error names step, block and shape, nothing leaks, and the next step is right."""
 
     def step(offloader: Offloader) -> None:
         tensors = [torch.randn(500) for _ in range(4)]
@@ -358,7 +354,7 @@ def test_each_failing_call(make: Make, function: str, fault: object, kind: type[
 
 
 def test_released_before_the_backward(make: Make) -> None:
-    """A graph that outlives the offloader is told so, in place of wrong data."""
+    """A graph that outlives the offloader raises, instead of using wrong data."""
     offloader = make()
     packed = away(offloader, torch.randn(100), "layers.0")
     offloader.close()
@@ -368,7 +364,7 @@ def test_released_before_the_backward(make: Make) -> None:
 
 
 def test_statistics(make: Make) -> None:
-    """A step's figures count bytes by tier and how boundaries came back; the total adds the steps."""
+    """A step's figures count bytes by tier and how tensors came back; the total adds the steps."""
     offloader = make(keep_last=1)
     for _ in range(2):
         packed = [offloader.pack(torch.randn(250), "block") for _ in range(4)]
@@ -388,9 +384,7 @@ def test_statistics(make: Make) -> None:
 
 
 def test_an_older_live_graph_does_not_stop_prefetching(make: Make) -> None:
-    """While an older graph is alive, those of the newer ones are prefetched step after step, and the older one's come
-    back too.
-    """
+    """While an older graph is alive, newer graphs are prefetched at each step, and the older one comes back too."""
     offloader = make(prefetch=2)
     older = [away(offloader, torch.full((300,), float(i))) for i in range(5)]
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""RAM in slabs: what happens when the system refuses to lock or to give it."""
+"""Slabs of CPU memory that the system refuses to pin or to allocate."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lt_tiled.offload import pinned
 from lt_tiled.offload.pinned import Slabs
 
 
-def test_refused_page_locks_fall_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where RAM cannot be page-locked it is used as it is, with one warning for all slabs, and is asked no more."""
+def test_refused_pinning_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory that cannot be pinned is used unpinned, with one warning for all slabs and no further attempts."""
     asked: list[int] = []
     monkeypatch.setattr(pinned, "_pin_pages", lambda memory: asked.append(memory.nbytes))
     slabs = Slabs(2**30)
@@ -22,10 +22,8 @@ def test_refused_page_locks_fall_back(monkeypatch: pytest.MonkeyPatch, caplog: p
     slabs.close()
 
 
-def test_no_ram_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the system has less RAM than the budget, what there is stays in use and the rest goes elsewhere, with one
-    warning.
-    """
+def test_no_memory_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """If the system has less memory than the budget, the allocated slabs stay in use, with one warning."""
     slabs = Slabs(2**30)
     first = slabs.take(200 * 2**20, pin=False)
 

@@ -336,9 +336,7 @@ def test_closed(spill: SpillFile) -> None:
 def test_close_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing on a disk that answers no more ends within its limit, with a warning, and keeps the file open for what
-    still runs.
-    """
+    """Closing on a disk that no longer responds ends within its limit, with a warning, and keeps the file open."""
     gate = threading.Event()
     monkeypatch.setattr("lt_tiled.offload.spill.CLOSE_SECONDS", 0.1)
     spill = SpillFile(tmp_path)
@@ -353,7 +351,7 @@ def test_close_does_not_wait_for_ever(
 
 
 def test_dropped_without_close(tmp_path: Path) -> None:
-    """A file that nobody closed is closed when it is collected."""
+    """A file that was not closed is closed when it is collected."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         put(SpillFile(tmp_path))
