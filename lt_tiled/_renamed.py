@@ -30,7 +30,7 @@ class _RenamedModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         _warn(module.__name__, MODULES[module.__name__])
-        sys.modules[module.__name__] = import_module(MODULES[module.__name__])  # importlib returns what stands here
+        sys.modules[module.__name__] = import_module(MODULES[module.__name__])  # which importlib returns
 
 
 sys.meta_path.append(_RenamedModules())
@@ -39,7 +39,7 @@ sys.meta_path.append(_RenamedModules())
 def deprecated(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for ``module`` that maps old names to full new names and warns when one is used."""
 
-    def __getattr__(name: str) -> Any:  # noqa: N807
+    def __getattr__(name: str) -> Any:
         if name not in renamed:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         _warn(f"{module}.{name}", renamed[name])

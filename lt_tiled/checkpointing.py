@@ -141,14 +141,8 @@ def run_checkpointed(
     """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
 
     All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
-    positional tensors through the saved-tensors hooks, and keeps all others in a closure.
-
-    Args:
-        run: The block's own forward, called with the module.
-        module: The block.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        offload: How to offload the saved tensors; ``None`` keeps them on the device.
+    positional tensors through the saved-tensors hooks, and keeps all others in a closure. ``offload`` says how to
+    offload the saved tensors; ``None`` keeps them on the device.
     """
     if offload is not None and offload.everything:
         weights = _storages(module)

@@ -163,13 +163,13 @@ class Copier:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, into: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Begin to copy after the current stream's work so far, and return the event that ends the copy."""
+    def copy(self, into: Tensor, source: Tensor, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """Begin to copy after an event, by default the current stream's work so far. Return the end of the copy."""
         if self.stream is None:
             into.copy_(source)
             return None
         # The current stream may be another one at each call.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(after or torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
             event: torch.cuda.Event = self.stream.record_event(torch.cuda.Event(blocking=True))

@@ -137,7 +137,6 @@ class DiskTier:
                 return _OnDisk(self, raw, offset, self.spill.write(offset, _view(raw)))
             slot = self.stage(raw.nbytes)
             copied = self.copiers[raw.device].copy(slot.memory, raw)
-            assert copied is not None
             written = self.spill.write(offset, _view(slot.memory), first=lambda: _synchronize(copied, raw.device))
             written.add_done_callback(lambda _: slot.free(after=copied))  # a cancelled write did not wait for the copy
             return _OnDisk(self, raw, offset, written)
@@ -184,25 +183,16 @@ class _OnDisk:
         if self.device.type != "cuda":
             read = self.home.spill.read(self.offset, _view(into))
         else:
-            slot = self.home.stage(self.nbytes)
+            slot, copier = self.home.stage(self.nbytes), self.home.copiers[self.device]
             allocated = torch.cuda.current_stream(self.device).record_event()
-            read = self.home.spill.read(self.offset, _view(slot.memory), then=self._to_device(into, slot, allocated))
+
+            def copy() -> None:
+                _synchronize(copier.copy(into, slot.memory, allocated), into.device)
+
+            read = self.home.spill.read(self.offset, _view(slot.memory), then=copy)
             read.add_done_callback(lambda _: slot.free())
         self._busy = [future for future in self._busy if not future.done()] + [read]
         return Loading(into, read.done, partial(self._wait, read, "read"))
-
-    def _to_device(self, into: Tensor, slot: Slot, allocated: torch.cuda.Event) -> Callable[[], None]:
-        stream = self.home.copiers[self.device].stream
-        assert stream is not None
-
-        def copy() -> None:
-            with torch.cuda.stream(stream):
-                stream.wait_event(allocated)
-                into.copy_(slot.memory, non_blocking=True)
-                event = stream.record_event(torch.cuda.Event(blocking=True))
-            _synchronize(event, into.device)
-
-        return copy
 
     def _wait(self, future: Future[None], verb: str, seconds: float) -> None:
         try:
@@ -225,7 +215,8 @@ class _OnDisk:
         when_idle()
 
 
-def _synchronize(event: torch.cuda.Event, device: torch.device) -> None:
+def _synchronize(event: torch.cuda.Event | None, device: torch.device) -> None:
+    assert event is not None
     with torch.cuda.device(device):  # a new thread would create a context on the first device
         event.synchronize()
 
