@@ -156,7 +156,7 @@ def run_checkpointed(
 
     if offload is None:
         return checkpoint(block, *tensors, use_reentrant=False)
-    chosen = _hidden_states(tensors) if offload.select == "auto" else _named(module, args, kwargs, offload.select)
+    chosen = _hidden_states(tensors) if offload.select == "auto" else _selected(module, args, kwargs, offload.select)
     # A tensor without history may be a weight in disguise (detached, transposed).
     weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
     views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
@@ -178,24 +178,26 @@ def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t for t in tensors if t is hidden or (hidden is not None and t.shape == hidden.shape and t.requires_grad)]
 
 
-def _named(
+def _selected(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], select: str | Sequence[str | int]
 ) -> list[Tensor]:
-    values = [_argument(module, args, kwargs, name) for name in select]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | int) -> Any:
-    kind = type(module)
-    if isinstance(name, int):
-        if not -len(args) <= name < len(args):
-            raise ValueError(f"select={name}: {kind.__name__} was called with {len(args)} positional arguments.")
-        return args[name]
-    signature = inspect.signature(kind.forward)
-    values = {**signature.bind_partial(module, *args, **kwargs).arguments, **kwargs}
-    if name not in signature.parameters and name not in values:
-        raise ValueError(f"select={name!r} is no argument of {kind.__name__}: it was called with {sorted(values)[:8]}.")
-    return values.get(name)
+    kind, signature = type(module).__name__, inspect.signature(type(module).forward)
+    named = {
+        **dict.fromkeys(signature.parameters),
+        **signature.bind_partial(module, *args, **kwargs).arguments,
+        **kwargs,
+    }
+    chosen = []
+    for name in select:
+        if isinstance(name, int):
+            if not -len(args) <= name < len(args):
+                raise ValueError(f"select={name}: {kind} was called with {len(args)} positional arguments.")
+            chosen.append(args[name])
+        elif name in named:
+            chosen.append(named[name])
+        else:
+            raise ValueError(f"select={name!r} is no argument of {kind}: it has {', '.join([*named][1:9])}.")
+    return [leaf for leaf in pytree.tree_leaves(chosen) if isinstance(leaf, Tensor)]
 
 
 def _storages(model: nn.Module) -> set[int]:

@@ -45,6 +45,7 @@ class Offloader:
         self.policy = policy
         self.cpu = cpu
         self.disk = disk
+        self._tiers = [tier for tier in (cpu, disk) if tier is not None]
         self.min_bytes = parse_bytes(policy.min_bytes, "min_bytes")
         self.prefetcher = Prefetcher(policy.prefetch)
         self.step = 0
@@ -127,7 +128,7 @@ class Offloader:
             self._reap()
         raw = packed.raw(self.policy.compress)
         with name_origin(packed.origin):
-            packed.stored = (self.cpu.store(raw) if self.cpu else None) or (self.disk.store(raw) if self.disk else None)
+            packed.stored = next(filter(None, (tier.store(raw) for tier in self._tiers)), None)
         if packed.stored is None:
             packed.rounded = None
             if not self.so_far().kept_bytes:
@@ -184,9 +185,8 @@ class Offloader:
     def free_buffers(self) -> None:
         """Return unused CPU memory to the system; the next tensor allocates it again."""
         with self._lock:
-            for tier in (self.disk, self.cpu):
-                if tier is not None:
-                    tier.free_buffers()
+            for tier in self._tiers:
+                tier.free_buffers()
 
     def close(self) -> None:
         """Stop all copies and free CPU memory and disk space. Graphs that are still alive cannot run backward."""
@@ -196,9 +196,8 @@ class Offloader:
             self._closed = True
             for packed in list(self._live):
                 packed.tensor = packed.loading = None
-            for tier in (self.disk, self.cpu):
-                if tier is not None:
-                    tier.close()
+            for tier in self._tiers:
+                tier.close()
 
 
 def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, local
-from typing import Any
+from typing import Any, Literal
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
@@ -149,40 +149,33 @@ class SpillFile:
     def _write(self, offset: int, data: memoryview, first: Callable[[], None] | None) -> None:
         if first is not None:
             first()
-        total = 0
-        for start in range(0, len(data), CHUNK):
-            part = data[start : start + CHUNK]
-            if self._checksum:
-                total = zlib.crc32(part, total)
-            if self.direct:
-                buffer = self._buffer(len(part))
-                buffer[: len(part)] = part
-                part = buffer
-            self._move(os.pwritev, "write", offset + start, part)
-        if self._checksum:
-            self._sums[offset] = total
+        self._sums[offset] = self._transfer("write", offset, data)
 
     def _read(self, offset: int, into: memoryview, then: Callable[[], None] | None) -> None:
-        total = 0
-        for start in range(0, len(into), CHUNK):
-            part = into[start : start + CHUNK]
-            buffer = self._buffer(len(part)) if self.direct else part
-            self._move(os.preadv, "read", offset + start, buffer)
-            if buffer is not part:
-                part[:] = buffer[: len(part)]
-            if self._checksum:
-                total = zlib.crc32(part, total)
-        if self._checksum and (written := self._sums.get(offset)) != total:
-            sums = f"the data read has checksum {total:08x}, not {written or 0:08x} as written"
+        total = self._transfer("read", offset, into)
+        if (written := self._sums.get(offset, 0)) != total:
+            sums = f"the data read has checksum {total:08x}, not {written:08x} as written"
             raise self._error(f"{sums}: the disk or the memory is faulty", offset=offset)
         if then is not None:
             then()
 
-    def _move(
-        self, call: Callable[[int, list[memoryview], int], int], verb: str, offset: int, data: memoryview
-    ) -> None:
+    def _transfer(self, verb: Literal["write", "read"], offset: int, data: memoryview) -> int:
+        """Write or read ``data`` in chunks, and return its checksum, 0 without ``checksum``."""
+        total = 0
+        for start in range(0, len(data), CHUNK):
+            part = data[start : start + CHUNK]
+            buffer = self._buffer(len(part)) if self.direct else part
+            if buffer is not part and verb == "write":
+                buffer[: len(part)] = part
+            self._move(verb, offset + start, buffer)
+            if buffer is not part and verb == "read":
+                part[:] = buffer[: len(part)]
+            total = zlib.crc32(part, total) if self._checksum else 0
+        return total
+
+    def _move(self, verb: Literal["write", "read"], offset: int, data: memoryview) -> None:
         """Call until all bytes are moved, because one call may move fewer."""
-        done = 0
+        call, done = os.pwritev if verb == "write" else os.preadv, 0
         while done < len(data):
             direct = self.direct
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
+from lt_tiled.errors import Origin
 from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
 from lt_tiled.offload.offloaded_tensor import OffloadedTensor
@@ -351,6 +353,15 @@ def test_each_failing_call(make: Make, function: str, fault: object, kind: type[
     gc.collect()
     settle(offloader)
     step(offloader)
+
+
+def test_errors_can_be_pickled() -> None:
+    """An error that another process raised keeps its message and attributes."""
+    origin = Origin(1, "layers.0", torch.Size([2, 3]), torch.float32)
+    error = OffloadDiskFullError("no room", origin=origin, offset=4096, directory="/scratch")
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is OffloadDiskFullError
+    assert (str(back), vars(back)) == (str(error), vars(error))
 
 
 def test_released_before_the_backward(make: Make) -> None:
