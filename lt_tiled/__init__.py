@@ -4,7 +4,15 @@ strategy.
 
 from lt_tiled import callbacks, fabric
 from lt_tiled._prepare import Prepared, prepare
-from lt_tiled.errors import OffloadDiskFull, OffloadError
+from lt_tiled._renamed import deprecated
+from lt_tiled.errors import (
+    DoesNotFitError,
+    NothingFoundError,
+    NotPositionWiseError,
+    OffloadDiskFullError,
+    OffloadError,
+    SimulationError,
+)
 from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.strategies import (
@@ -18,11 +26,17 @@ from lt_tiled.tiling.api import tile, untile
 
 __version__ = "0.1.0"
 
+__getattr__ = deprecated(__name__, {"OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError"})
+
 __all__ = [
     "Checkpointing",
-    "OffloadDiskFull",
+    "DoesNotFitError",
+    "NotPositionWiseError",
+    "NothingFoundError",
+    "OffloadDiskFullError",
     "OffloadError",
     "Prepared",
+    "SimulationError",
     "TiledDDPStrategy",
     "TiledDeepSpeedStrategy",
     "TiledFSDPStrategy",

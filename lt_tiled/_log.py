@@ -1,4 +1,4 @@
-"""The package's logger: visible without set-up, as Lightning's is, and from one process only."""
+"""The package's logger. It prints without set-up, as Lightning's does, and only on rank 0."""
 
 from __future__ import annotations
 
@@ -14,48 +14,42 @@ if not logging.root.hasHandlers():
     _logger.addHandler(logging.StreamHandler())
     _logger.propagate = False
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def inform(message: str) -> None:
-    _say(logging.INFO, message)
+    _log(logging.INFO, message)
 
 
 def warn(message: str) -> None:
-    _say(logging.WARNING, message)
+    _log(logging.WARNING, message)
 
 
 def inform_once(key: str, message: str) -> None:
-    """Log a message the first time that its key comes up in this process."""
-    if _first(key):
-        inform(message)
+    """Log a message the first time that its key is used in this process."""
+    _log(logging.INFO, message, key)
 
 
 def warn_once(key: str, message: str) -> None:
-    """Warn the first time that a key comes up in this process."""
-    if _first(key):
-        warn(message)
-
-
-def _first(key: str) -> bool:
-    known = key in _said
-    _said.add(key)
-    return not known
+    """Warn the first time that a key is used in this process."""
+    _log(logging.WARNING, message, key)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Say nothing, and remember nothing as said: what runs inside is tried, and not what the user will run."""
-    level, before = _logger.level, set(_said)
+    """Log nothing inside, and forget the keys used there, because it is only a trial."""
+    level, before = _logger.level, set(_logged)
     _logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         _logger.setLevel(level)
-        _said.clear()
-        _said.update(before)
+        _logged.intersection_update(before)
 
 
-def _say(level: int, message: str) -> None:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
-        _logger.log(level, message)
+def _log(level: int, message: str, key: str | None = None) -> None:
+    if key in _logged or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+        return
+    if key is not None:
+        _logged.add(key)
+    _logger.log(level, message)

@@ -15,16 +15,15 @@ from lt_tiled.checkpointing import (
     BlockOffload,
     OwnCheckpointingOff,
     find_checkpointable,
-    mark_block,
-    unmark_block,
+    patch_block,
+    restore_block,
 )
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, mark_losses, unmark_losses
 from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_mark
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import Checkpointing, LossShards, Tiers, Tiling, as_checkpointing, as_loss, as_tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.api import mark_tiled, unmark
@@ -80,7 +79,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 mark_losses(losses, loss, self._owner)
             for path, block in blocks:
                 if get_mark(block, BlockMark) is None:
-                    mark_block(block, self._offload_of(path, checkpointing))
+                    patch_block(block, self._offload_of(path, checkpointing))
                     self._blocks.append(block)
             if self.offloader is not None and checkpointing is not None and not self._blocks:
                 raise ValueError(
@@ -108,7 +107,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         if self._own is not None:
             self._own.undo()
         for block in self._blocks:
-            unmark_block(block)
+            restore_block(block)
         unmark(self.model, self._owner)
         unmark_losses(self.model, self._owner)
         self._own, self._blocks = None, []

@@ -1,6 +1,4 @@
-"""Numbers with a bound in their type, so that the command line refuses others while it parses. To a type checker they
-are plain.
-"""
+"""Numbers with bounds, which the command line checks while parsing. Type checkers see plain numbers."""
 
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,9 +16,7 @@ __all__ = ["NonNegativeFloat", "NonNegativeInt", "OpenUnitInterval", "PositiveFl
 
 
 def make_plain(hyperparameters: MutableMapping[str, Any]) -> None:
-    """Turn such numbers into Python's own, in place: ``torch.load(weights_only=True)`` refuses a checkpoint that holds
-    others.
-    """
+    """Convert such numbers to Python's own in place, because ``torch.load(weights_only=True)`` rejects others."""
     for name, value in hyperparameters.items():
         for kind in (int, float):
             if isinstance(value, kind) and not isinstance(value, bool):

@@ -17,8 +17,8 @@ from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled.callbacks import TilingReport
+from lt_tiled.errors import SimulationError
 from lt_tiled.planner.command import run_plan
-from lt_tiled.planner.fake import CannotSimulate
 
 
 class PlanningTrainer(Trainer):
@@ -47,7 +47,7 @@ class TiledCLI(LightningCLI):
         self._dump_config()
         try:
             run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
-        except (ValueError, CannotSimulate) as error:
+        except (ValueError, SimulationError) as error:
             raise SystemExit(f"lt-tiled plan: {error}") from error
 
 

@@ -1,11 +1,38 @@
-"""What goes wrong with offloaded data, in one family of exceptions."""
+"""The exceptions that a user can meet."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from lt_tiled._renamed import deprecated
+
+__getattr__ = deprecated(
+    __name__,
+    {
+        "NotTokenWise": "lt_tiled.errors.NotPositionWiseError",
+        "OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError",
+    },
+)
+
+
+class NothingFoundError(ValueError):
+    """``targets="auto"`` finds nothing in a model."""
+
+
+class NotPositionWiseError(ValueError):
+    """Tiles would change a module's results, because its outputs are not computed token by token."""
+
+
+class SimulationError(RuntimeError):
+    """A module needs the values of tensors, which a simulation does not have."""
+
+
+class DoesNotFitError(ValueError):
+    """A training step does not fit into the given memory."""
 
 
 class NothingFoundError(ValueError):
@@ -18,7 +45,7 @@ class NotPositionWiseError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a boundary comes from: what an error names."""
+    """Where an offloaded tensor comes from, as errors name it."""
 
     step: int
     block: str
@@ -30,44 +57,36 @@ class Origin:
 
 
 class OffloadError(RuntimeError):
-    """Offloaded data cannot be stored, or cannot be had back as it was.
+    """A tensor cannot be offloaded, or cannot be restored bit for bit.
 
     Attributes:
-        origin: The boundary's step, block, shape and dtype, if one boundary is concerned.
-        offset: Its place in the spill file in bytes, if it has one.
+        origin: The step, block, shape and dtype of the tensor, if the error is about one tensor.
+        offset: The tensor's offset in the spill file in bytes, if it has one.
         directory: The directory of the spill file, if there is one.
     """
 
     def __init__(
         self, reason: str, *, origin: Origin | None = None, offset: int | None = None, directory: str | None = None
     ) -> None:
-        self.reason = reason
-        self.origin = origin
-        self.offset = offset
-        self.directory = directory
-        places = [
+        self.reason, self.origin, self.offset, self.directory = reason, origin, offset, directory
+        places = (
             str(origin) if origin else "",
             f"offset {offset}" if offset is not None else "",
             f"spill file in {directory}" if directory else "",
-        ]
-        where = ", ".join(place for place in places if place)
+        )
+        where = ", ".join(filter(None, places))
         super().__init__(f"{reason} ({where})" if where else reason)
 
-    def of(self, origin: Origin) -> OffloadError:
-        """The same error, naming the boundary that it befell."""
-        error = type(self)(self.reason, origin=origin, offset=self.offset, directory=self.directory)
-        error.__cause__ = self.__cause__
-        return error
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.reason, self.origin, self.offset, self.directory)
+class OffloadDiskFullError(OffloadError):
+    """The disk, or its budget, has no room for another tensor."""
 
 
-class OffloadDiskFull(OffloadError):
-    """The disk, or the budget that it was given, has no room for another boundary."""
-
-
-def _rebuild(
-    kind: type[OffloadError], reason: str, origin: Origin | None, offset: int | None, directory: str | None
-) -> OffloadError:
-    return kind(reason, origin=origin, offset=offset, directory=directory)
+@contextmanager
+def name_origin(origin: Origin) -> Iterator[None]:
+    """Add the origin to an :class:`OffloadError` that is raised inside."""
+    try:
+        yield
+    except OffloadError as error:
+        named = type(error)(error.reason, origin=origin, offset=error.offset, directory=error.directory)
+        raise named from error.__cause__

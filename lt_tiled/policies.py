@@ -1,4 +1,4 @@
-"""What a user sets: the frozen dataclasses that Python calls and YAML files fill in."""
+"""The policies that a user sets in Python or YAML, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from lt_tiled._types import NonNegativeInt, PositiveInt
 
@@ -16,7 +16,7 @@ LossShards = int | Literal["auto"]
 
 
 class CompileOptions(TypedDict, total=False):
-    """Arguments of ``torch.compile``."""
+    """The arguments of ``torch.compile``."""
 
     fullgraph: bool
     dynamic: bool | None
@@ -30,40 +30,40 @@ class Tiling:
     """Which modules run tile by tile, and how.
 
     Raises:
-        ValueError: If a count is not positive, or both counts are given, or a reduction is unknown.
+        ValueError: If a count is not positive, both counts are given, or a reduction is unknown.
     """
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
-    """Tiles per call. ``"auto"`` uses as many as lower the peak, ``ceil(4 * wide / hidden)`` of a feed-forward part, of
-    at least 1024 tokens each, and one tile for short inputs."""
+    """Tiles per call. ``"auto"`` uses ``ceil(4 * intermediate_size / hidden_size)`` tiles of at least 1024 tokens; more
+    would not lower the peak memory."""
     tile_tokens: PositiveInt | None = None
-    """Tokens per tile: the other way to say it. Give this or ``num_shards``, not both."""
+    """Tokens per tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the feed-forward part of every block), or class names and path globs (``model.layers.*.mlp``) of
-    modules and of their methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function of a
-    module's path and the module that says whether to tile it. An empty list tiles no module, for who wants ``loss``
-    alone."""
+    """``"auto"`` (the MLP of each block), a class name or path glob (``model.layers.*.mlp``) of modules or of their
+    methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function that takes a module's path
+    and the module and returns whether to tile it. Use an empty list to tile only the loss."""
     accumulate: Literal["float32", "param"] = "float32"
-    """The dtype in which the weight gradients of 16-bit weights are summed over the tiles: ``"param"`` saves the
-    float32 buffer and lets the rounding error grow with the number of tiles."""
+    """The dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer,
+    but its rounding error grows with the number of tiles."""
     self_check: bool = True
-    """Run a few tokens of the first tiled input whole and in tiles, and refuse a module whose results differ."""
+    """Run a few tokens of the first tiled input with and without tiles, and raise an error if the results differ."""
     reductions: Mapping[str, Literal["sum", "mean"]] | None = None
-    """For outputs that are not per token, by their name in the output (``"[1]"``, ``"['aux']"``): how to put the tiles'
-    values together. ``"mean"`` weighs each tile by its tokens. Without an entry such an output is refused."""
+    """How to combine the tiles' values of outputs that are not per token, by name (``"[1]"``, ``"['aux']"``).
+    ``"mean"`` weights each tile by its tokens. Without an entry such an output raises an error."""
     compile: bool | CompileOptions = False
-    """Compile what runs on a tile, forward and backward: ``True``, or arguments of ``torch.compile`` such as ``{mode:
-    max-autotune}``."""
+    """Compile the forward and backward pass of a tile: ``True``, or arguments of ``torch.compile`` such as
+    ``{mode: max-autotune}``."""
     loss: bool | PositiveInt = False
-    """Compute the loss of models of transformers that are called with labels in tiles, so that their logits are never
-    whole: ``True`` for tiles of a fixed size in bytes, or how many tiles. The output's ``logits`` are absent then."""
+    """Compute the loss of transformers models that are called with labels in tiles, without the full logits: ``True``
+    for tiles of a fixed size in bytes, or the number of tiles. ``output.logits`` raises when accessed."""
 
     def __post_init__(self) -> None:
         _check_count("num_shards", self.num_shards, "auto")
         _check_count("tile_tokens", self.tile_tokens, None)
         if self.num_shards != "auto" and self.tile_tokens is not None:
             raise ValueError(
-                f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} are two ways to say the same thing: give only one."
+                f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} are two ways to say the same thing:"
+                " give only one."
             )
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
         for name, reduction in (self.reductions or {}).items():
@@ -82,49 +82,49 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Which blocks keep only their inputs for the backward and are recomputed there, and where those inputs wait.
+    """Which blocks use activation checkpointing, and where their inputs are offloaded until the backward pass.
 
     Raises:
-        ValueError: If a value is out of bounds, or says where to offload to while nothing is offloaded there.
+        ValueError: If a value is out of bounds, or configures a tier that ``offload`` does not use.
     """
 
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the repeated layers of the model), or class names and path globs (``model.layers.*``). In Python also
-    a function of a module's path and the module."""
+    """``"auto"`` (the repeated layers of the model), a class name or path glob (``model.layers.*``), or a list of
+    these. In Python also a function that takes a module's path and the module and returns whether to choose it."""
     offload: Tiers | None = None
-    """Where the blocks' inputs go: page-locked RAM, a file, RAM and what it has no room for to a file, or nowhere."""
+    """Where to offload block inputs: pinned CPU memory, disk, or CPU memory first and then disk. ``None`` keeps them
+    on the device."""
     directory: str | None = None
-    """A directory on the disk to use, the system's directory for temporary files by default. Nothing is left in it."""
+    """A directory on the disk to use, by default the system's temporary directory. No file is left in it."""
     cpu_budget: int | str | None = None
-    """RAM for one node, shared by its ranks: bytes, or a text such as ``"32GiB"``. By default half of what is free."""
+    """CPU memory of one node, shared by its ranks: bytes, or a string such as ``"32GiB"``. By default half of the
+    memory that is available."""
     disk_budget: int | str | None = None
-    """Disk space for one node, shared by its ranks and reserved when training begins. By default the file grows as it
-    needs."""
+    """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
     prefetch: PositiveInt | Literal["auto"] = "auto"
-    """How many inputs are on their way back at once; ``"auto"`` looks one further ahead after each stall."""
+    """How many block inputs to load ahead in the backward pass: ``"auto"`` starts with one and adds one per stall."""
     keep_last: NonNegativeInt = 1
-    """The inputs of this many last blocks stay, because the backward asks for them first."""
+    """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
     min_bytes: int | str = "1MiB"
-    """Smaller tensors stay."""
+    """Smaller tensors stay on the device."""
     select: str | Sequence[str | int] = "auto"
-    """Which inputs of a block move: ``"auto"`` (the hidden states), or names and positions of its arguments."""
+    """Which inputs of a block to offload: ``"auto"`` (the hidden states), or names and positions of its arguments."""
     checksum: bool = False
-    """Compare a checksum of what comes back from disk."""
+    """Verify a checksum of the data that is read from disk."""
     compress: bool = False
-    """Send float32 as bfloat16: half the bytes, and results that are no longer bit for bit the same."""
+    """Store float32 as bfloat16: half the bytes, but results are no longer bit for bit the same."""
     direct_io: bool = True
-    """Bypass the page cache where the filesystem allows it."""
+    """Bypass the page cache if the filesystem supports it."""
     activations: Literal["inputs", "all"] = "inputs"
-    """``"all"`` recomputes nothing and offloads every large tensor that a block saves: for short models on fast
-    links."""
+    """``"all"`` recomputes nothing and offloads every large tensor that a block saves. Use it for models with few
+    blocks and a fast link."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
-        _check_choice("offload", self.offload, (None, "cpu", "disk", "cpu+disk"))
+        _check_choice("offload", self.offload, (None, *get_args(Tiers)))
         _check_choice("activations", self.activations, ("inputs", "all"))
         _check_count("prefetch", self.prefetch, "auto")
-        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
-            raise ValueError(f"keep_last={self.keep_last!r} must be a whole number of at least 0.")
+        _check_count("keep_last", self.keep_last, least=0)
         parse_bytes(self.min_bytes, "min_bytes")
         if self.select != "auto" and (isinstance(self.select, str) or not self.select):
             raise ValueError(
@@ -139,17 +139,14 @@ class Checkpointing:
             if value is None:
                 continue
             if tier not in (self.offload or ""):
-                raise ValueError(
-                    f"{name}={value!r} has no meaning with offload={self.offload!r}: set offload={tier!r} or 'cpu+disk'."
-                )
+                where = f"offload={self.offload!r}: set offload={tier!r} or 'cpu+disk'."
+                raise ValueError(f"{name}={value!r} has no meaning with {where}")
             if name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
 
 
 def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
-    """Read the short form of strategies: a bare number is a shard count, ``True`` the default, ``False`` and ``None``
-    turn tiling off.
-    """
+    """Return the policy for a short form: a number of tiles, ``True`` (the default), ``False`` or ``None`` (off)."""
     if value is None or isinstance(value, Tiling):
         return value
     if isinstance(value, bool):
@@ -168,17 +165,14 @@ def as_loss(value: bool | int | None, tiling: Tiling | None) -> LossShards | Non
 
 
 def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointing | None:
-    """Read the short form of strategies: ``True`` is the default policy, tiers offload to there, ``False`` and ``None``
-    turn it off.
-    """
+    """Return the policy for a short form: ``True`` (the default), a tier, ``False`` or ``None`` (off)."""
     if value is None or isinstance(value, Checkpointing):
         return value
-    if value in ("cpu", "disk", "cpu+disk"):
-        return Checkpointing(offload=value)
+    if value in get_args(Tiers):
+        return Checkpointing(offload=cast(Tiers, value))
     if not isinstance(value, bool):
-        raise ValueError(
-            f"checkpointing={value!r} is not understood: give True, False, 'cpu', 'disk', 'cpu+disk' or a Checkpointing."
-        )
+        tiers = ", ".join(map(repr, get_args(Tiers)))
+        raise ValueError(f"checkpointing={value!r} is not understood: give True, False, {tiers} or a Checkpointing.")
     return Checkpointing() if value else None
 
 
@@ -186,10 +180,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_bytes(value: int | str, name: str) -> int:
-    """A number of bytes from a number, or from a text with a unit: ``"32GiB"``, ``"500 GB"``, ``"1.5TiB"``.
+    """Return the bytes that a number, or a string such as ``"32GiB"``, ``"500 GB"`` or ``"1.5TiB"`` means.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is neither of these.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(value).lower())
     if match is None or match[2] not in _UNITS or isinstance(value, bool):
@@ -197,11 +191,12 @@ def parse_bytes(value: int | str, name: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _check_count(name: str, value: object, *also: object) -> None:
+def _check_count(name: str, value: object, *also: object, least: int = 1) -> None:
     if any(value is other or (value == other and isinstance(value, str)) for other in also):
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, also))} or a whole number of at least 1.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        choices = " or ".join([*map(repr, also), f"a whole number of at least {least}"])
+        raise ValueError(f"{name}={value!r} must be {choices}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
@@ -210,11 +205,7 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> 
 
 
 def check_compile(value: object, name: str) -> None:
-    """Refuse what ``torch.compile`` would not take.
-
-    Raises:
-        ValueError: If it is neither a truth value nor arguments of ``torch.compile``.
-    """
+    """Raise ``ValueError`` unless the value is a bool or arguments of ``torch.compile``."""
     if not isinstance(value, bool | Mapping):
         raise ValueError(
             f"{name}={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}."

@@ -80,7 +80,7 @@ def test_dropout_is_replayed() -> None:
         assert worst(gradients(model, x), true) < 1e-12
 
 
-def test_only_the_boundaries_are_kept() -> None:
+def test_only_block_inputs_are_kept() -> None:
     """Between forward and backward a checkpointed model holds one hidden state per block, not the blocks' insides."""
     model = nn.Sequential(*(Block() for _ in range(4)))
     x = randn(1, 64, H)
@@ -140,8 +140,8 @@ def test_no_grad_runs_the_block_as_it_is() -> None:
 
 
 def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    """With ``gradient_checkpointing_enable`` called before or after, blocks are recomputed once, it is said, and it is
-    put back.
+    """With ``gradient_checkpointing_enable`` called before or after, blocks are recomputed once, with a
+    warning, and the flag is restored.
     """
     model = tiny_llama().train()
     ids = IDS[:, :16]
@@ -164,7 +164,7 @@ def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureF
 
 
 def test_checkpoint_wrapper_keeps_its_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks inside torch's ``checkpoint_wrapper`` are recomputed once, and it is said."""
+    """Blocks inside torch's ``checkpoint_wrapper`` are recomputed once, with a warning."""
     model = TinyLM(2)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     with prepare(model, checkpointing=Checkpointing("Block")) as prepared:

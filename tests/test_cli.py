@@ -130,7 +130,7 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
         assert f"--trainer.strategy.{option} " in text
     fields = help_of(f"--trainer.strategy.help=lt_tiled.{name}", "--trainer.strategy.tiling.help")
     assert "tiling.num_shards" in fields
-    assert "Tokens per tile: the other way to say it" in fields
+    assert "Tokens per tile. Give this or" in fields
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
     offload = yaml.safe_load(path.read_text())["trainer"]["strategy"].get("init_args", {}).get("checkpointing", True)
     assert ("offloaded per step" in printed) == (offload is not True)
     if path.stem == "quickstart_tiered":
-        assert re.search(r"offloaded per step: \d\.\d MiB to RAM, \d\.\d MiB to disk", printed)
+        assert re.search(r"offloaded per step: \d\.\d MiB to CPU memory, \d\.\d MiB to disk", printed)
         assert re.search(r"written to disk in all: \d+\.\d MiB", printed)
 
 

@@ -1,20 +1,20 @@
-"""Which ranges of an address space (a file, a slab of RAM) are free."""
+"""The free ranges of a file or of a slab of CPU memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 ALIGNMENT = 4096
-"""Offsets and lengths are multiples of this: what ``O_DIRECT`` asks for on every common disk, and a page of RAM."""
+"""Offsets and lengths are multiples of this, as ``O_DIRECT`` requires; it is also the size of a page."""
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment."""
+    """Return ``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Extents:
-    """Free ranges of ``size`` bytes, first fit, joined again when they are freed. Not safe for threads by itself."""
+    """The free ranges of ``size`` bytes: first fit, and merged when freed. Not thread-safe."""
 
     def __init__(self, size: int = 0) -> None:
         self.size = 0
@@ -23,13 +23,13 @@ class Extents:
         self.grow(size)
 
     def grow(self, nbytes: int) -> None:
-        """Add bytes behind the end."""
+        """Add bytes at the end."""
         if nbytes:
             self.size += nbytes
             self._insert(self.size - nbytes, nbytes)
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a range of ``nbytes`` (a multiple of the alignment) that is taken from now on, or ``None``."""
+        """Take a range of ``nbytes``, a multiple of the alignment; return its offset, or ``None`` if there is none."""
         for index, (offset, length) in enumerate(self._free):
             if length >= nbytes:
                 self._free[index : index + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
@@ -43,7 +43,7 @@ class Extents:
 
     @property
     def tail(self) -> int:
-        """Free bytes at the very end: what growth can join."""
+        """The number of free bytes at the end, which new bytes extend."""
         return self._free[-1][1] if self._free and sum(self._free[-1]) == self.size else 0
 
     def _insert(self, offset: int, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""A tensor as bytes, and the same tensor from bytes: values, strides and overlaps."""
+"""Tensors as flat bytes, and back with their values, strides and overlaps."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor  # what the planner runs models on
+from torch._subclasses.fake_tensor import FakeTensor  # the planner's tensors; torch names them in no public module
 
 MAX_WASTE = 4
-"""A view whose first and last entry lie further apart than this many times its own size is left where it is."""
+"""A view stays on the device if its first and last entry are further apart than this many times its size."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What it takes to make a tensor of its bytes."""
+    """The metadata that turns bytes into a tensor again."""
 
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     @property
     def span(self) -> int:
-        """Entries from the first to the last, those between them that belong to other views included."""
+        """The number of entries from the first to the last, including those between them of other views."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
     @property
@@ -35,14 +34,12 @@ class Geometry:
         return self.span * self.dtype.itemsize
 
     def rebuild(self, raw: Tensor) -> Tensor:
-        """The tensor whose span ``raw`` holds, as bytes; the two share memory."""
+        """Return the tensor whose span is in ``raw``. The two share memory."""
         return raw.view(self.dtype).as_strided(self.size, self.stride)
 
 
 def movable(tensor: Tensor) -> bool:
-    """Whether the tensor is a plain one whose bytes say all: no subclass, no lazy conjugation, no sparse layout, not
-    empty.
-    """
+    """Return whether the tensor's bytes are all of it: no subclass, no lazy conjugation, not sparse, not empty."""
     if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     if tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
@@ -50,7 +47,18 @@ def movable(tensor: Tensor) -> bool:
     return Geometry.of(tensor).span <= MAX_WASTE * tensor.numel()
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that the tensors of one storage share, while the storage is alive."""
+    key: int = tensor.untyped_storage()._cdata  # data_ptr() is 0 for all empty storages and fails for fake tensors
+    return key
+
+
+def view_key(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for tensors that are the same view of one storage."""
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's span as a flat ``uint8`` tensor that shares its memory."""
+    """Return the tensor's span as a flat ``uint8`` tensor that shares its memory."""
     span = Geometry.of(tensor).span
     return tensor.detach().as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)

@@ -1,11 +1,14 @@
-"""Page-locked RAM in slabs of exact size, and copies to and from it beside the computation."""
+"""Pinned CPU memory in slabs, and copies between it and a device on a stream of their own."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 import torch
@@ -15,18 +18,17 @@ from lt_tiled._log import warn
 from lt_tiled.offload.extents import Extents, aligned
 
 SLAB = 256 * 2**20
-"""Bytes of a slab, unless a tensor needs more or the budget leaves less."""
+"""The bytes of a slab, unless a tensor needs more or the budget leaves less."""
 
 
 class Slabs:
-    """Ranges of RAM out of slabs that together never exceed a budget.
+    """Ranges of slabs of CPU memory that together never exceed a budget.
 
-    torch's own pinned allocator rounds each allocation up to a power of two, up to twice the RAM; a slab has the size
-    that it was asked to have and is page-locked as a whole. Where the system refuses to lock it, it is used as it is,
-    with one warning.
+    torch's pinned allocator rounds each allocation up to a power of two. A slab has exactly the size requested and is
+    pinned as a whole. If the system refuses to pin it, it is used unpinned, with one warning.
 
     Args:
-        budget: Bytes.
+        budget: The most bytes to allocate.
     """
 
     def __init__(self, budget: int) -> None:
@@ -34,47 +36,40 @@ class Slabs:
         self.size = 0
         self._pin = True
         self._slabs: list[tuple[Tensor, Extents]] = []
-        self._unlock: list[weakref.finalize[[int], Slabs]] = []
+        self._unpin: list[weakref.finalize[[int], Slabs]] = []
         self._lock = Lock()
-        # Slots are freed by finalizers, which may run while this thread holds the lock: they only append.
+        # Finalizers free slots and may run while this thread holds the lock, so they only append here.
         self._freed: deque[tuple[Slot, torch.cuda.Event | None]] = deque()
 
     def take(self, nbytes: int, pin: bool) -> Slot | None:
-        """A range of ``nbytes``, page-locked for a CUDA device if ``pin``, or ``None`` if the budget has no room for
-        it.
-        """
+        """Return a range of ``nbytes``, pinned if ``pin``, or ``None`` if the budget has no room."""
         need = aligned(nbytes)
         with self._lock:
             self._collect()
-            slot = self._take(need, nbytes)
-            if slot is None and self._grow(need, pin):
-                slot = self._take(need, nbytes)
-            while slot is None and self._freed:  # room that a copy still uses
-                event = self._freed[0][1]
-                if event is not None:
-                    event.synchronize()
-                self._collect()
-                slot = self._take(need, nbytes)
+            while (slot := self._take(need, nbytes)) is None:
+                if not self._grow(need, pin) and not self._collect(wait=True):
+                    break
             return slot
 
-    def _collect(self) -> None:
-        """Take back the slots that no copy uses any more."""
+    def _collect(self, wait: bool = False) -> bool:
+        """Free the slots whose copies have ended; ``wait`` for the first one. Return whether any was freed."""
+        if wait and self._freed and (event := self._freed[0][1]) is not None:
+            event.synchronize()
+        done = False
         for _ in range(len(self._freed)):
             slot, event = self._freed.popleft()
             if event is None or event.query():
                 self._slabs[slot.index][1].give_back(slot.offset, slot.length)
+                done = True
             else:
                 self._freed.append((slot, event))
+        return done
 
     def _take(self, need: int, nbytes: int) -> Slot | None:
         for index, (memory, extents) in enumerate(self._slabs):
             if (offset := extents.take(need)) is not None:
                 return Slot(self, index, offset, need, memory[offset : offset + nbytes])
         return None
-
-    def give_back(self, slot: Slot, after: torch.cuda.Event | None) -> None:
-        """Free a range once a copy from or to it has ended."""
-        self._freed.append((slot, after))
 
     def _grow(self, need: int, pin: bool) -> bool:
         size = min(max(need, SLAB), (self.budget - self.size) // mmap.PAGESIZE * mmap.PAGESIZE)
@@ -83,101 +78,109 @@ class Slabs:
         try:
             pages = mmap.mmap(-1, size)
         except OSError:
-            warn(f"The system has no {size} bytes of RAM left for offloaded boundaries (of a budget of {self.budget}).")
+            warn(f"The system has no {size} bytes of CPU memory left for offloading (of a budget of {self.budget}).")
             self.budget = self.size
             return False
         memory = torch.frombuffer(pages, dtype=torch.uint8)
-        locked = pin and self._pin and _lock_pages(memory)
-        if pin and self._pin and not locked:
-            warn(
-                "The system refuses to page-lock RAM (see ulimit -l): copies to it are slower and wait for each other."
-            )
-            self._pin = False
-        if locked:
-            self._unlock.append(weakref.finalize(self, _unlock_pages, memory.data_ptr()))
+        if pin and self._pin:
+            self._pin = _pin_pages(memory)
+            if self._pin:
+                self._unpin.append(weakref.finalize(self, _unpin_pages, memory.data_ptr()))
+            else:
+                warn("The system refuses to pin CPU memory (see ulimit -l): copies to it are slower and block.")
         self._slabs.append((memory, Extents(size)))
         self.size += size
         return True
 
     def free_unused(self) -> None:
-        """Give all slabs back to the system, unless one is in use; the next tensor gets new ones."""
+        """Return all slabs to the system if none is in use. The next tensor allocates new ones."""
         with self._lock:
-            for _, event in list(self._freed):
-                if event is not None:
-                    event.synchronize()
-            self._collect()
+            while self._collect(wait=True):
+                pass
             if not any(extents.used for _, extents in self._slabs):
-                self._unlock_all()
+                self._release()
 
-    def _unlock_all(self) -> None:
-        while self._unlock:
-            self._unlock.pop()()
+    def _release(self) -> None:
+        while self._unpin:
+            self._unpin.pop()()
         self._slabs.clear()
         self.size = 0
 
     def close(self) -> None:
-        """Unlock the pages; they are freed with the last tensor on them."""
-        self._unlock_all()
+        """Unpin the slabs; the last tensor on each one frees it."""
+        self._release()
         self._freed.clear()
         self.budget = 0
 
 
+@dataclass(eq=False)
 class Slot:
-    """One range of a slab, and its memory."""
+    """One range of a slab and its memory."""
 
-    def __init__(self, slabs: Slabs, index: int, offset: int, length: int, memory: Tensor) -> None:
-        self.index = index
-        self.offset = offset
-        self.length = length
-        self.memory = memory
-        self._slabs: Slabs | None = slabs
+    slabs: Slabs | None
+    index: int
+    offset: int
+    length: int
+    memory: Tensor
 
     def free(self, after: torch.cuda.Event | None = None) -> None:
-        """Give the range back, once the copy that ``after`` ends is through. Never blocks."""
-        if self._slabs is not None:
-            self._slabs.give_back(self, after)
-            self._slabs = None
+        """Free the range once the copy that ends with ``after`` is done. Does not block."""
+        if self.slabs is not None:
+            self.slabs._freed.append((self, after))
+            self.slabs = None
 
 
-def _lock_pages(memory: Tensor) -> bool:
+def _pin_pages(memory: Tensor) -> bool:
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
-    with suppress(RuntimeError):  # CUDA hands the error to the next call that asks: this one
+    with suppress(RuntimeError):  # CUDA reports the error to the next call, so make one
         torch.zeros(1, device="cuda")
     return False
 
 
-def _unlock_pages(address: int) -> None:
+def _unpin_pages(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
+def available_memory() -> int:
+    """Return the bytes of CPU memory that the system, or this container, can allocate now."""
+    try:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+        available = int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no cgroup v2, or no limit: "max"
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        available = min(available, max(left, 0))
+    return available
+
+
 class Copier:
-    """Copies between a device and RAM on a stream of its own. For CPU tensors there is no stream, and a copy is done at
-    once.
-    """
+    """Copies between a device and CPU memory on a stream of its own. Copies of CPU tensors are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, into: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Begin to copy what the current stream has computed by now; the event is the copy's end."""
+    def copy(self, into: Tensor, source: Tensor, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """Begin to copy after an event, by default the current stream's work so far. Return the end of the copy."""
         if self.stream is None:
             into.copy_(source)
             return None
-        # The stream that computes now, not the one of some earlier time.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        # The current stream may be another one at each call.
+        self.stream.wait_event(after or torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
             event: torch.cuda.Event = self.stream.record_event(torch.cuda.Event(blocking=True))
         for tensor in (into, source):
             if tensor.is_cuda:
-                tensor.record_stream(self.stream)  # the allocator waits for the copy before it hands the memory out
+                tensor.record_stream(self.stream)  # the allocator reuses the memory only after the copy
         return event
 
 
 class Copiers(dict[torch.device, Copier]):
-    """The copier of each device, made when it is first asked for."""
+    """The copier of each device, created on first use."""
 
     def __missing__(self, device: torch.device) -> Copier:
         self[device] = Copier(device)

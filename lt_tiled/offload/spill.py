@@ -1,6 +1,4 @@
-"""The spill file: one file for each process that has no name, so that nothing of it is left, however the process
-ends.
-"""
+"""The spill file: one unlinked file per process, which the system deletes however the process ends."""
 
 from __future__ import annotations
 
@@ -14,41 +12,43 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, local
-from typing import Any
+from typing import Any, Literal
 
 from lt_tiled._log import warn
-from lt_tiled.errors import OffloadDiskFull, OffloadError
+from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.offload.extents import ALIGNMENT, Extents, aligned
 
 CHUNK = 8 * 2**20
-"""Bytes that one system call moves, through a page-aligned buffer of each thread."""
+"""The bytes per system call, and of each thread's page-aligned buffer."""
 GROWTH = 256 * 2**20
-"""A file without a budget is extended by at least this much at a time."""
+"""A file without a budget grows by at least this many bytes at a time."""
 THREADS = 2
 CLOSE_SECONDS = 30.0
-"""How long closing waits for calls that run."""
+"""The longest time that closing waits for running calls."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)  # filesystems and kernels without O_TMPFILE
 
 
 class SpillFile:
-    """Raw bytes at aligned offsets of an unlinked file, written and read by a few threads.
+    """Raw bytes at aligned offsets of an unlinked file, which two threads write and read.
 
-    The file is opened with ``O_TMPFILE``, or made and unlinked at once where the filesystem has no such thing, with
-    mode 0600 in a directory of its own with mode 0700, which is removed again while the file lives on. Space is
-    reserved before it is written to. Nothing is ever synced: after a crash the data is worthless.
+    The file is opened with ``O_TMPFILE``, or created and unlinked at once on filesystems without it. It has mode 0600,
+    and its own directory with mode 0700 is removed at once. Space is reserved before it is written. Nothing is synced,
+    because the data has no use after a crash.
 
     Args:
-        directory: A directory on the disk to use. It must exist.
-        budget: Bytes reserved now, and no more later; ``None`` reserves as it grows.
-        direct: Bypass the page cache where the filesystem allows it.
+        directory: An existing directory on the disk to use.
+        budget: The bytes to reserve now and never exceed; ``None`` reserves space as the file grows.
+        direct: Bypass the page cache if the filesystem supports it.
         checksum: Keep a CRC-32 of each range in memory and compare it when the range is read.
 
     Raises:
-        OffloadDiskFull: If the disk has no room for the budget.
-        OffloadError: If the directory is missing, is no directory, or cannot be written to.
+        OffloadDiskFullError: If the disk has no room for the budget.
+        OffloadError: If the directory does not exist or is not writable.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SpillFile:
         self._sums: dict[int, int] = {}
         self._extents = Extents()
         self._lock = Lock()
-        # Ranges are given back by finalizers, which may run while this thread holds the lock: they only append.
+        # Finalizers free ranges and may run while this thread holds the lock, so they only append here.
         self._freed: deque[tuple[int, int]] = deque()
         self._buffers = local()
         self._process = os.getpid()
@@ -81,7 +81,7 @@ class SpillFile:
         """Reserve a range and return its offset.
 
         Raises:
-            OffloadDiskFull: If neither the file nor the disk has room for it.
+            OffloadDiskFullError: If the file cannot hold it and cannot grow.
         """
         need = aligned(nbytes)
         with self._lock:
@@ -89,9 +89,9 @@ class SpillFile:
             offset = self._extents.take(need)
             if offset is None:
                 if self.budget is not None:
-                    raise OffloadDiskFull(
-                        f"the disk budget of {self.budget} bytes has no free range of {need} bytes ({self._extents.used} are in use):"
-                        " raise disk_budget",
+                    raise OffloadDiskFullError(
+                        f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
+                        f" ({self._extents.used} are in use): raise disk_budget",
                         directory=self.directory,
                     )
                 self._grow(max(need - self._extents.tail, GROWTH), at_least=need - self._extents.tail)
@@ -100,12 +100,12 @@ class SpillFile:
             return offset
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free a range that nothing writes or reads any more."""
+        """Free a range that is no longer written or read."""
         self._freed.append((offset, aligned(nbytes)))
 
     @property
     def used(self) -> int:
-        """Bytes in use."""
+        """The number of bytes in use."""
         with self._lock:
             self._collect()
             return self._extents.used
@@ -122,69 +122,60 @@ class SpillFile:
         except OSError as error:
             if error.errno in _NO_ROOM and at_least is not None and at_least < nbytes:
                 return self._grow(at_least)
-            raise self._error(
-                error, f"cannot reserve {nbytes} bytes more (make room, lower disk_budget, or give another directory)"
-            ) from error
+            reason = f"cannot reserve {nbytes} bytes more (free space, lower disk_budget, or set another directory)"
+            raise self._error(reason, error) from error
         return self._extents.grow(nbytes)
 
     # Data
 
     def write(self, offset: int, data: memoryview, first: Callable[[], None] | None = None) -> Future[None]:
-        """Begin to write a range, after ``first`` has returned; ``data`` must not change until the future is done."""
+        """Begin to call ``first`` and then write a range. ``data`` must not change until the future is done."""
         return self._submit(self._write, offset, data, first)
 
     def read(self, offset: int, into: memoryview, then: Callable[[], None] | None = None) -> Future[None]:
-        """Begin to read a range, as long as ``into``, into it; the future is done when ``then`` has returned as
-        well.
-        """
+        """Begin to read a range of the length of ``into`` and then call ``then``."""
         return self._submit(self._read, offset, into, then)
 
     def _submit(self, run: Callable[..., None], *args: Any) -> Future[None]:
         if os.getpid() != self._process:
-            raise OffloadError("this process is a fork of the one that opened the spill file", directory=self.directory)
+            raise self._error("this process is a fork of the one that opened the spill file")
         try:
             future = self._threads.submit(run, *args)
         except RuntimeError as error:
-            raise OffloadError("the spill file is closed", directory=self.directory) from error
+            raise self._error("the spill file is closed") from error
         self._running.add(future)
         return future
 
     def _write(self, offset: int, data: memoryview, first: Callable[[], None] | None) -> None:
         if first is not None:
             first()
-        total = 0
-        for start in range(0, len(data), CHUNK):
-            part = data[start : start + CHUNK]
-            if self._checksum:
-                total = zlib.crc32(part, total)
-            self._move(os.pwritev, "write", offset + start, self._aligned_copy(part) if self.direct else part)
-        if self._checksum:
-            self._sums[offset] = total
+        self._sums[offset] = self._transfer("write", offset, data)
 
     def _read(self, offset: int, into: memoryview, then: Callable[[], None] | None) -> None:
-        total = 0
-        for start in range(0, len(into), CHUNK):
-            part = into[start : start + CHUNK]
-            buffer = self._buffer()[: aligned(len(part))] if self.direct else part
-            self._move(os.preadv, "read", offset + start, buffer)
-            if buffer is not part:
-                part[:] = buffer[: len(part)]
-            if self._checksum:
-                total = zlib.crc32(part, total)
-        if self._checksum and self._sums.get(offset) != total:
-            raise OffloadError(
-                f"the data read back has checksum {total:08x}, not {self._sums.get(offset, 0):08x} as written: disk or memory is faulty",
-                offset=offset,
-                directory=self.directory,
-            )
+        total = self._transfer("read", offset, into)
+        if (written := self._sums.get(offset, 0)) != total:
+            sums = f"the data read has checksum {total:08x}, not {written:08x} as written"
+            raise self._error(f"{sums}: the disk or the memory is faulty", offset=offset)
         if then is not None:
             then()
 
-    def _move(
-        self, call: Callable[[int, list[memoryview], int], int], verb: str, offset: int, data: memoryview
-    ) -> None:
-        """Call until all bytes are moved: a call may move fewer than it was asked to."""
-        done = 0
+    def _transfer(self, verb: Literal["write", "read"], offset: int, data: memoryview) -> int:
+        """Write or read ``data`` in chunks, and return its checksum, 0 without ``checksum``."""
+        total = 0
+        for start in range(0, len(data), CHUNK):
+            part = data[start : start + CHUNK]
+            buffer = self._buffer(len(part)) if self.direct else part
+            if buffer is not part and verb == "write":
+                buffer[: len(part)] = part
+            self._move(verb, offset + start, buffer)
+            if buffer is not part and verb == "read":
+                part[:] = buffer[: len(part)]
+            total = zlib.crc32(part, total) if self._checksum else 0
+        return total
+
+    def _move(self, verb: Literal["write", "read"], offset: int, data: memoryview) -> None:
+        """Call until all bytes are moved, because one call may move fewer."""
+        call, done = os.pwritev if verb == "write" else os.preadv, 0
         while done < len(data):
             direct = self.direct
             try:
@@ -193,96 +184,78 @@ class SpillFile:
                 continue
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
-                    self._leave_direct()
+                    self._disable_direct()
                     continue
-                raise self._error(error, f"cannot {verb} {len(data) - done} bytes", offset + done) from error
+                raise self._error(f"cannot {verb} {len(data) - done} bytes", error, offset + done) from error
             if moved <= 0:
-                raise OffloadError(
-                    f"short {verb}: {done} of {len(data)} bytes, then nothing",
-                    offset=offset + done,
-                    directory=self.directory,
-                )
-            whole = moved if done + moved == len(data) else moved - moved % ALIGNMENT
-            if direct and not whole:
-                self._leave_direct()  # so small a part that no aligned call can go on from it
-            done += whole if direct else moved
+                raise self._error(f"short {verb}: {done} of {len(data)} bytes, then nothing", offset=offset + done)
+            if direct and done + moved < len(data):  # the next call must be aligned too
+                moved -= moved % ALIGNMENT
+                if not moved:
+                    self._disable_direct()
+            done += moved
 
-    def _aligned_copy(self, part: memoryview) -> memoryview:
-        buffer = self._buffer()[: aligned(len(part))]
-        buffer[: len(part)] = part
-        return buffer
-
-    def _buffer(self) -> memoryview:
-        """This thread's page-aligned buffer of one chunk."""
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Return the first ``nbytes``, rounded up to the alignment, of this thread's page-aligned buffer."""
         if not hasattr(self._buffers, "view"):
             self._buffers.view = memoryview(mmap.mmap(-1, CHUNK))
         view: memoryview = self._buffers.view
-        return view
+        return view[: aligned(nbytes)]
 
     # The file
 
     def _open(self, direct: bool) -> tuple[int, bool]:
         try:
-            private = tempfile.mkdtemp(prefix="lt_tiled-", dir=self.directory)  # mode 0700
+            with ExitStack() as stack:
+                private = tempfile.mkdtemp(prefix="lt_tiled-", dir=self.directory)  # mode 0700
+                stack.callback(os.rmdir, private)
+                folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                stack.callback(os.close, folder)
+                if direct:
+                    try:
+                        return _open_unlinked(folder, os.O_DIRECT), True
+                    except OSError as error:
+                        if error.errno != errno.EINVAL:  # the filesystem does not support the flag
+                            raise
+                return _open_unlinked(folder, 0), False
         except OSError as error:
             raise self._error(
-                error, "cannot make a directory for the spill file (make the one that it is in, or give another)"
+                "cannot create the spill file (set a directory that exists and is writable)", error
             ) from error
-        try:
-            folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                return self._open_in(folder, direct)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise self._error(error, "cannot open the spill file") from error
-        finally:
-            os.rmdir(private)
 
-    @staticmethod
-    def _open_in(folder: int, direct: bool) -> tuple[int, bool]:
-        flags = os.O_RDWR | os.O_CLOEXEC
-        if direct and hasattr(os, "O_DIRECT"):
-            try:
-                return _open_unnamed(folder, flags | os.O_DIRECT), True
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # what a filesystem says that does not know the flag
-                    raise
-        return _open_unnamed(folder, flags), False
-
-    def _leave_direct(self) -> None:
-        """Some filesystems take the flag when the file is opened and refuse the first call."""
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
+    def _disable_direct(self) -> None:
+        """Clear ``O_DIRECT``, which some filesystems accept when opening and reject in the first call."""
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False
 
-    def _error(self, error: OSError, what: str, offset: int | None = None) -> OffloadError:
-        kind = OffloadDiskFull if error.errno in _NO_ROOM else OffloadError
-        return kind(f"{what}: {error.strerror or error}", offset=offset, directory=self.directory)
+    def _error(self, reason: str, cause: OSError | None = None, offset: int | None = None) -> OffloadError:
+        kind = OffloadDiskFullError if cause is not None and cause.errno in _NO_ROOM else OffloadError
+        if cause is not None:
+            reason = f"{reason}: {cause.strerror or cause}"
+        return kind(reason, offset=offset, directory=self.directory)
 
     def close(self) -> None:
-        """Drop what waits, let running calls end, and give the space back to the disk.
+        """Cancel waiting calls, let running ones end, and free the disk space.
 
-        A call that does not end within :data:`CLOSE_SECONDS` keeps the file open, with a warning.
+        If a call does not end within :data:`CLOSE_SECONDS`, the file stays open, with a warning.
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         if wait([future for future in self._running if not future.done()], CLOSE_SECONDS).not_done:
             warn(
-                f"The disk of {self.directory} has not answered for {CLOSE_SECONDS:g} s: its spill file stays open until it does."
+                f"The disk of {self.directory} has not responded for {CLOSE_SECONDS:g} s: its spill file stays open"
+                " until it does."
             )
             return
         self._threads.shutdown(wait=True)
         self._close_file()
 
 
-def _open_unnamed(folder: int, flags: int) -> int:
+def _open_unlinked(folder: int, flags: int) -> int:
+    flags |= os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=folder)
     except OSError as error:
-        if error.errno not in (
-            errno.EOPNOTSUPP,
-            errno.EISDIR,
-            errno.ENOENT,
-        ):  # filesystems and kernels without O_TMPFILE
+        if error.errno not in _NO_TMPFILE:
             raise
     file = os.open("spill", flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     os.unlink("spill", dir_fd=folder)

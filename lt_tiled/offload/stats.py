@@ -1,58 +1,58 @@
-"""What offloading did: in one step, and in all."""
+"""Figures of what was offloaded, for one step or for several."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 
 @dataclass
 class OffloadStats:
-    """Sums since the last reset; bytes and milliseconds."""
+    """Sums over the steps that it covers, in bytes and milliseconds."""
 
     cpu_bytes: int = 0
-    """Moved to RAM."""
+    """Bytes moved to CPU memory."""
     disk_bytes: int = 0
-    """Written to the disk: what wears an SSD."""
+    """Bytes written to the disk, which wear an SSD."""
     kept_bytes: int = 0
-    """Left where they were for want of room."""
+    """Bytes that stayed on the device because the budget had no room."""
     from_memory: int = 0
-    """Boundaries handed back before they had left."""
+    """Tensors that were needed before they had left the device."""
     prefetch_hits: int = 0
-    """Boundaries that were back when they were asked for."""
+    """Tensors that were loaded by the time they were needed."""
     prefetch_misses: int = 0
-    """Boundaries that had to be waited for."""
+    """Tensors that the backward pass had to wait for."""
     stalled_ms: float = 0.0
-    """The time spent waiting: for boundaries, and for room to send more."""
+    """Time spent waiting, for tensors and for room to store more."""
 
-    def add(self, other: OffloadStats) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+    def __add__(self, other: OffloadStats) -> OffloadStats:
+        return OffloadStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def metrics(self, prefix: str = "offload/") -> dict[str, float]:
-        """The figures by name, for a logger."""
+        """Return the figures by name, for a logger."""
         return {f"{prefix}{name}": float(value) for name, value in asdict(self).items()}
 
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:
-        """Lines for people, about a run of that many steps; with its duration, what it means for an SSD."""
+        """Return lines of text about a run of ``steps`` steps, with the SSD wear if its duration is given."""
         if not self.cpu_bytes + self.disk_bytes + self.kept_bytes:
             return [
-                "nothing was offloaded: inputs smaller than min_bytes, and those of the keep_last last blocks, stay"
+                "nothing was offloaded: inputs smaller than min_bytes and those of the last keep_last blocks stay on"
+                " the device"
             ]
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
         lines = [
-            f"offloaded per step: {_size(self.cpu_bytes / per_step)} to RAM, {_size(self.disk_bytes / per_step)} to disk",
-            f"back in time: {self.prefetch_hits} of {asked}; asked for while still on the way out: {self.from_memory}",
-            f"stalled: {self.stalled_ms / per_step:.1f} ms a step",
+            f"offloaded per step: {_size(self.cpu_bytes / per_step)} to CPU memory,"
+            f" {_size(self.disk_bytes / per_step)} to disk",
+            f"loaded in time: {self.prefetch_hits} of {asked}; needed before they had left: {self.from_memory}",
+            f"stalled: {self.stalled_ms / per_step:.1f} ms per step",
         ]
         if self.kept_bytes:
-            lines.append(f"left on the device for want of room: {_size(self.kept_bytes / per_step)} a step")
+            lines.append(f"kept on the device, no room in the budget: {_size(self.kept_bytes / per_step)} per step")
         if self.disk_bytes:
             lines.append(f"written to disk in all: {_size(self.disk_bytes)}")
             if seconds:
-                lines.append(
-                    f"SSD wear at this rate: {self.disk_bytes / seconds * 86400 / 1e12:.1f} TB a day, to hold against the drive's TBW"
-                )
+                wear = self.disk_bytes / seconds * 86400 / 1e12
+                lines.append(f"SSD wear at this rate: {wear:.1f} TB per day; compare with the TBW rating of the drive")
         return lines
 
 

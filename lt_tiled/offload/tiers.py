@@ -1,4 +1,4 @@
-"""Where boundaries go: RAM, and the disk. A tier takes bytes and gives them back; it knows nothing of graphs."""
+"""The tiers: CPU memory and disk. A tier stores bytes and loads them again; it does not know autograd graphs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -18,60 +20,64 @@ from lt_tiled.offload.spill import SpillFile
 
 TierName = Literal["cpu", "disk"]
 
-_UNBOUNDED = 2**62  # what is staged is bounded by the number of boundaries in flight
+_UNBOUNDED = 2**62  # the number of tensors in flight bounds the staging memory
 
 
-class Loading(Protocol):
-    """Bytes on their way back."""
+@dataclass(frozen=True)
+class Loading:
+    """Bytes on their way back to their device."""
 
-    def ready(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+    into: Tensor
+    ready: Callable[[], bool]
+    """Returns whether :meth:`wait` returns at once."""
+    finish: Callable[[float], object]
+    """Waits for at most so many seconds."""
 
     def wait(self, seconds: float) -> Tensor:
-        """The bytes on their device, ordered before what the current stream does next."""
+        """Return the bytes, which the current stream may use."""
+        self.finish(seconds)
+        if self.into.is_cuda:  # the allocator must know each stream that uses the tensor
+            self.into.record_stream(torch.cuda.current_stream(self.into.device))
+        return self.into
 
 
 class Stored(Protocol):
     """Bytes on a tier, or on their way to it."""
 
     tier: TierName
-    nbytes: int
 
     def settled(self) -> bool:
-        """Whether the source is no longer needed."""
+        """Return whether the source is no longer needed."""
 
     def settle(self, seconds: float) -> None:
-        """Wait for that. Raises :class:`OffloadError` if the bytes could not be stored, or not within ``seconds``."""
+        """Wait until it is not. Raise :class:`OffloadError` if storing failed or took longer than ``seconds``."""
 
     def load(self) -> Loading:
-        """Begin to bring the bytes back. May be called any number of times."""
+        """Begin to load the bytes. May be called any number of times."""
 
     def free(self) -> None:
-        """Give the space back, once nothing reads or writes it any more. Never blocks."""
+        """Free the space as soon as nothing reads or writes it. Does not block."""
 
 
-# RAM
-
-
-class RamTier:
-    """RAM up to a budget."""
+class CPUTier:
+    """CPU memory up to a budget in bytes."""
 
     def __init__(self, budget: int) -> None:
         self.slabs = Slabs(budget)
         self.copiers = Copiers()
 
     def store(self, raw: Tensor) -> Stored | None:
-        """Begin to copy; ``None`` if the budget has no room."""
+        """Begin to copy; return ``None`` if the budget has no room."""
         slot = self.slabs.take(raw.nbytes, pin=raw.is_cuda)
         if slot is None:
             return None
         if not raw.is_cuda:
             inform_once(
-                "cpu to RAM",
-                "Boundaries of a model on the CPU are in RAM already: offload='cpu' frees nothing there, 'disk' does.",
+                "offload CPU to CPU",
+                "The model runs on the CPU, so its block inputs are in CPU memory already: offload='disk' saves memory"
+                " there, offload='cpu' does not.",
             )
-        copier = self.copiers[raw.device]
-        return _InRam(copier, slot, copier.copy(slot.memory, raw))
+        return _OnCPU(self.copiers[raw.device], slot, raw)
 
     def free_buffers(self) -> None:
         self.slabs.free_unused()
@@ -81,16 +87,14 @@ class RamTier:
         self.slabs.close()
 
 
-class _InRam:
+class _OnCPU:
     tier: TierName = "cpu"
 
-    def __init__(self, copier: Copier, slot: Slot, copied: torch.cuda.Event | None) -> None:
+    def __init__(self, copier: Copier, slot: Slot, raw: Tensor) -> None:
         self.copier = copier
         self.slot = slot
-        self.copied = copied
-        self.nbytes = slot.memory.nbytes
-        self._last = copied
-        """The end of the last copy from or to the slot; one stream makes them in order."""
+        self.copied = self.last = copier.copy(slot.memory, raw)
+        """The ends of the first and the last copy. One stream runs them in order."""
 
     def settled(self) -> bool:
         return self.copied is None or self.copied.query()
@@ -99,37 +103,22 @@ class _InRam:
         end = time.monotonic() + seconds
         while not self.settled():
             if time.monotonic() > end:
-                raise OffloadError(f"the copy to RAM has not ended within {seconds:g} s")
+                raise OffloadError(f"the copy to CPU memory has not ended within {seconds:g} s")
             time.sleep(1e-4)
 
     def load(self) -> Loading:
-        into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.copier.device)
-        self._last = self.copier.copy(into, self.slot.memory)
-        return _FromRam(into, self._last)
+        into = torch.empty_like(self.slot.memory, device=self.copier.device)
+        copied = self.last = self.copier.copy(into, self.slot.memory)
+        if copied is None:
+            return Loading(into, lambda: True, lambda _: None)
+        return Loading(into, copied.query, lambda _: torch.cuda.current_stream(into.device).wait_event(copied))
 
     def free(self) -> None:
-        self.slot.free(after=self._last)
-
-
-class _FromRam:
-    def __init__(self, into: Tensor, copied: torch.cuda.Event | None) -> None:
-        self.into = into
-        self.copied = copied
-
-    def ready(self) -> bool:
-        return self.copied is None or self.copied.query()
-
-    def wait(self, seconds: float) -> Tensor:
-        if self.copied is not None:
-            torch.cuda.current_stream(self.into.device).wait_event(self.copied)
-        return _for_current_stream(self.into)
-
-
-# Disk
+        self.slot.free(after=self.last)
 
 
 class DiskTier:
-    """A spill file. CPU tensors are written from where they stand; those of a GPU pass through page-locked RAM."""
+    """A spill file. It is written from CPU tensors directly, and from those of a GPU through pinned memory."""
 
     def __init__(self, spill: SpillFile) -> None:
         self.spill = spill
@@ -140,20 +129,17 @@ class DiskTier:
         """Begin to write.
 
         Raises:
-            OffloadDiskFull: If there is no room.
+            OffloadDiskFullError: If there is no room.
         """
         offset = self.spill.take(raw.nbytes)
         try:
             if not raw.is_cuda:
-                return _OnDisk(self, raw.device, offset, raw.nbytes, self.spill.write(offset, _view(raw)))
+                return _OnDisk(self, raw, offset, self.spill.write(offset, _view(raw)))
             slot = self.stage(raw.nbytes)
             copied = self.copiers[raw.device].copy(slot.memory, raw)
-            assert copied is not None
             written = self.spill.write(offset, _view(slot.memory), first=lambda: _synchronize(copied, raw.device))
-            written.add_done_callback(
-                lambda _: slot.free(after=copied)
-            )  # a write that was cancelled has not waited for the copy
-            return _OnDisk(self, raw.device, offset, raw.nbytes, written)
+            written.add_done_callback(lambda _: slot.free(after=copied))  # a cancelled write did not wait for the copy
+            return _OnDisk(self, raw, offset, written)
         except BaseException:
             self.spill.give_back(offset, raw.nbytes)
             raise
@@ -162,7 +148,7 @@ class DiskTier:
         slot = self.staging.take(nbytes, pin=True)
         if slot is None:
             raise OffloadError(
-                f"the system has no {nbytes} bytes of RAM to stage a boundary in", directory=self.spill.directory
+                f"the system has no {nbytes} bytes of CPU memory to stage a tensor in", directory=self.spill.directory
             )
         return slot
 
@@ -178,11 +164,11 @@ class DiskTier:
 class _OnDisk:
     tier: TierName = "disk"
 
-    def __init__(self, home: DiskTier, device: torch.device, offset: int, nbytes: int, written: Future[None]) -> None:
+    def __init__(self, home: DiskTier, raw: Tensor, offset: int, written: Future[None]) -> None:
         self.home = home
-        self.device = device
+        self.device = raw.device
         self.offset = offset
-        self.nbytes = nbytes
+        self.nbytes = raw.nbytes
         self.written = written
         self._busy: list[Future[None]] = [written]
 
@@ -190,33 +176,30 @@ class _OnDisk:
         return self.written.done()
 
     def settle(self, seconds: float) -> None:
-        _result(self.written, seconds, "write", self)
+        self._wait(self.written, "write", seconds)
 
     def load(self) -> Loading:
         into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         if self.device.type != "cuda":
-            loading = _FromDisk(self, into, self.home.spill.read(self.offset, _view(into)))
+            read = self.home.spill.read(self.offset, _view(into))
         else:
-            slot = self.home.stage(self.nbytes)
+            slot, copier = self.home.stage(self.nbytes), self.home.copiers[self.device]
             allocated = torch.cuda.current_stream(self.device).record_event()
-            read = self.home.spill.read(self.offset, _view(slot.memory), then=self._to_device(into, slot, allocated))
+
+            def copy() -> None:
+                _synchronize(copier.copy(into, slot.memory, allocated), into.device)
+
+            read = self.home.spill.read(self.offset, _view(slot.memory), then=copy)
             read.add_done_callback(lambda _: slot.free())
-            loading = _FromDisk(self, into, read)
-        self._busy = [future for future in self._busy if not future.done()] + [loading.read]
-        return loading
+        self._busy = [future for future in self._busy if not future.done()] + [read]
+        return Loading(into, read.done, partial(self._wait, read, "read"))
 
-    def _to_device(self, into: Tensor, slot: Slot, allocated: torch.cuda.Event) -> Callable[[], None]:
-        stream = self.home.copiers[self.device].stream
-        assert stream is not None
-
-        def copy() -> None:
-            with torch.cuda.stream(stream):
-                stream.wait_event(allocated)
-                into.copy_(slot.memory, non_blocking=True)
-                event = stream.record_event(torch.cuda.Event(blocking=True))
-            _synchronize(event, into.device)
-
-        return copy
+    def _wait(self, future: Future[None], verb: str, seconds: float) -> None:
+        try:
+            future.result(seconds)
+        except FutureTimeoutError as error:
+            reason = f"the {verb} of {self.nbytes} bytes has not ended within {seconds:g} s"
+            raise OffloadError(reason, offset=self.offset, directory=self.home.spill.directory) from error
 
     def free(self) -> None:
         running = [future for future in self._busy if not future.cancel()]
@@ -232,43 +215,12 @@ class _OnDisk:
         when_idle()
 
 
-class _FromDisk:
-    def __init__(self, stored: _OnDisk, into: Tensor, read: Future[None]) -> None:
-        self.stored = stored
-        self.into = into
-        self.read = read
-
-    def ready(self) -> bool:
-        return self.read.done()
-
-    def wait(self, seconds: float) -> Tensor:
-        _result(self.read, seconds, "read", self.stored)
-        return _for_current_stream(self.into)
-
-
-def _synchronize(event: torch.cuda.Event, device: torch.device) -> None:
-    with torch.cuda.device(device):  # a thread begins on the first device, and would make a context there
+def _synchronize(event: torch.cuda.Event | None, device: torch.device) -> None:
+    assert event is not None
+    with torch.cuda.device(device):  # a new thread would create a context on the first device
         event.synchronize()
 
 
-def _for_current_stream(tensor: Tensor) -> Tensor:
-    """It may be used on another stream than the one that was current when it was allocated: the allocator has to
-    know.
-    """
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return tensor
-
-
 def _view(memory: Tensor) -> memoryview:
-    """The bytes of a flat CPU tensor; the view keeps them alive."""
+    """Return the bytes of a flat CPU tensor, which the view keeps alive."""
     return memoryview(cast(Any, memory.numpy()))
-
-
-def _result(future: Future[None], seconds: float, verb: str, stored: _OnDisk) -> None:
-    try:
-        future.result(seconds)
-    except FutureTimeoutError as error:
-        spill = stored.home.spill
-        reason = f"the {verb} of {stored.nbytes} bytes has not ended within {seconds:g} s"
-        raise OffloadError(reason, offset=stored.offset, directory=spill.directory) from error

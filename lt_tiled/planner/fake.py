@@ -19,16 +19,16 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt_tiled._renamed import deprecated
+from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
 
+__getattr__ = deprecated(__name__, {"CannotSimulate": "lt_tiled.errors.SimulationError"})
+
 aten = torch.ops.aten
-
-
-class CannotSimulate(RuntimeError):
-    """A module does something that needs values, which fake tensors do not have."""
 
 
 @contextmanager
@@ -68,13 +68,13 @@ class _Kernels(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise CannotSimulate(
+            raise SimulationError(
                 f"{func} in {self.where.now().path or 'the training step'} needs the values of tensors, which a simulation does not have."
             ) from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
-            raise CannotSimulate(
+            raise SimulationError(
                 f"{func} in {self.where.now().path or 'the training step'} uses a tensor that is no weight, buffer or attribute."
             ) from error
 
@@ -123,21 +123,10 @@ class _Nowhere:
         self._waited_for = True
 
     def load(self) -> Loading:
-        return _Back(torch.empty(self.nbytes, dtype=torch.uint8))
+        return Loading(torch.empty(self.nbytes, dtype=torch.uint8), lambda: True, lambda _: None)
 
     def free(self) -> None:
         pass
-
-
-class _Back:
-    def __init__(self, raw: Tensor) -> None:
-        self.raw = raw
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self, seconds: float) -> Tensor:
-        return self.raw
 
 
 class _FakeTier:
@@ -166,11 +155,4 @@ def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> 
         if name in (policy.offload or ""):
             limit = None if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
             tiers[name] = _FakeTier("cpu" if name == "cpu" else "disk", limit)
-    return Offloader(
-        ram=tiers["cpu"],  # type: ignore[arg-type]
-        disk=tiers["disk"],  # type: ignore[arg-type]
-        prefetch=policy.prefetch,
-        keep_last=policy.keep_last,
-        min_bytes=parse_bytes(policy.min_bytes, "min_bytes"),
-        compress=policy.compress,
-    )
+    return Offloader(policy, tiers["cpu"], tiers["disk"])  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.callbacks._preparing import PreparingCallback
+from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import Engine, engine_of
-from lt_tiled.planner.fake import CannotSimulate
 from lt_tiled.planner.simulate import Settings, Simulation, Subject, simulate
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -68,7 +68,7 @@ class Job:
             settings: If not those of the job.
 
         Raises:
-            CannotSimulate: With the operation that needs values.
+            SimulationError: With the operation that needs values.
             ValueError: If the batch has no sequences to lengthen.
         """
         length = self.tokens
@@ -86,7 +86,7 @@ class Job:
     def _optimizer(self) -> torch.optim.Optimizer:
         found, _ = _init_optimizers_and_lr_schedulers(self.module)
         if len(found) != 1:
-            raise CannotSimulate(
+            raise SimulationError(
                 f"{type(self.module).__name__} has {len(found)} optimizers: a plan is of a module with one."
             )
         return found[0]
@@ -200,11 +200,11 @@ def loss_of(found: Any, module: LightningModule) -> Tensor:
     """The loss in what a ``training_step`` returned.
 
     Raises:
-        CannotSimulate: If there is none.
+        SimulationError: If there is none.
     """
     loss = found["loss"] if isinstance(found, Mapping) else found
     if not isinstance(loss, Tensor):
-        raise CannotSimulate(
+        raise SimulationError(
             f"{type(module).__name__}.training_step returned {type(loss).__name__} and no loss: what optimizes by hand cannot be"
             " simulated or tried."
         )

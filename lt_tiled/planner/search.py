@@ -7,23 +7,22 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from lt_tiled._log import warn_once
+from lt_tiled._renamed import deprecated
+from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses, untiled_losses
-from lt_tiled.errors import NothingFoundError
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.plan import Plan, describe, gib
 from lt_tiled.planner.simulate import Settings
 from lt_tiled.policies import Checkpointing, Tiling
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
 
+__getattr__ = deprecated(__name__, {"DoesNotFit": "lt_tiled.errors.DoesNotFitError"})
+
 LIMIT = 2**24
 """No search goes beyond this many tokens: where a step's memory hardly depends on the length, something else ends
 it."""
 CLOSE = 0.02
 """A search for a length ends within this share of the longest."""
-
-
-class DoesNotFit(ValueError):
-    """Nothing that could be set makes it fit."""
 
 
 def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, whole_loss: bool = False) -> Plan:
@@ -36,7 +35,7 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, 
         whole_loss: Let a module that tiles its loss itself, as ``CausalLM`` does, not do it.
 
     Raises:
-        CannotSimulate: With the operation that needs values.
+        SimulationError: With the operation that needs values.
     """
     chosen = settings or job.settings
     _warn_of_positions(job, tokens or job.tokens)
@@ -69,11 +68,11 @@ def longest(
         tokens: Where to begin, if not at the length of the job.
 
     Raises:
-        DoesNotFit: If not even the shortest fits.
+        DoesNotFitError: If not even the shortest fits.
     """
     best, low, high = plan(job, granule, settings), granule, None
     if best.peak > memory:
-        raise DoesNotFit(
+        raise DoesNotFitError(
             f"{granule} tokens already take {gib(best.peak)}, more than {gib(memory)}: give more memory or devices."
         )
     slope, tokens = 0.0, max((tokens or job.tokens) // granule * granule, 2 * granule)
@@ -105,7 +104,7 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
         tokens: Of each sequence.
 
     Raises:
-        DoesNotFit: If no settings do.
+        DoesNotFitError: If no settings do.
     """
     least = None
     for settings in ladder(job):
@@ -114,7 +113,7 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
             return _coarsest(job, memory, tokens, settings, found)
         least = min((p for p in (least, found) if p is not None), key=lambda p: p.peak)
     assert least is not None
-    raise DoesNotFit(
+    raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
         f" {describe(least.settings)}. Give more devices, more memory or a shorter length."
     )

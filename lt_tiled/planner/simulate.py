@@ -117,7 +117,7 @@ def simulate(subject: Subject, settings: Settings) -> Simulation:
     """Run a step of a training that is under way: optimizer state and the last step's gradients are there.
 
     Raises:
-        CannotSimulate: With the operation that needs values.
+        SimulationError: With the operation that needs values.
         ValueError: If the policies do not fit the model.
     """
     where = Whereabouts(subject.model)

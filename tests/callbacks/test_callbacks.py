@@ -70,7 +70,7 @@ def test_report_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = TiledSingleDeviceStrategy(tiling=4, checkpointing=Checkpointing(offload="disk", min_bytes=0))
     trainer(strategy, callbacks=[TilingReport()]).fit(LitTiny())
     printed = " ".join(capsys.readouterr().out.split())
-    assert "offloaded per step: 0.0 MiB to RAM, 0.0 MiB to disk" in printed
+    assert "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk" in printed
     assert "stalled" in printed
     assert "written to disk in all" in printed
     assert "SSD wear at this rate" in printed

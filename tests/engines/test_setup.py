@@ -445,7 +445,7 @@ class Watches(LitTiny):
         self.held: list[int] = []
 
     def ram(self) -> int:
-        return sum(prepared.offloader.ram.slabs.size for prepared in self.trainer.strategy.prepared)
+        return sum(prepared.offloader.cpu.slabs.size for prepared in self.trainer.strategy.prepared)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.held.append(self.ram())

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
-from lt_tiled._log import _said
+from lt_tiled._log import _logged
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
@@ -244,7 +244,7 @@ def test_hooks_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
         lambda head: head.register_forward_hook(lambda module, args, output: output * 0.5),
         lambda head: head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
     ):
-        _said.clear()
+        _logged.clear()
         model = tiny_llama().double()
         register(model.lm_head)
         true = run(model, {"input_ids": IDS, "labels": IDS})

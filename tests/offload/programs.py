@@ -10,8 +10,7 @@ import time
 import torch
 
 from lt_tiled import Checkpointing
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 
 
 def offloader(directory: str) -> Offloader:
@@ -19,7 +18,7 @@ def offloader(directory: str) -> Offloader:
 
 
 def write_for_ever(directory: str) -> None:
-    """Pack and drop until somebody ends it."""
+    """Pack and drop until the process is killed."""
     o = offloader(directory)
     print("writing", flush=True)
     while True:
@@ -55,7 +54,5 @@ def fork_after_start(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # whoever started the tests may ignore it, and that is inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore it, which is inherited
     globals()[sys.argv[1]](sys.argv[2])

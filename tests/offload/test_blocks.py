@@ -1,4 +1,4 @@
-"""Models whose boundaries are offloaded: bit for bit the results of checkpointing, and flat memory."""
+"""Models with offloaded block inputs: bit for bit the results of activation checkpointing, and flat memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, OffloadDiskFull, OffloadError, Prepared, Tiling, prepare
+from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError, Prepared, Tiling, prepare
 from tests.meters import LiveBytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
@@ -62,9 +62,7 @@ def train(
 @pytest.mark.parametrize("tiling", [None, Tiling(4)], ids=["plain", "tiled"])
 @pytest.mark.parametrize("fields", TIERS, ids=str)
 def test_bit_identical(fields: dict[str, Any], tiling: Tiling | None) -> None:
-    """Over 20 steps with accumulation and validation, losses and weights are bit for bit those without offload, on
-    every tier.
-    """
+    """Over 20 steps with accumulation and validation, each tier gives bit for bit the losses and weights without it."""
     checkpointing = None if fields.get("activations") == "all" else Checkpointing()
     losses, weights, _ = train(checkpointing, tiling)
     offloaded, offloaded_weights, prepared = train(policy(**fields), tiling)
@@ -74,8 +72,8 @@ def test_bit_identical(fields: dict[str, Any], tiling: Tiling | None) -> None:
     assert stats.cpu_bytes + stats.disk_bytes > 0 or fields.get("keep_last") == 5
 
 
-def test_one_boundary_for_each_block() -> None:
-    """With a tiled MLP in the block exactly one tensor of each block moves, its hidden states."""
+def test_one_tensor_for_each_block() -> None:
+    """With a tiled MLP in the block, exactly one tensor of each block is offloaded: its hidden states."""
     packed: list[torch.Size] = []
     model = TinyLM(4)
     with prepare(model, checkpointing=policy(offload="disk", keep_last=0), tiling=Tiling(4)) as prepared:
@@ -88,7 +86,7 @@ def test_one_boundary_for_each_block() -> None:
 
 
 def test_hugging_face_moves_hidden_states_only() -> None:
-    """Of a Llama's layers the hidden states move, and neither mask nor rotary tables, which the layers share."""
+    """The hidden states of Llama layers are offloaded; the mask and rotary tables, which the layers share, are not."""
     model, shapes = tiny_llama(num_hidden_layers=3), []
     ids = IDS[:, :16]
     with prepare(model, checkpointing=policy(offload="disk")) as prepared:
@@ -98,8 +96,8 @@ def test_hugging_face_moves_hidden_states_only() -> None:
     assert shapes == [(2, 16, 32)] * 3
 
 
-def boundaries_alive(blocks: int, prefetch: int) -> tuple[int, int]:
-    """The most bytes that a step keeps alive beyond those of a model with one block, and a boundary's bytes."""
+def inputs_alive(blocks: int, prefetch: int) -> tuple[int, int]:
+    """Return the peak bytes of a step beyond those of a model with one block, and the bytes of a block input."""
     x = randn(1, 256, H)
 
     def peak(count: int) -> int:
@@ -120,12 +118,10 @@ def boundaries_alive(blocks: int, prefetch: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("blocks", [4, 8, 16])
 def test_memory_is_flat_in_the_number_of_blocks(blocks: int) -> None:
-    """With disk offload the boundaries alive at once are at most those kept, in flight, and prefetched, whatever the
-    number of blocks.
-    """
+    """With disk offload, only kept, in-flight and prefetched block inputs are alive, for any number of blocks."""
     keep_last, in_flight, prefetched = 1, 2, 1
-    beyond, boundary = boundaries_alive(blocks, prefetched)
-    assert beyond <= (keep_last + in_flight + prefetched) * boundary
+    beyond, one = inputs_alive(blocks, prefetched)
+    assert beyond <= (keep_last + in_flight + prefetched) * one
 
 
 def test_gradients_of_part_of_a_graph() -> None:
@@ -145,7 +141,7 @@ def test_gradients_of_part_of_a_graph() -> None:
 
 
 def test_retain_graph() -> None:
-    """Two backwards through one graph each bring the boundaries back."""
+    """Two backward passes through one graph each load the block inputs."""
     model, x = nn.Sequential(*(Block() for _ in range(3))), randn(1, 16, H)
     with prepare(model, checkpointing=policy(offload="disk", keep_last=0)):
         out = model(x).square().sum()
@@ -156,7 +152,7 @@ def test_retain_graph() -> None:
 
 
 def test_two_forwards_then_two_backwards() -> None:
-    """Graphs that overlap in time keep their own boundaries."""
+    """Graphs that overlap in time keep their own block inputs."""
     model = nn.Sequential(*(Block() for _ in range(3)))
     xs = [randn(1, 16, H, seed=i) for i in range(2)]
 
@@ -193,9 +189,7 @@ def test_one_block_called_twice() -> None:
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseException]) -> None:
-    """An exception or Ctrl-C in the forward after k packs, or in the backward after k unpacks: nothing leaks, the next
-    step is right.
-    """
+    """After an exception or Ctrl-C in either pass, after k blocks, nothing leaks and the next step is right."""
     torch.manual_seed(0)
     model = TinyLM(4)
 
@@ -230,13 +224,13 @@ def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseE
 @pytest.mark.parametrize(
     ("function", "fault", "kind"),
     [
-        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull),
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError),
         ("pwritev", fail(errno.EIO), OffloadError),
         ("preadv", fail(errno.EIO), OffloadError),
     ],
 )
 def test_a_failing_disk_ends_the_step_and_not_the_run(function: str, fault: object, kind: type[OffloadError]) -> None:
-    """A disk that fails once ends the step in an error that names step and block; the next step is right."""
+    """A disk that fails once raises an error that names step and block; the next step is right."""
     torch.manual_seed(0)
     model = TinyLM(5)
 
@@ -257,9 +251,12 @@ def test_a_failing_disk_ends_the_step_and_not_the_run(function: str, fault: obje
 
 
 def test_full_disk_before_training(tmp_path: Path) -> None:
-    """A disk without room for the budget is an error when the model is prepared, which leaves the model as it was."""
+    """A disk without room for the budget raises when the model is prepared, and the model stays as it was."""
     model = TinyLM()
-    with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFull, match="cannot reserve"):
+    with (
+        nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
+        pytest.raises(OffloadDiskFullError, match="cannot reserve"),
+    ):
         prepare(model, checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
     assert not any("forward" in m.__dict__ for m in model.modules())
 
@@ -337,7 +334,7 @@ def test_select_of_a_missing_argument() -> None:
     ],
 )
 def test_bad_fields(fields: dict[str, Any], message: str) -> None:
-    """Values out of bounds, and places for what is not offloaded there, are refused when the policy is made."""
+    """Values out of bounds, and settings of a tier that is not used, raise when the policy is created."""
     with pytest.raises(ValueError, match=message):
         Checkpointing(**fields)
 
@@ -354,7 +351,7 @@ def test_bytes(text: int | str, value: int) -> None:
 
 
 def test_everything_mode_never_moves_weights() -> None:
-    """``activations="all"`` moves what blocks save, at the size that they save, and no weight or its transpose."""
+    """``activations="all"`` offloads the tensors that blocks save, and no weight or its transpose."""
     model = nn.Sequential(GatedMLP(), GatedMLP())
     model = nn.ModuleList([model[0], model[1]])
     x, shapes = randn(1, 32, H), []
@@ -369,9 +366,7 @@ def test_everything_mode_never_moves_weights() -> None:
 
 @pytest.mark.parametrize("fields", [{"offload": "cpu", "cpu_budget": 4096}, {"offload": "disk", "keep_last": 4}])
 def test_everything_mode_frees_graphs_without_backward(fields: dict[str, Any]) -> None:
-    """Saved outputs (of a sigmoid) make no cycle with the graph that holds them: forwards that are dropped leave
-    nothing.
-    """
+    """Saved outputs (of a sigmoid) form no cycle with their graph: forward passes that are dropped leak nothing."""
     model = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Sigmoid()) for _ in range(5))
     with prepare(model, checkpointing=policy(activations="all", **fields)) as prepared:
         for _ in range(3):
@@ -384,9 +379,7 @@ def test_everything_mode_frees_graphs_without_backward(fields: dict[str, Any]) -
 
 
 def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
-    """A second policy that would offload nothing, because all blocks are checkpointed, says so instead of doing
-    nothing.
-    """
+    """A second policy that has nothing to offload, because all blocks are checkpointed already, raises."""
     model = TinyLM()
     with (
         prepare(model, checkpointing=Checkpointing()),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lt_tiled import Checkpointing, prepare
-from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import build_offloader
 from tests.models import TinyLM, lm_loss
 from tests.offload.test_offloader import TIERS, settle
 

@@ -1,9 +1,10 @@
-"""The offloader: what autograd does with packed tensors, whatever the order, and what goes wrong."""
+"""The offloader: packing and unpacking in any order, and failures."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -15,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_tiled import Checkpointing, OffloadDiskFull, OffloadError
-from lt_tiled.errors import hooks
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Boundary, Offloader
+from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
+from lt_tiled.errors import Origin
+from lt_tiled.offload import offloader as offloading
+from lt_tiled.offload import prefetch
+from lt_tiled.offload.offloaded_tensor import OffloadedTensor
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from tests.offload.faults import each_call, fail, nothing, nth_call
 
 Make = Callable[..., Offloader]
@@ -26,7 +29,7 @@ Make = Callable[..., Offloader]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes offloaders, to disk by default, and closes them; each must have given its space back."""
+    """Makes offloaders, to disk by default, and closes them; each must have freed its space."""
     made: list[Offloader] = []
 
     def build(offload: str = "disk", **fields: object) -> Offloader:
@@ -44,7 +47,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         assert not offloader._live
         if offloader.disk is not None:
             end = time.monotonic() + 20
-            while offloader.disk.spill.used and time.monotonic() < end:  # a read ahead gives its space back as it ends
+            while offloader.disk.spill.used and time.monotonic() < end:  # a prefetch frees its space when it ends
                 time.sleep(0.001)
             assert offloader.disk.spill.used == 0
         offloader.close()
@@ -52,7 +55,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def settle(offloader: Offloader) -> None:
-    """Wait until nothing is on its way out."""
+    """Wait until every tensor is stored."""
     end = time.monotonic() + 20
     while offloader._leaving:
         assert time.monotonic() < end
@@ -62,17 +65,17 @@ def settle(offloader: Offloader) -> None:
 
 
 def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
-    """Whether it is gone, or soon: the thread that moved it lets go of it just after it has said that it is done."""
+    """Return whether it is freed within a limit: the writing thread drops it just after its future is done."""
     end = time.monotonic() + 10
     while storage() is not None and time.monotonic() < end:
         time.sleep(0.001)
     return storage() is None
 
 
-def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> Boundary:
-    """Pack a tensor and wait until its bytes are elsewhere."""
+def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> OffloadedTensor:
+    """Pack a tensor and wait until its bytes are stored."""
     packed = offloader.pack(tensor, block)
-    assert isinstance(packed, Boundary)
+    assert isinstance(packed, OffloadedTensor)
     settle(offloader)
     return packed
 
@@ -87,7 +90,7 @@ TIERS = [
 
 @pytest.mark.parametrize(("offload", "fields"), TIERS)
 def test_round_trip(make: Make, offload: str, fields: dict[str, object]) -> None:
-    """What is packed comes back bit for bit from every tier, last packed first, and in any other order."""
+    """Tensors come back bit for bit from every tier, last packed first, and in any other order."""
     offloader = make(offload, **fields)
     tensors = [torch.randn(3, 500 + i) for i in range(12)]
     packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
@@ -95,7 +98,7 @@ def test_round_trip(make: Make, offload: str, fields: dict[str, object]) -> None
     assert all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True))
 
 
-def test_memory_is_let_go(make: Make) -> None:
+def test_memory_is_freed(make: Make) -> None:
     """The tensor itself is freed once its bytes are on disk."""
     offloader, tensor = make(), torch.randn(1000)
     storage = weakref.ref(tensor.untyped_storage())
@@ -106,7 +109,7 @@ def test_memory_is_let_go(make: Make) -> None:
 
 
 def test_keep_last(make: Make) -> None:
-    """The last ones packed stay where they are, and are handed back themselves."""
+    """The last tensors packed stay on the device, and unpacking returns them."""
     offloader = make(keep_last=2)
     tensors = [torch.randn(100) for _ in range(4)]
     packed = [offloader.pack(t, "block") for t in tensors]
@@ -115,8 +118,8 @@ def test_keep_last(make: Make) -> None:
     assert offloader.unpack(packed[3]).data_ptr() == tensors[3].data_ptr()
 
 
-def test_in_flight_is_handed_back_from_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is asked for before its write has ended is handed back at once."""
+def test_in_flight_is_returned_from_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is needed before its write has ended is returned at once."""
     gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
     real = offloader.disk.spill._write
@@ -138,17 +141,17 @@ def test_slow_disk_costs_time_and_not_memory(make: Make, monkeypatch: pytest.Mon
     for _ in range(12):
         packed.append(offloader.pack(torch.randn(100), "block"))
         most = max(most, sum(p.tensor is not None for p in packed))
-    assert most <= hooks.IN_FLIGHT
+    assert most <= offloading.IN_FLIGHT
     assert offloader.stats.stalled_ms > 20
 
 
 def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that answers no more is an error that names what was waited for, not a hang."""
+    """A disk that no longer responds raises an error that names the tensor, and does not hang."""
     gate = threading.Event()
     offloader = make()
     offloader.wait_seconds = 0.1
     monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: gate.wait(20))
-    packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(hooks.IN_FLIGHT)]
+    packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(offloading.IN_FLIGHT)]
     with pytest.raises(
         OffloadError,
         match=r"the write of 400 bytes has not ended within 0.1 s \(step 1, block layers.0, \[100\] float32",
@@ -160,7 +163,7 @@ def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.
 
 
 def test_prefetch_is_bounded(make: Make) -> None:
-    """No more than ``prefetch`` tensors are on their way back or back and unused at once."""
+    """No more than ``prefetch`` tensors are loaded ahead at once."""
     offloader = make(prefetch=2)
     packed = [away(offloader, torch.randn(100)) for _ in range(8)]
     for p in reversed(packed):
@@ -170,20 +173,20 @@ def test_prefetch_is_bounded(make: Make) -> None:
 
 
 def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``prefetch="auto"`` begins with one, and takes one more after each wait, up to its limit."""
+    """``prefetch="auto"`` starts with one tensor, and adds one after each stall, up to its limit."""
     offloader = make()
-    assert offloader.depth == 1
+    assert offloader.prefetcher.depth == 1
     real = offloader.disk.spill._read
     monkeypatch.setattr(offloader.disk.spill, "_read", lambda *a: (time.sleep(0.005), real(*a)))
     packed = [away(offloader, torch.randn(100)) for _ in range(20)]
     for p in reversed(packed):
         offloader.unpack(p)
-    assert 1 < offloader.depth <= hooks.MAX_PREFETCH
+    assert 1 < offloader.prefetcher.depth <= prefetch.MAX_PREFETCH
     assert offloader.stats.prefetch_misses > 0
 
 
 def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is changed while it is written is an error, not a gradient from half of the new values."""
+    """A change in place while the tensor is written raises, instead of mixing old and new values."""
     gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
     real = offloader.disk.spill._write
@@ -199,7 +202,7 @@ def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.Monkey
 
 
 def test_changed_in_place_while_it_is_kept(make: Make) -> None:
-    """So is one that stayed where it is."""
+    """So is one that stayed on the device."""
     offloader, tensor = make(keep_last=1), torch.randn(10)
     packed = offloader.pack(tensor.detach(), "block")
     tensor.add_(1)
@@ -208,7 +211,7 @@ def test_changed_in_place_while_it_is_kept(make: Make) -> None:
 
 
 def test_changed_in_place_after_it_left(make: Make) -> None:
-    """A change after the bytes are safe harms nothing: the old values come back."""
+    """A change after the bytes are stored is harmless: the old values come back."""
     offloader, tensor = make(), torch.randn(10)
     before = tensor.clone()
     packed = away(offloader, tensor.detach())
@@ -217,7 +220,7 @@ def test_changed_in_place_after_it_left(make: Make) -> None:
 
 
 def test_dropped_without_backward(make: Make) -> None:
-    """Graphs that are dropped, also while they are written or read, give their space back (checked by the fixture)."""
+    """Graphs that are dropped, also while they are written or read, free their space (checked by the fixture)."""
     offloader = make()
     for _ in range(20):
         packed = [offloader.pack(torch.randn(5000), "block") for _ in range(3)]
@@ -255,16 +258,14 @@ def test_several_threads(make: Make) -> None:
 
 
 def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
-    """Small tensors, weights and what cannot be moved are handed back themselves."""
+    """Small tensors, weights and tensors that cannot be moved are returned as they are."""
     offloader = make(min_bytes=1000)
     for tensor in (torch.randn(10), torch.nn.Parameter(torch.randn(1000)), torch.empty(0)):
         assert offloader.pack(tensor, "block") is tensor
 
 
 def test_compress(make: Make) -> None:
-    """``compress`` writes half the bytes of float32, rounds to bfloat16 also what is still on its way, and leaves other
-    dtypes alone.
-    """
+    """``compress`` halves the bytes of float32, rounds also tensors still in flight, and keeps other dtypes."""
     offloader, tensor = make(compress=True), torch.randn(1000)
     for _ in range(20):
         assert torch.equal(offloader.unpack(offloader.pack(torch.ones(1000) * 1.001, "block")), torch.ones(1000))
@@ -276,7 +277,7 @@ def test_compress(make: Make) -> None:
 
 
 def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """What the RAM's budget has no room for stays on the device, is right, and is said once."""
+    """Tensors that exceed the CPU budget stay on the device and are right, with one warning."""
     offloader = make("cpu", cpu_budget=8192)
     tensors = [torch.randn(1000) for _ in range(5)]
     packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
@@ -287,19 +288,19 @@ def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -
 
 
 def test_tiers_in_order(make: Make) -> None:
-    """With both tiers RAM is filled first, and the overflow goes to disk."""
+    """With both tiers, CPU memory is filled first, and the overflow goes to disk."""
     offloader = make("cpu+disk", cpu_budget=8192)
     packed = [away(offloader, torch.randn(1000)) for _ in range(5)]
     assert [p.stored.tier for p in packed] == ["cpu", "cpu", "disk", "disk", "disk"]
 
 
 def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's budgets are divided by its ranks: those that the caller names, or that torchrun does."""
+    """A node's budgets are divided by its ranks: the given number, or torchrun's."""
     policy = Checkpointing(offload="cpu+disk", cpu_budget="1MiB", disk_budget="2MiB", directory=str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for ranks, shares in ((None, 4), (2, 2)):
         offloader = build_offloader(policy, ranks)
-        assert offloader.ram.slabs.budget == 2**20 // shares
+        assert offloader.cpu.slabs.budget == 2**20 // shares
         assert offloader.disk.spill.budget == 2**21 // shares
         offloader.close()
 
@@ -307,18 +308,16 @@ def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("function", "fault", "kind"),
     [
-        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull),
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError),
         ("pwritev", fail(errno.EIO), OffloadError),
         ("pwritev", nothing, OffloadError),
         ("preadv", fail(errno.EIO), OffloadError),
         ("preadv", nothing, OffloadError),
-        ("posix_fallocate", fail(errno.ENOSPC), OffloadDiskFull),
+        ("posix_fallocate", fail(errno.ENOSPC), OffloadDiskFullError),
     ],
 )
 def test_each_failing_call(make: Make, function: str, fault: object, kind: type[OffloadError]) -> None:
-    """Whichever call of a step fails, the step ends in an error with step, block and shape; nothing leaks, and the next
-    step is right.
-    """
+    """Whichever call fails, the error names step, block and shape, nothing leaks, and the next step is right."""
 
     def step(offloader: Offloader) -> None:
         tensors = [torch.randn(500) for _ in range(4)]
@@ -356,18 +355,27 @@ def test_each_failing_call(make: Make, function: str, fault: object, kind: type[
     step(offloader)
 
 
+def test_errors_can_be_pickled() -> None:
+    """An error that another process raised keeps its message and attributes."""
+    origin = Origin(1, "layers.0", torch.Size([2, 3]), torch.float32)
+    error = OffloadDiskFullError("no room", origin=origin, offset=4096, directory="/scratch")
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is OffloadDiskFullError
+    assert (str(back), vars(back)) == (str(error), vars(error))
+
+
 def test_released_before_the_backward(make: Make) -> None:
-    """A graph that outlives the offloader is told so, in place of wrong data."""
+    """A graph that outlives the offloader raises, instead of using wrong data."""
     offloader = make()
     packed = away(offloader, torch.randn(100), "layers.0")
     offloader.close()
     offloader.close()
-    with pytest.raises(OffloadError, match=r"released before this graph's backward.*block layers.0"):
+    with pytest.raises(OffloadError, match=r"released before this graph's backward pass.*block layers.0"):
         offloader.unpack(packed)
 
 
 def test_statistics(make: Make) -> None:
-    """A step's figures count bytes by tier and how boundaries came back; the total adds the steps."""
+    """A step's figures count bytes by tier and how tensors came back; the total adds the steps."""
     offloader = make(keep_last=1)
     for _ in range(2):
         packed = [offloader.pack(torch.randn(250), "block") for _ in range(4)]
@@ -382,14 +390,12 @@ def test_statistics(make: Make) -> None:
     assert offloader.so_far().disk_bytes == 6000
     assert offloader.step == 2
     lines = offloader.so_far().describe(2, seconds=1.0)
-    assert lines[0] == "offloaded per step: 0.0 MiB to RAM, 0.0 MiB to disk"
-    assert "TB a day" in lines[-1]
+    assert lines[0] == "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk"
+    assert "TB per day" in lines[-1]
 
 
 def test_an_older_live_graph_does_not_stop_prefetching(make: Make) -> None:
-    """While an older graph is alive, those of the newer ones are prefetched step after step, and the older one's come
-    back too.
-    """
+    """While an older graph is alive, newer graphs are prefetched at each step, and the older one comes back too."""
     offloader = make(prefetch=2)
     older = [away(offloader, torch.full((300,), float(i))) for i in range(5)]
     for _ in range(4):

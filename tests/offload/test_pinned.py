@@ -1,4 +1,4 @@
-"""RAM in slabs: what happens when the system refuses to lock or to give it."""
+"""Slabs of CPU memory that the system refuses to pin or to allocate."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ import mmap
 
 import pytest
 
-from lt_tiled.errors import pinned
+from lt_tiled.offload import pinned
 from lt_tiled.offload.pinned import Slabs
 
 
-def test_refused_page_locks_fall_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where RAM cannot be page-locked it is used as it is, with one warning for all slabs, and is asked no more."""
+def test_refused_pinning_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory that cannot be pinned is used unpinned, with one warning for all slabs and no further attempts."""
     asked: list[int] = []
-    monkeypatch.setattr(pinned, "_lock_pages", lambda memory: asked.append(memory.nbytes))
+    monkeypatch.setattr(pinned, "_pin_pages", lambda memory: asked.append(memory.nbytes))
     slabs = Slabs(2**30)
     slots = [slabs.take(200 * 2**20, pin=True) for _ in range(3)]
     assert all(slot is not None for slot in slots)
     assert len(asked) == 1
-    assert caplog.text.count("refuses to page-lock RAM") == 1
+    assert caplog.text.count("refuses to pin CPU memory") == 1
     slabs.close()
 
 
-def test_no_ram_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the system has less RAM than the budget, what there is stays in use and the rest goes elsewhere, with one
-    warning.
-    """
+def test_no_memory_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """If the system has less memory than the budget, the allocated slabs stay in use, with one warning."""
     slabs = Slabs(2**30)
     first = slabs.take(200 * 2**20, pin=False)
 
@@ -34,7 +32,7 @@ def test_no_ram_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert [slabs.take(200 * 2**20, pin=False) for _ in range(3)] == [None] * 3
-    assert caplog.text.count("no 268435456 bytes of RAM left") == 1
+    assert caplog.text.count("no 268435456 bytes of CPU memory left") == 1
     first.free()
     assert slabs.take(200 * 2**20, pin=False) is not None
     slabs.close()

@@ -67,7 +67,7 @@ def test_exit_with_io_in_flight(tmp_path: Path, start: Start) -> None:
 
 
 def test_fork_after_start(tmp_path: Path, start: Start) -> None:
-    """A forked child is told that it may not offload and leaves as it wants to; the parent's data is untouched."""
+    """Offloading in a forked child raises, and the child exits normally; the parent's data is untouched."""
     process = start("fork_after_start", tmp_path)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0, printed

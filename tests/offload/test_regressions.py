@@ -1,4 +1,4 @@
-"""The bugs that other offloaders had, each by its name: none of them is ours."""
+"""Bugs of other offloaders, which this one does not have."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, OffloadDiskFull, Tiling, prepare
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Boundary, Offloader
+from lt_tiled import Checkpointing, OffloadDiskFullError, Tiling, prepare
+from lt_tiled.offload.offloaded_tensor import OffloadedTensor
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
 from tests.models import Block, H, TinyLM, lm_loss
 from tests.offload.test_offloader import away, freed, settle
@@ -29,7 +29,7 @@ def disk(tmp_path: Path, **fields: object) -> Offloader:
 
 
 def test_a_tensor_is_not_freed_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchtune #1867: the source lives until its copy has ended, though nobody else holds it."""
+    """Torchtune #1867: the source lives until its copy has ended, even without another reference."""
     offloader, gate = disk(tmp_path), threading.Event()
     real = offloader.disk.spill._write
     monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(20), real(*a)))
@@ -156,24 +156,22 @@ def test_keyword_hidden_states_are_found() -> None:
 
 
 def test_a_hook_around_the_backward_sees_no_tile() -> None:
-    """An offloading context that is open around forward and backward packs the boundaries, and none of the tiles'
-    intermediates.
-    """
+    """Saved-tensors hooks around forward and backward see the block inputs, and no intermediate of a tile."""
     packed: list[tuple[int, ...]] = []
     model = TinyLM(3)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t)
     with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()), hooks:
         lm_loss(model(IDS), IDS).backward()
     assert packed.count((2, 24, H)) >= 3
-    assert not any(48 in shape[-1:] for shape in packed)  # the MLP's width
+    assert not any(48 in shape[-1:] for shape in packed)  # intermediate_size
 
 
 def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
-    """DataFusion #24230: a step that ends in a full disk leaves the whole budget to the next one."""
+    """DataFusion #24230: after a step that fails with a full disk, the next step has the full budget."""
     offloader = disk(tmp_path, disk_budget=4 * 4096)
     for _ in range(5):
-        packed: list[Tensor | Boundary] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
-        with pytest.raises(OffloadDiskFull, match="raise disk_budget"):
+        packed: list[Tensor | OffloadedTensor] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
+        with pytest.raises(OffloadDiskFullError, match="raise disk_budget"):
             offloader.pack(torch.randn(1000), "block")
         packed.clear()
         gc.collect()
@@ -195,10 +193,8 @@ def test_slabs_have_the_size_they_were_asked_to_have() -> None:
     slabs.close()
 
 
-def test_thousands_of_boundaries_share_a_slab() -> None:
-    """llm-compressor #2790: ten thousand small boundaries are ranges of one slab, not ten thousand page-locked
-    blocks.
-    """
+def test_thousands_of_tensors_share_a_slab() -> None:
+    """llm-compressor #2790: ten thousand small tensors are ranges of one slab, not ten thousand pinned blocks."""
     slabs = Slabs(2**30)
     slots = [slabs.take(5000, pin=False) for _ in range(10_000)]
     assert len(slabs._slabs) == 1

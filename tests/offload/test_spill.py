@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_tiled.errors import OffloadDiskFull, OffloadError
+from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.offload.spill import CHUNK, SpillFile
 from tests.offload.faults import each_call, fail, nothing, nth_call, short
 
@@ -160,8 +160,8 @@ def test_interrupted_calls_go_on(spill: SpillFile) -> None:
 @pytest.mark.parametrize(
     ("function", "fault", "kind", "message"),
     [
-        ("pwritev", fail(errno.ENOSPC), OffloadDiskFull, "cannot write .* bytes: No space left"),
-        ("pwritev", fail(errno.EDQUOT), OffloadDiskFull, "cannot write .* bytes: Disk quota"),
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError, "cannot write .* bytes: No space left"),
+        ("pwritev", fail(errno.EDQUOT), OffloadDiskFullError, "cannot write .* bytes: Disk quota"),
         ("pwritev", fail(errno.EIO), OffloadError, "cannot write .* bytes: Input/output error"),
         ("pwritev", nothing, OffloadError, "short write: 0 of"),
         ("preadv", fail(errno.EIO), OffloadError, "cannot read .* bytes: Input/output error"),
@@ -198,7 +198,7 @@ def test_full_disk_at_setup(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with (
         nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
-        pytest.raises(OffloadDiskFull, match="cannot reserve 1048576 bytes more"),
+        pytest.raises(OffloadDiskFullError, match="cannot reserve 1048576 bytes more"),
     ):
         SpillFile(tmp_path, 2**20)
     assert os.listdir("/proc/self/fd") == before
@@ -214,7 +214,7 @@ def test_full_disk_while_growing(tmp_path: Path) -> None:
         assert get(spill, put(spill)) == DATA
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "posix_fallocate", lambda *_: fail(errno.ENOSPC)(None))
-        with pytest.raises(OffloadDiskFull, match="cannot reserve"):
+        with pytest.raises(OffloadDiskFullError, match="cannot reserve"):
             spill.take(2**30)
     assert get(spill, put(spill)) == DATA
     spill.close()
@@ -226,7 +226,7 @@ def test_budget(tmp_path: Path) -> None:
     assert os.fstat(spill._file).st_blocks * 512 >= 10 * 4096
     offsets = [spill.take(4096) for _ in range(10)]
     with pytest.raises(
-        OffloadDiskFull,
+        OffloadDiskFullError,
         match=r"budget of 40960 bytes has no free range of 4096 bytes \(40960 are in use\): raise disk_budget",
     ):
         spill.take(1)
@@ -247,7 +247,7 @@ def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:
     directory = make(tmp_path)
     with pytest.raises(
         OffloadError,
-        match=rf"cannot make a directory for the spill file \(make the one that it is in, or give another\): {message}.*{directory}",
+        match=rf"cannot create the spill file \(set a directory that exists and is writable\): {message}.*{directory}",
     ):
         SpillFile(directory)
 
@@ -336,9 +336,7 @@ def test_closed(spill: SpillFile) -> None:
 def test_close_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing on a disk that answers no more ends within its limit, with a warning, and keeps the file open for what
-    still runs.
-    """
+    """Closing on a disk that no longer responds ends within its limit, with a warning, and keeps the file open."""
     gate = threading.Event()
     monkeypatch.setattr("lt_tiled.offload.spill.CLOSE_SECONDS", 0.1)
     spill = SpillFile(tmp_path)
@@ -347,13 +345,13 @@ def test_close_does_not_wait_for_ever(
     start = time.monotonic()
     spill.close()
     assert time.monotonic() - start < 5
-    assert "has not answered for 0.1 s" in caplog.text
+    assert "has not responded for 0.1 s" in caplog.text
     os.fstat(spill._file)
     gate.set()
 
 
 def test_dropped_without_close(tmp_path: Path) -> None:
-    """A file that nobody closed is closed when it is collected."""
+    """A file that was not closed is closed when it is collected."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         put(SpillFile(tmp_path))

@@ -191,13 +191,13 @@ def test_marking_again_below_somebodys_forward() -> None:
 
 def test_two_marks_come_off_in_any_order() -> None:
     """A module that is tiled and checkpointed is as it was whichever mark goes first."""
-    from lt_tiled.checkpointing import mark_block, unmark_block
+    from lt_tiled.checkpointing import patch_block, restore_block
 
-    for order in (untile, unmark_block), (unmark_block, untile):
+    for order in (untile, restore_block), (restore_block, untile):
         module = GatedMLP()
         before = dict(module.__dict__)
         tile(module, num_shards=4)
-        mark_block(module)
+        patch_block(module)
         x = randn(1, 20, H)
         module(x).sum().backward()
         for undo in order:

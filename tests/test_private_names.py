@@ -1,0 +1,252 @@
+"""Canaries: each private name of torch, Lightning, transformers and DeepSpeed in the package still is what it was."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.fsdp._common_utils
+import torch.distributed.fsdp.fully_sharded_data_parallel
+import torchmetrics
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch, _pytree
+
+import lt_tiled
+
+
+def imports(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(module), name) is not None
+
+
+def sets(cls: type, name: str) -> Callable[[], Any]:
+    """Whether a class still sets or defines the name, which a subclass here reads, sets or overrides."""
+    return lambda: any(name in names_in(base) for base in cls.__mro__)
+
+
+def hooked(register: str, name: str) -> Callable[[], Any]:
+    def check() -> bool:
+        linear = nn.Linear(1, 1)
+        getattr(linear, register)(lambda *_: None)
+        return len(getattr(linear, name)) == 1
+
+    return check
+
+
+def saved_tensors_hooks() -> bool:
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    with torch.autograd.graph.saved_tensors_hooks(pack := lambda t: t, lambda t: t):
+        inside = top(True)[0] is pack
+    return inside and top(True) is None
+
+
+def node() -> Any:
+    return (torch.ones(1, requires_grad=True) * 2).grad_fn
+
+
+def current_node() -> bool:
+    seen: list[Any] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(torch._C._current_autograd_node()))
+    y.sum().backward()
+    return torch._C._current_autograd_node() is None and len(seen) == 1
+
+
+def version() -> bool:
+    x = torch.ones(1)
+    return (x._version, x.add_(1)._version) == (0, 1)
+
+
+def modes_disabled() -> bool:
+    with FakeTensorMode(), _python_dispatch._disable_current_modes():
+        return type(torch.ones(1)) is Tensor
+
+
+def marked_dynamic() -> bool:
+    x = torch.ones(4)
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return set(x._dynamo_weak_dynamic_indices) == {0}
+
+
+def fake() -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    with FakeTensorMode():
+        return type(torch.ones(1)) is FakeTensor
+
+
+def metric_state() -> bool:
+    metric = torchmetrics.MeanMetric()
+    metric.update(1.0)
+    before = (metric._update_count, metric._computed)
+    return before == (1, None) and float(metric.compute()) == 1.0 == float(metric._computed)
+
+
+def wrapped_by_checkpoint() -> bool:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return hasattr(checkpoint_wrapper(nn.Linear(1, 1)), "_checkpoint_wrapped_module")
+
+
+def compatible_ops() -> bool:
+    deepspeed = pytest.importorskip("deepspeed")
+    return "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+
+
+def loops(name: str) -> Callable[[], Any]:
+    return lambda: hasattr(trainer().fit_loop, name)
+
+
+def trainer() -> pl.Trainer:
+    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+aten = torch.ops.aten
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+CANARIES: dict[str, Callable[[], Any]] = {
+    # torch
+    "_BatchNorm": lambda: issubclass(nn.BatchNorm1d, nn.modules.batchnorm._BatchNorm),
+    "_C": lambda: torch._C is not None,
+    "_ConvNd": lambda: issubclass(nn.Conv1d, nn.modules.conv._ConvNd),
+    "_NormBase": lambda: issubclass(nn.InstanceNorm1d, nn.modules.batchnorm._NormBase),
+    "_autograd": lambda: torch._C._autograd is not None,
+    "_backward_hooks": hooked("register_full_backward_hook", "_backward_hooks"),
+    "_backward_pre_hooks": hooked("register_full_backward_pre_hook", "_backward_pre_hooks"),
+    "_base": lambda: (x := torch.ones(2))[1:]._base is x,
+    "_buffers": lambda: set(nn.BatchNorm1d(1)._buffers) == {"running_mean", "running_var", "num_batches_tracked"},
+    "_cdata": lambda: (x := torch.ones(2)).untyped_storage()._cdata == x[1:].untyped_storage()._cdata,
+    "_checkpoint_wrapped_module": wrapped_by_checkpoint,
+    "_current_autograd_node": current_node,
+    "_disable_current_modes": modes_disabled,
+    "_dynamo": lambda: torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64}),
+    "_dynamo_weak_dynamic_indices": marked_dynamic,
+    "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
+    "_flat_param": lambda: torch.distributed.fsdp.fully_sharded_data_parallel.FLAT_PARAM == "_flat_param",
+    "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),
+    "_forward_pre_hooks": hooked("register_forward_pre_hook", "_forward_pre_hooks"),
+    "_fsdp_wrapped_module": lambda: torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module",
+    "_get_sequence_nr": lambda: isinstance(torch._C._autograd._get_sequence_nr(), int),
+    "_global_forward_hooks": lambda: isinstance(nn.modules.module._global_forward_hooks, dict),
+    "_grouped_mm": lambda: aten._grouped_mm.default is not None,
+    "_inductor": lambda: importlib.import_module("torch._inductor.config").patch(fallback_random=True),
+    "_local_scalar_dense": lambda: aten._local_scalar_dense.default is not None,
+    "_make_wrapper_subclass": lambda: callable(Tensor._make_wrapper_subclass),
+    "_modules": lambda: set(nn.Sequential(nn.Linear(1, 1))._modules) == {"0"},
+    "_orig_mod": lambda: (m := nn.Linear(1, 1)) is torch.compile(m)._modules["_orig_mod"],
+    "_overloadpacket": lambda: aten.mm.default._overloadpacket is aten.mm,
+    "_parameters": lambda: set(nn.Linear(1, 1)._parameters) == {"weight", "bias"},
+    "_python_dispatch": imports("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+    "_pytree": lambda: _pytree.tree_leaves(({"a": 1}, [2])) == [1, 2],
+    "_record_memory_history": lambda: callable(torch.cuda.memory._record_memory_history),
+    FLASH: lambda: hasattr(aten, FLASH),
+    f"{FLASH}_backward": lambda: hasattr(aten, f"{FLASH}_backward"),
+    "_schema": lambda: len(aten.mm.default._schema.arguments) == 2,
+    "_sequence_nr": lambda: isinstance(node()._sequence_nr(), int),
+    "_snapshot": lambda: callable(torch.cuda.memory._snapshot),
+    "_subclasses": fake,
+    "_top_saved_tensors_default_hooks": saved_tensors_hooks,
+    "_version": version,
+    # Lightning
+    "_activation_checkpointing_kwargs": sets(FSDPStrategy, "_activation_checkpointing_kwargs"),
+    "_batches_that_stepped": lambda: trainer().fit_loop.epoch_loop._batches_that_stepped == 0,
+    "_combined_loader": loops("_combined_loader"),
+    "_data_parallel_size": sets(ModelParallelStrategy, "_data_parallel_size"),
+    "_data_source": loops("_data_source"),
+    "_ddp_kwargs": lambda: DDPStrategy(bucket_cap_mb=1)._ddp_kwargs == {"bucket_cap_mb": 1},
+    "_distributed_is_initialized": imports("lightning.fabric.utilities.distributed", "_distributed_is_initialized"),
+    "_dump_config": sets(LightningCLI, "_dump_config"),
+    "_fsdp_kwargs": lambda: "limit_all_gathers" in FabricFSDP(limit_all_gathers=False)._fsdp_kwargs,
+    "_get": sets(LightningCLI, "_get"),
+    "_init_optimizers_and_lr_schedulers": imports(
+        "lightning.pytorch.core.optimizer", "_init_optimizers_and_lr_schedulers"
+    ),
+    "_loggers": lambda: trainer()._loggers == [],
+    "_parallelize_fn": sets(
+        importlib.import_module("lightning.fabric.strategies").ModelParallelStrategy, "_parallelize_fn"
+    ),
+    "_root_device": sets(SingleDeviceStrategy, "_root_device"),
+    "_setup_model": sets(FSDPStrategy, "_setup_model"),
+    "_state_dict_type": sets(FSDPStrategy, "_state_dict_type"),
+    "_tensor_parallel_size": sets(ModelParallelStrategy, "_tensor_parallel_size"),
+    # torchmetrics, transformers, DeepSpeed
+    "_active_collector": lambda: (
+        importlib.import_module("transformers.utils.output_capturing")._active_collector.get() is None
+    ),
+    "_can_checkpoint_with_cache": lambda: "_can_checkpoint_with_cache" in source("transformers.modeling_layers"),
+    "_computed": metric_state,
+    "_update_count": metric_state,
+    "__compatible_ops__": compatible_ops,
+}
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_canary(name: str) -> None:
+    """The name exists and behaves as the package expects."""
+    assert CANARIES[name]()
+
+
+def test_each_private_name_has_a_canary() -> None:
+    """A private name in the package that the package does not define itself is in ``CANARIES``."""
+    modules = [
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(lt_tiled.__path__, "lt_tiled.")
+        if not info.name.endswith("__main__")
+    ]
+    missing = {name: module.__name__ for module in modules for name in foreign_names(module) if name not in CANARIES}
+    assert missing == {}
+
+
+def foreign_names(module: ModuleType) -> set[str]:
+    """The private names in a module that it does not define, and those that its classes share with foreign bases."""
+    own, used = set(), set()
+    tree = ast.parse(inspect.getsource(module))
+    formatted = {id(part) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for part in n.values}
+    for n in ast.walk(tree):
+        if isinstance(n, ast.FunctionDef | ast.ClassDef):
+            own.add(n.name)
+        elif isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
+            own.add(n.id)
+        elif isinstance(n, ast.arg):
+            own.add(n.arg)
+        elif isinstance(n, ast.ImportFrom):
+            ours = (n.module or "").startswith("lt_tiled")
+            (own if ours else used).update((n.module or "").split("."), (alias.name for alias in n.names))
+        elif isinstance(n, ast.Attribute):
+            stored = isinstance(n.ctx, ast.Store) and isinstance(n.value, ast.Name) and n.value.id == "self"
+            (own if stored else used).add(n.attr)
+        elif isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in formatted:
+            used.update(n.value.split("."))
+    names = {name for name in used - own if re.fullmatch(r"_[A-Za-z]\w*", name) and "_lt_tiled" not in name}
+    for cls in vars(module).values():
+        if inspect.isclass(cls) and cls.__module__ == module.__name__:
+            bases: tuple[list[set[str]], list[set[str]]] = ([], [])
+            for base in cls.__mro__:
+                bases[base.__module__.startswith("lt_tiled")].append(names_in(base))
+            theirs, ours = (set().union(*found) for found in bases)
+            names = (names - ours) | (theirs & ours)
+    return names
+
+
+def names_in(cls: type) -> set[str]:
+    """The private names that a class sets on itself or defines."""
+    with suppress(OSError, TypeError):
+        return {a or b for a, b in re.findall(r"\bself\.(_[a-z]\w*)|\bdef (_[a-z]\w*)", inspect.getsource(cls))}
+    return set()
+
+
+def source(module: str) -> str:
+    return inspect.getsource(importlib.import_module(module))

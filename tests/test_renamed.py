@@ -1,0 +1,50 @@
+"""Old names and import paths work, with a warning that names the new ones."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from lt_tiled import _renamed
+from lt_tiled.errors import OffloadDiskFullError
+
+NAMES = [
+    ("lt_tiled", "OffloadDiskFull", OffloadDiskFullError.__name__),
+    ("lt_tiled.errors", "OffloadDiskFull", OffloadDiskFullError.__name__),
+    ("lt_tiled.offload.errors", "OffloadDiskFull", OffloadDiskFullError.__name__),
+    ("lt_tiled.tiling.work", "NotTokenWise", "NotPositionWiseError"),
+    ("lt_tiled.planner.fake", "CannotSimulate", "SimulationError"),
+    ("lt_tiled.planner.search", "DoesNotFit", "DoesNotFitError"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), _renamed.MODULES.items())
+def test_old_modules(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old path imports the very module that has a new one, and warns on its first import."""
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    spec = importlib.import_module(new).__spec__
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}") as warned:
+        __import__(old)
+    assert sys.modules[old] is sys.modules[new]
+    assert sys.modules[new].__spec__ is spec
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("ignore:lt_tiled.offload.errors is now")
+@pytest.mark.parametrize(("module", "old", "new"), NAMES)
+def test_old_names(module: str, old: str, new: str) -> None:
+    """An old name is the renamed class, and warns where it is used."""
+    with pytest.warns(DeprecationWarning, match=rf"\.{old} is now lt_tiled\.errors\.{new}") as warned:
+        found = getattr(importlib.import_module(module), old)
+    assert found is getattr(importlib.import_module("lt_tiled"), new)
+    assert warned[-1].filename == __file__
+
+
+def test_names_that_never_existed() -> None:
+    """Other names are missing, as in any module."""
+    with pytest.raises(AttributeError, match="module 'lt_tiled' has no attribute 'nothing'"):
+        _ = importlib.import_module("lt_tiled").nothing
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lt_tiled.nothing")
