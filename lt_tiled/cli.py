@@ -18,7 +18,7 @@ import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.planner.command import run_plan
-from lt_tiled.planner.fake import CannotSimulate
+from lt_tiled.errors import SimulationError
 
 
 class PlanningTrainer(Trainer):
@@ -47,7 +47,7 @@ class TiledCLI(LightningCLI):
         self._dump_config()
         try:
             run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
-        except (ValueError, CannotSimulate) as error:
+        except (ValueError, SimulationError) as error:
             raise SystemExit(f"lt-tiled plan: {error}") from error
 
 

@@ -63,3 +63,11 @@ def _rebuild(
     kind: type[OffloadError], reason: str, origin: Origin | None, offset: int | None, directory: str | None
 ) -> OffloadError:
     return kind(reason, origin=origin, offset=offset, directory=directory)
+
+
+class SimulationError(RuntimeError):
+    """A module cannot be simulated, for example because it needs values, which fake tensors do not have."""
+
+
+class DoesNotFitError(ValueError):
+    """No settings make the training step fit into the memory."""

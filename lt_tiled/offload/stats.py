@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from lt_tiled.memory import gib
+
 
 @dataclass
 class OffloadStats:
@@ -41,20 +43,16 @@ class OffloadStats:
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
         lines = [
-            f"offloaded per step: {_size(self.cpu_bytes / per_step)} to RAM, {_size(self.disk_bytes / per_step)} to disk",
+            f"offloaded per step: {gib(self.cpu_bytes / per_step)} to RAM, {gib(self.disk_bytes / per_step)} to disk",
             f"back in time: {self.prefetch_hits} of {asked}; asked for while still on the way out: {self.from_memory}",
             f"stalled: {self.stalled_ms / per_step:.1f} ms a step",
         ]
         if self.kept_bytes:
-            lines.append(f"left on the device for want of room: {_size(self.kept_bytes / per_step)} a step")
+            lines.append(f"left on the device for want of room: {gib(self.kept_bytes / per_step)} a step")
         if self.disk_bytes:
-            lines.append(f"written to disk in all: {_size(self.disk_bytes)}")
+            lines.append(f"written to disk in all: {gib(self.disk_bytes)}")
             if seconds:
                 lines.append(
                     f"SSD wear at this rate: {self.disk_bytes / seconds * 86400 / 1e12:.1f} TB a day, to hold against the drive's TBW"
                 )
         return lines
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,6 +1,4 @@
-"""What DeepSpeed holds beside the model, of one rank: buckets, gathered weights, and float32 copies of a part of the
-weights.
-"""
+"""What DeepSpeed allocates on one rank: buckets, gathered weights, and float32 copies of its part of the weights."""
 
 from __future__ import annotations
 
@@ -10,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from lt_tiled._training_step import stepped_on
 from lt_tiled.modules.find import walk
 from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.ledger import Ledger
-from lt_tiled.planner.shards import FSDP2, Held, Unit, stepped_on
+from lt_tiled.planner.shards import FSDP2, EngineMemory, Unit
 from lt_tiled.tiling.api import tile_marks
 
 
@@ -43,34 +42,36 @@ class _Masters:
 
 
 class Zero3(FSDP2):
-    """What ZeRO-3 allocates (deepspeed/runtime/zero/stage3.py): each module with weights is gathered by itself, a leaf
-    as a whole.
+    """Allocates what ZeRO-3 allocates: each module's own weights are gathered alone, those of a leaf together.
+
+    The order is that of deepspeed/runtime/zero/stage3.py.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         super().__init__(engine, model, optimizer, ledger)
         self.masters = _Masters(engine, ledger, optimizer)
 
-    def find_units(self) -> list[Unit]:
+    def find_fsdp_units(self) -> list[Unit]:
         leaves = [(path, m) for path, m, _ in tile_marks(self.model)]
         inside = {id(part) for _, leaf in leaves for part in leaf.modules()}
         alone = [(path, m) for path, m in walk(self.model) if id(m) not in inside and m._parameters]
         return [Unit(path, m, list(m.parameters())) for path, m in [*leaves, *alone]] + [Unit("", self.model, [])]
 
     @contextmanager
-    def applied(self) -> Iterator[Held]:
-        weights = [p for unit in self.units for p in unit.weights]
+    def applied(self) -> Iterator[EngineMemory]:
+        engine, weights = self.engine, [p for unit in self.fsdp_units for p in unit.weights]
         trained = [p for p in weights if p.requires_grad]
-        ranks, hold = self.engine.ranks, self.ledger.hold
+        kept = min(engine.live, sum(p.numel() for p in weights))
+        amounts = {"gathered": kept * weights[0].itemsize}
+        if not engine.offload_weights:
+            amounts["weights"] = sum(-(-p.numel() // engine.ranks) * p.itemsize for p in weights)
+        if not engine.offload_optimizer:
+            amounts["gradients"] = sum(-(-p.numel() // engine.ranks) * p.itemsize for p in trained)
+        if trained:
+            amounts["communication"] = engine.bucket * trained[0].itemsize
         with ExitStack() as stack:
-            if not self.engine.offload_weights:
-                stack.callback(hold(sum(-(-p.numel() // ranks) * p.itemsize for p in weights), "weights"))
-            if not self.engine.offload_optimizer:
-                stack.callback(hold(sum(-(-p.numel() // ranks) * p.itemsize for p in trained), "gradients"))
-            if trained:
-                stack.callback(hold(self.engine.bucket * trained[0].itemsize, "communication"))
-            kept = min(self.engine.live, sum(p.numel() for p in weights))
-            stack.callback(hold(kept * weights[0].itemsize, "gathered"))
+            for part, nbytes in amounts.items():
+                stack.callback(self.ledger.hold(nbytes, part))
             stack.enter_context(super().applied())
             yield self
 
@@ -87,21 +88,23 @@ class Zero3(FSDP2):
 
     def gather_in_forward(self, unit: Unit) -> None:
         if not self.engine.live:
-            unit.gathered = self.ledger.hold(unit.nbytes, "gathered", unit.path)
+            unit.gathered = self.hold(unit)
 
     gather_in_backward = gather_in_forward
 
     def prefetch(self, unit: Unit) -> None:
-        """No further than the bucket for it."""
+        """Allocate nothing: prefetched weights are part of the live ones."""
 
     def reduce(self, unit: Unit) -> None:
-        nn.ParameterList(unit.ready).zero_grad(set_to_none=True)  # moved to the bucket
+        for p in unit.ready:
+            p.grad = None  # moved to the bucket
         unit.ready = []
 
 
-class Zero(Held):
-    """What ZeRO-1 and 2 allocate (deepspeed/runtime/zero/stage_1_and_2.py): buckets in the backward, and optimizer
-    state in parts.
+class Zero(EngineMemory):
+    """Allocates what ZeRO-1 and ZeRO-2 allocate: buckets in the backward pass, and a part of the optimizer state.
+
+    The order is that of deepspeed/runtime/zero/stage_1_and_2.py.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
@@ -111,11 +114,11 @@ class Zero(Held):
         self.held = ExitStack()
 
     @contextmanager
-    def applied(self) -> Iterator[Held]:
+    def applied(self) -> Iterator[EngineMemory]:
         with ExitStack() as stack:
             if self.engine.name == "zero2":
                 for weight in self.trained:
-                    stack.callback(weight.register_post_accumulate_grad_hook(self._arrived).remove)
+                    stack.callback(weight.register_post_accumulate_grad_hook(self._after_gradient).remove)
             copies = {id(p): self.masters.copy_of(p) for p in stepped_on(self.optimizer)}
             for group in self.optimizer.param_groups:
                 group["params"] = [copies[id(p)] for p in group["params"]]
@@ -124,10 +127,8 @@ class Zero(Held):
 
     def begin(self, phase: str) -> None:
         if phase == "backward" and self.trained:
-            nbytes = self.engine.bucket * self.trained[0].itemsize
-            release = [self.ledger.hold(nbytes, "communication") for _ in range(self.engine.buckets)]
-            for done in release:
-                self.held.callback(done)
+            for _ in range(self.engine.buckets):
+                self.held.callback(self.ledger.hold(self.engine.bucket * self.trained[0].itemsize, "communication"))
         if phase == "optimizer":
             self.held.close()
             self.masters.give_gradients()
@@ -137,7 +138,6 @@ class Zero(Held):
         self.model.zero_grad(set_to_none=True)
         self.masters.offload()
 
-    def _arrived(self, weight: Tensor) -> None:
-        assert isinstance(weight, nn.Parameter)
-        nn.ParameterList([weight]).zero_grad(set_to_none=True)
+    def _after_gradient(self, weight: Tensor) -> None:
+        weight.grad = None
         self.held.callback(self.ledger.hold(-(-weight.nbytes // self.engine.ranks), "gradients"))

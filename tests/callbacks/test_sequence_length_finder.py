@@ -214,7 +214,7 @@ def test_the_order_of_callbacks() -> None:
     """A callback that tiles and stands behind the finder, which would try the model without it, is refused; before it,
     it counts.
     """
-    with pytest.raises(ValueError, match="TiledMLP stands behind SequenceLengthFinder"):
+    with pytest.raises(ValueError, match="TiledMLP comes after SequenceLengthFinder"):
         trainer("auto", callbacks=[SequenceLengthFinder(), TiledMLP(2)], limit_val_batches=0).fit(Long())
     module = Long()
     trainer("auto", callbacks=[TiledMLP(2), SequenceLengthFinder(start=64, limit=64)], limit_val_batches=0).fit(module)

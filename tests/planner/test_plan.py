@@ -14,13 +14,13 @@ from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
 from lt_tiled import Checkpointing, TiledDDPStrategy, TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling
+from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.engines import engine_of
-from lt_tiled.planner.fake import CannotSimulate
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import draw_lengths, draw_step
 from lt_tiled.planner.plan import describe
-from lt_tiled.planner.search import DoesNotFit, cheapest, longest, plan
+from lt_tiled.planner.search import cheapest, longest, plan
 from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.planner.runs import LLAMA, measured
@@ -57,11 +57,11 @@ def test_features_lower_the_part_that_they_are_for() -> None:
     """
     base = job()
 
-    def held(part: str, whole_loss: bool = False, **settings: Any) -> tuple[int, int]:
-        run = plan(base, 8192, base.settings.__class__(**settings), whole_loss).simulation
+    def held(part: str, full_logits: bool = False, **settings: Any) -> tuple[int, int]:
+        run = plan(base, 8192, base.settings.__class__(**settings), full_logits).simulation
         return max(run.over_time()[part]), run.peak
 
-    plain, loss = held("loss", whole_loss=True), held("loss", tiling=Tiling(targets=[], loss=8))
+    plain, loss = held("loss", full_logits=True), held("loss", tiling=Tiling(targets=[], loss=8))
     assert loss[0] <= plain[0] / 2
     assert held("attention", checkpointing=Checkpointing())[0] <= held("attention")[0] * 2 / 3
     recompute, tiled = (
@@ -108,7 +108,7 @@ def test_longest() -> None:
     found = longest(base, memory)
     assert found.tokens % 256 == 0
     assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak
-    with pytest.raises(DoesNotFit, match=r"256 tokens already take .*more than 4.0 MiB: give more memory"):
+    with pytest.raises(DoesNotFitError, match=r"256 tokens already take .*more than 4.0 MiB: give more memory"):
         longest(base, 4 * MIB)
 
 
@@ -136,7 +136,7 @@ def test_cheapest() -> None:
             > needed[1] * 3 // 4
         )
     with pytest.raises(
-        DoesNotFit, match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices"
+        DoesNotFitError, match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices"
     ):
         cheapest(base, MIB, tokens)
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_simulated() -> None:
     """A module that looks at values is refused with the operation and the place; one without sequences cannot be
     lengthened.
     """
-    with pytest.raises(CannotSimulate, match=r"aten._local_scalar_dense.default in net needs the values"):
+    with pytest.raises(SimulationError, match=r"aten._local_scalar_dense.default in net needs the values"):
         job(module=Peeking).simulate()
     with pytest.raises(ValueError, match="no tensor with two or three dimensions"):
         job(module=Vectors).simulate(64)
@@ -201,7 +201,7 @@ class ByHand(LitTiny):
 )
 def test_modules_that_optimize_by_hand(module: Any, message: str) -> None:
     """What has no single loss and optimizer is refused by name."""
-    with pytest.raises(CannotSimulate, match=message):
+    with pytest.raises(SimulationError, match=message):
         job(module=module).simulate()
 
 
@@ -291,7 +291,7 @@ def test_pictures(ending: str, tmp_path: Path) -> None:
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
     for name in ("step", "lengths"):
         assert (tmp_path / f"{name}.{ending}").read_bytes().startswith(start)
-    for path, message in ((tmp_path / "step.jpeg2", "must end in"), (tmp_path / "no" / "step.png", "not there")):
+    for path, message in ((tmp_path / "step.jpeg2", "must end in"), (tmp_path / "no" / "step.png", "does not exist")):
         with pytest.raises(ValueError, match=message):
             draw_step({"with": found.simulation}, path)
 
@@ -310,7 +310,7 @@ def test_the_line_of_settings() -> None:
     base = job(TiledDDPStrategy(tiling=4, checkpointing="disk"), devices=2)
     assert (
         describe(base.settings)
-        == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk, all but the last 1"
+        == "ddp over 2 ranks, num_shards=4, activation checkpointing, block inputs offloaded to disk except the last 1"
     )
     assert isinstance(base.module, nn.Module)
 
