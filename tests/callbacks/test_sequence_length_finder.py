@@ -34,7 +34,7 @@ class Long(LitTiny):
         self.lengths.append(ids.shape[1])
         if ids.shape[1] > self.fits:
             raise RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+                "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"
             )
         return super().training_step(ids, index)
 

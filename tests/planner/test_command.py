@@ -108,7 +108,10 @@ def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """
     main(["plan", "--config", str(ROOT / "configs" / "plan" / "llama_8b.yaml"), "--seq=2048"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "zero3 over 8 ranks, num_shards=auto, activation checkpointing, block inputs offloaded to cpu except the last 1" in text
+    assert (
+        "zero3 over 8 ranks, num_shards=auto, activation checkpointing, block inputs offloaded to cpu except the last 1"
+        in text
+    )
     numbers = 2 * 128256 * 4096 + 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096
     assert f"│ weights │ {2 * numbers / 8 / 2**30:.2f} GiB │" in text
 

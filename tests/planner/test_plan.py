@@ -136,7 +136,8 @@ def test_cheapest() -> None:
             > needed[1] * 3 // 4
         )
     with pytest.raises(
-        DoesNotFitError, match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices"
+        DoesNotFitError,
+        match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices",
     ):
         cheapest(base, MIB, tokens)
 
