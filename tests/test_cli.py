@@ -192,7 +192,7 @@ def test_quickstart() -> None:
     assert "distributed_backend=gloo" in printed
     assert len(re.findall(r"4 x LlamaMLP\s+│", printed)) == 1
     assert re.search(r"tiled\s+│ 4 x LlamaMLP\s+│ model.model.layers.\*.mlp\s+│\s+4096 │\s+4 ", printed)
-    assert re.search(r"checkpointed\s+│ 4 x LlamaDecoderLayer", printed)
+    assert re.search(r"activation checkpointing\s+│ 4 x LlamaDecoderLayer", printed)
     assert re.search(r"peak memory of a step: \d+\.\d\d GiB", printed)
     assert re.search(r"val_perplexity: *\d", printed)
     (checkpoint,) = Path("runs").rglob("*.ckpt")
@@ -281,7 +281,7 @@ def test_own_model_and_data(command: str, caplog: pytest.LogCaptureFixture) -> N
                 "--trainer.logger=false",
             ]
         )
-    assert "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block" in caplog.text
+    assert "lt_tiled tiles 2 x GatedMLP and applies activation checkpointing to 2 x Block" in caplog.text
 
 
 def test_a_config_is_not_written_over() -> None:

@@ -1,4 +1,4 @@
-"""Flex attention of Hugging Face, compiled with options of one's own."""
+"""Hugging Face's flex attention, compiled with chosen options."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from lt_tiled._log import inform_once
 
 
 def flex_attention(options: Mapping[str, Any] | None) -> str:
-    """Say that flex attention is going to be compiled, and register it with these options for ``torch.compile``, if
-    there are any.
+    """Register flex attention with options of ``torch.compile``, and return its ``attn_implementation``.
 
-    Hugging Face's function compiles ``flex_attention`` itself, with no options, unless it is being compiled: so it is,
-    as a whole.
-
-    Returns:
-        The name to give as ``attn_implementation``.
+    Hugging Face's function compiles ``flex_attention`` without options, unless it is itself being compiled. So options
+    apply to the whole function.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
