@@ -78,10 +78,8 @@ def loss_of(output: Any, module: LightningModule) -> Tensor:
     """
     loss = output["loss"] if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise SimulationError(
-            f"{type(module).__name__}.training_step returned {type(loss).__name__} and no loss: simulations and trials"
-            " need automatic optimization and a returned loss."
-        )
+        step = f"{type(module).__name__}.training_step"
+        raise SimulationError(f"{step} returned {type(loss).__name__} and no loss: use automatic optimization.")
     return loss
 
 

@@ -87,11 +87,8 @@ def _with_own_configs(args: list[str]) -> list[str]:
     result = []
     for before, arg in zip(["", *args], args, strict=False):
         option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)
-        if (
-            option in ("--config", "--model", "--data", "--trainer")
-            and name.startswith("configs/")
-            and not Path(name).exists()
-        ):
+        files = option in ("--config", "--model", "--data", "--trainer")
+        if files and name.startswith("configs/") and not Path(name).exists():
             homes = (Path(__file__).parent, Path(__file__).parent.parent)
             found = next((str(home / name) for home in homes if (home / name).is_file()), name)
             arg = f"{option}={found}" if equals else found

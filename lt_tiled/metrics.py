@@ -15,14 +15,7 @@ from lt_tiled.loss.functional import check_shapes, tiled_token_logprobs
 
 
 class _TiledMetric(Metric):
-    """Sums a value per token and counts tokens, over batches and ranks.
-
-    Args:
-        ignore_index: The label of tokens to ignore.
-        num_shards: Tiles; ``"auto"`` as for :func:`~lt_tiled.tiled_linear_cross_entropy`.
-        shift: Token ``t`` predicts label ``t + 1``, as in causal models.
-        kwargs: Arguments of ``torchmetrics.Metric``.
-    """
+    """Sums a value per token and counts tokens, over batches and ranks."""
 
     full_state_update = False
     is_differentiable = False

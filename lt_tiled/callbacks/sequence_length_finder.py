@@ -116,27 +116,21 @@ class SequenceLengthFinder(Callback):
         )
 
     def _search(self, trial: _Trial) -> int:
-        low, high = 0, None
-        length = self.start
-        while high is None or high - low > self.granule:
+        low, high, length = 0, None, self.start
+        while True:
             fits = trial.run(length, self.peaks)
             inform(f"SequenceLengthFinder: {length} tokens {'fit' if fits else 'do not fit'}")
             low, high = (length, high) if fits else (low, length)
-            if not low:
-                if length <= self.granule:
-                    raise RuntimeError(
-                        f"Not even {length} tokens fit: a step takes more memory than there is. Tile or offload more."
-                    )
-                length = max(length // 2 // self.granule * self.granule, self.granule)
-            elif high is None:
-                if self.limit is not None and low >= self.limit:
+            if high is None:
+                if low == self.limit:
                     return low
                 length = min(2 * low, self.limit or 2 * low)
-            else:
+            elif high - low > self.granule:
                 length = max((low + high) // 2 // self.granule * self.granule, low + self.granule)
-                if length >= high:
-                    return low
-        return low
+            elif low:
+                return low
+            else:
+                raise RuntimeError(f"Not even {length} tokens fit into memory: tile or offload more.")
 
 
 class _Trial:

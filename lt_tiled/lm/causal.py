@@ -59,17 +59,11 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         if (config is None) == (path is None):
-            raise ValueError(
-                "CausalLM needs exactly one of config (a Hugging Face configuration) and path (a local model)."
-            )
+            raise ValueError("CausalLM needs exactly one of config (Hugging Face's fields) and path (a local model).")
         if config is not None and "model_type" not in config:
-            raise ValueError(
-                f"CausalLM's config has no model_type, only {sorted(config)}: add one, such as model_type: llama."
-            )
+            raise ValueError(f"config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
         if path is not None and not (Path(path) / "config.json").is_file():
-            raise ValueError(
-                f"path={path!r} is not a directory with a config.json: give a local model; none is downloaded."
-            )
+            raise ValueError(f"path={path!r} is not a directory with a config.json: give a local model.")
         if attn_compile is not None and attn_implementation != "flex_attention":
             raise ValueError(
                 f"attn_compile={attn_compile!r} needs flex attention, but attn_implementation={attn_implementation!r}:"
@@ -159,9 +153,9 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
 
     def _token_losses(self, ids: Tensor) -> Tensor:
-        """Return the loss of each token but the first, ``[B, S - 1]``.
+        """Return the loss of each token but the first, ``[B, S - 1]``, computed in the model's forward.
 
-        It is computed in the model's forward, where engines have gathered the weights of the head.
+        There, engines have gathered the weights of the head.
         """
         found: list[Tensor] = []
 

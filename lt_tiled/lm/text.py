@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import _require_transformers
@@ -88,9 +88,8 @@ class TextFiles(LightningDataModule):
     predict_dataloader = test_dataloader
 
     def _loader(self, part: str, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            _Windows(self._windows[part]), batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers
-        )
+        data: Any = TensorDataset(self._windows[part])
+        return DataLoader(data, self.batch_size, shuffle=shuffle, num_workers=self.num_workers, collate_fn=_batch)
 
     def _files(self) -> list[Path]:
         if self.paths is None:
@@ -103,9 +102,8 @@ class TextFiles(LightningDataModule):
                 names = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
                 found = [Path(name) for name in names if Path(name).is_file()]
             if not found:
-                raise ValueError(
-                    f"paths: {path!r} matches no file: give a file, a directory with .txt, .md or .py files, or a glob."
-                )
+                kinds = "a file, a directory with .txt, .md or .py files, or a glob"
+                raise ValueError(f"paths: {path!r} matches no file: give {kinds}.")
             files += found
         return files
 
@@ -120,15 +118,8 @@ class TextFiles(LightningDataModule):
         return torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"], dtype=torch.int32)
 
 
-class _Windows(Dataset[dict[str, Tensor]]):
-    def __init__(self, windows: Tensor) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.windows[index].long()}
+def _batch(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack([row for (row,) in rows]).long()}
 
 
 def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
@@ -148,9 +139,7 @@ def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
         if len(text) >= max_bytes:
             break
     if not text:
-        raise ValueError(
-            f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text in them."
-        )
+        raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text.")
     return bytes(text)
 
 

@@ -71,9 +71,7 @@ def run_plan(
     if find == "max-seq" and seq is not None:
         raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
     if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
-        raise ValueError(
-            f"find={find!r} writes the settings of a strategy, and callbacks set some too: give them to the strategy."
-        )
+        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: give them to the strategy.")
     for path in (plot, plot_lengths):
         if path is not None:
             check_format(path)

@@ -15,9 +15,7 @@ class Engine:
     name: EngineName = "single"
     ranks: int = 1
     bucket: int = 0
-    """DeepSpeed's ``reduce_bucket_size``: the size of a buffer in elements."""
-    buckets: int = 1
-    """The number of these buffers."""
+    """The elements of DeepSpeed's buffers of ``reduce_bucket_size``."""
     views: bool = False
     """DDP's ``gradient_as_bucket_view``."""
     offload_optimizer: bool = False
@@ -48,12 +46,12 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
         if stage == "zero0":
             return Engine("ddp", ranks)
         offload = [zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param")]
+        overlap = zero.get("overlap_comm", False) and stage != "zero3"
         live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
         return Engine(
             name=stage,
             ranks=ranks,
-            bucket=int(zero.get("reduce_bucket_size", 5e8)),
-            buckets=2 if zero.get("overlap_comm", False) and stage != "zero3" else 1,
+            bucket=int(zero.get("reduce_bucket_size", 5e8)) * (2 if overlap else 1),
             offload_optimizer=str(offload[0]) != "none",
             offload_weights=str(offload[1]) != "none",
             live=live if stage == "zero3" else 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -108,19 +109,19 @@ def fake_weights(model: nn.Module) -> None:
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
+@dataclass
 class _Moved:
     """Offloaded bytes, which leave when the offloader waits for them and come back as new ones."""
 
-    def __init__(self, tier: TierName, nbytes: int) -> None:
-        self.tier: TierName = tier
-        self.nbytes = nbytes
-        self._left = False
+    tier: TierName
+    nbytes: int
+    left: bool = False
 
     def settled(self) -> bool:
-        return self._left
+        return self.left
 
     def settle(self, seconds: float) -> None:
-        self._left = True
+        self.left = True
 
     def load(self) -> Loading:
         return _Loaded(torch.empty(self.nbytes, dtype=torch.uint8))
@@ -129,9 +130,9 @@ class _Moved:
         pass
 
 
+@dataclass
 class _Loaded:
-    def __init__(self, raw: Tensor) -> None:
-        self.raw = raw
+    raw: Tensor
 
     def ready(self) -> bool:
         return True
@@ -140,10 +141,10 @@ class _Loaded:
         return self.raw
 
 
+@dataclass
 class _FakeTier:
-    def __init__(self, tier: TierName, budget: int | None) -> None:
-        self.tier: TierName = tier
-        self.left = budget
+    tier: TierName
+    left: int | None
 
     def store(self, raw: Tensor) -> Stored | None:
         if self.left is not None:

@@ -19,7 +19,7 @@ from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._training_step import first_batch, length_of, loss_of, nothing, step_arguments, to_meta, with_length
 from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
-from lt_tiled.planner.simulate import Settings, Simulation, Subject, simulate
+from lt_tiled.planner.simulate import Settings, Simulation, simulate
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -74,14 +74,12 @@ class Job:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
             return loss_of(self.module.training_step(*step_arguments(self.module, fake)), self.module)
 
-        return simulate(Subject(self.module, step, self._optimizer), settings or self.settings)
+        return simulate(self.module, step, self._optimizer, settings or self.settings)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         found, _ = _init_optimizers_and_lr_schedulers(self.module)
         if len(found) != 1:
-            raise SimulationError(
-                f"{type(self.module).__name__} has {len(found)} optimizers: only modules with one can be planned."
-            )
+            raise SimulationError(f"{type(self.module).__name__} has {len(found)} optimizers: a plan needs one.")
         return found[0]
 
 
@@ -187,15 +185,12 @@ def _connect_trainer(module: LightningModule, datamodule: LightningDataModule | 
     """Give a module a Trainer that it can ask and that runs nothing."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = dict.fromkeys(off, False)
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)  # the Trainer would tell which devices it uses
     try:
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
         stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, **quiet)
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)
     stub.datamodule = datamodule  # type: ignore[attr-defined]
     module.trainer = stub
     stub.strategy.connect(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lt_tiled.planner.ledger import Allocation, Ledger
+from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.simulate import Simulation
 from lt_tiled.planner.where import Whereabouts
 
@@ -51,17 +52,17 @@ class Recording:
         """Enter the forward, backward or optimizer phase."""
         if self._where is not None:
             self._where.begin(phase)
-        moment = len(_trace(self.device)) if self._ledger is None else self._ledger.clock
-        self.phases.setdefault(phase, moment + 1)
+        # The ledger of a trace counts the memory from before as its first moment.
+        clock = len(_trace(self.device)) + 1 if self._ledger is None else self._ledger.clock
+        self.phases.setdefault(phase, clock + 1)
 
     def stop(self) -> Simulation:
         """End the recording and return it."""
         self._stack.close()
-        if (ledger := self._ledger) is not None:
-            return Simulation(ledger.peak, ledger.peak_at, self.phases, ledger.clock, tuple(ledger.allocations))
-        events = _trace(self.device)
-        torch.cuda.memory._record_memory_history(enabled=None)
-        return _of_trace(events, self._base, self.phases)
+        if (ledger := self._ledger) is None:
+            ledger = _ledger_of(_trace(self.device), self._base)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return Simulation(ledger.peak, ledger.peak_at, self.phases, ledger.clock, tuple(ledger.allocations))
 
 
 def _book_existing(
@@ -87,23 +88,15 @@ def _trace(device: torch.device) -> list[dict[str, Any]]:
     return [event for event in events if event["action"] in ("alloc", "free_completed")]
 
 
-def _of_trace(events: list[dict[str, Any]], base: int, phases: dict[str, int]) -> Simulation:
-    """Return the allocator's events as allocations, the first of which is the memory from before."""
-    allocations = [Allocation(base, "weights", "", 0)]
-    live: dict[int, Allocation] = {}
-    now = peak = base
-    peak_at = 0
-    for moment, event in enumerate(events, 1):
+def _ledger_of(events: list[dict[str, Any]], base: int) -> Ledger:
+    """Return a ledger of the allocator's events, which begins with the memory from before."""
+    ledger, live = Ledger(), dict[int, Callable[[], None]]()
+    ledger.hold(base, "weights")
+    for event in events:
         if event["action"] == "alloc":
-            live[event["addr"]] = Allocation(event["size"], "rest", "", moment)
-            allocations.append(live[event["addr"]])
-            now += event["size"]
-            if now > peak:
-                peak, peak_at = now, moment
-            continue
-        now -= event["size"]
-        if (ended := live.pop(event["addr"], None)) is not None:
-            ended.died = moment
-        else:  # memory from before the recording
-            allocations.append(Allocation(-event["size"], "weights", "", moment))
-    return Simulation(peak, peak_at, phases, len(events), tuple(allocations))
+            live[event["addr"]] = ledger.hold(event["size"], "rest")
+        elif event["addr"] in live:
+            live.pop(event["addr"])()
+        else:
+            ledger.hold(-event["size"], "weights")
+    return ledger

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from lt_tiled._log import warn_once
@@ -116,7 +116,9 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
 
 def ladder(job: Job) -> dict[str, Settings]:
     """Return settings by name, from the fastest to the slowest; each adds something to the one before it."""
-    loss = _has_loss(job)
+    loss = False
+    with suppress(NothingFound):
+        loss = bool(find_losses(job.module))
     only_loss, tiled = Tiling(targets=[], loss=True) if loss else None, Tiling(loss=loss)
     steps: dict[str, tuple[Tiling | None, Checkpointing | None]] = {
         "without lt_tiled": (None, None),
@@ -129,13 +131,6 @@ def ladder(job: Job) -> dict[str, Settings]:
     if not loss:
         del steps["tiled loss"]
     return {name: replace(job.settings, tiling=t, checkpointing=c) for name, (t, c) in steps.items()}
-
-
-def _has_loss(job: Job) -> bool:
-    try:
-        return bool(find_losses(job.module))
-    except NothingFound:
-        return False
 
 
 def _with_shards(settings: Settings, num_shards: int) -> Settings:

@@ -21,7 +21,19 @@ Release = Callable[[], None]
 
 
 class EngineMemory:
-    """What an engine allocates in each phase; this base class allocates nothing."""
+    """What an engine allocates on one rank: this base class holds DDP's gradient buckets."""
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+        self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Record what the engine allocates, and let the optimizer step on shards if there are any."""
+        copies = self.engine.name == "ddp" and not self.engine.views
+        release = self.ledger.hold(sum(p.nbytes for p in self.trained if copies), "communication")
+        yield
+        release()
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
@@ -61,11 +73,8 @@ class FSDP2(EngineMemory):
     The order is that of torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
     """
 
-    shard_dtype: torch.dtype | None = None
-    """The dtype of the shards, if it is not that of the gathered weights."""
-
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
+        super().__init__(engine, model, optimizer, ledger)
         self.fsdp_units = self.find_fsdp_units()
         self.shards: dict[int, nn.Parameter] = {}
         self.order: list[Unit] = []
@@ -84,7 +93,7 @@ class FSDP2(EngineMemory):
         return [*found, Unit("", next(around, self.model), rest)]
 
     @contextmanager
-    def applied(self) -> Iterator[EngineMemory]:
+    def applied(self) -> Iterator[None]:
         with ExitStack() as stack:
             for unit in self.fsdp_units:
                 for weight in unit.weights:
@@ -98,13 +107,14 @@ class FSDP2(EngineMemory):
                 stack.callback(unit.module.register_forward_hook(after, always_call=True).remove)
             for group in self.optimizer.param_groups:
                 group["params"] = [self.shards[id(p)] for p in group["params"]]
-            yield self
+            yield
 
     def shard(self, weight: nn.Parameter) -> nn.Parameter:
         """Return the shard of a weight on which the optimizer steps."""
         rows = weight.shape[0] if weight.dim() else 1
         shape = (-(-rows // self.engine.ranks), *weight.shape[1:])
-        shard = nn.Parameter(torch.empty(shape, dtype=self.shard_dtype or weight.dtype), weight.requires_grad)
+        dtype = torch.float32 if self.engine.mixed else weight.dtype
+        shard = nn.Parameter(torch.empty(shape, dtype=dtype), weight.requires_grad)
         self.ledger.name(shard, "weights")
         return shard
 
@@ -182,10 +192,6 @@ class FSDP(FSDP2):
 
     The order is that of torch/distributed/fsdp/_runtime_utils.py.
     """
-
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        super().__init__(engine, model, optimizer, ledger)
-        self.shard_dtype = torch.float32 if engine.mixed else None
 
     def gather_in_forward(self, unit: Unit) -> None:
         unit.gathered = self.hold(unit)

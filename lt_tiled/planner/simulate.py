@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -26,21 +26,6 @@ from lt_tiled.policies import Checkpointing, Tiling
 _STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
 PARTS = (*_STATE, "block inputs", "attention", "MLP", "loss", "rest")
 """What memory is used for, in display order."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What to simulate.
-
-    Attributes:
-        model: The model, on any device; its weights are replaced by fake ones.
-        step: Runs the forward pass and returns the loss; tensors that it makes are fake.
-        optimizer: Makes the optimizer.
-    """
-
-    model: nn.Module
-    step: Callable[[], Tensor]
-    optimizer: Callable[[], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -105,81 +90,75 @@ class Simulation:
         return {part: list(accumulate(row))[:-1] for part, row in changes.items() if any(row)}
 
 
-def simulate(subject: Subject, settings: Settings) -> Simulation:
+def simulate(
+    model: nn.Module,
+    step: Callable[[], Tensor],
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    settings: Settings,
+) -> Simulation:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
+
+    Args:
+        model: The model, on any device; its weights are replaced by fake ones.
+        step: Runs the forward pass and returns the loss; tensors that it makes are fake.
+        make_optimizer: Makes the optimizer.
+        settings: The settings of the step.
 
     Raises:
         SimulationError: If an operation needs values.
         ValueError: If the policies do not fit the model.
     """
-    where = Whereabouts(subject.model)
-    with quiet(), without_memory(where), Ledger(where.now) as ledger, where:
-        where.ledger = ledger
-        return _run(subject, settings, where, ledger)
-
-
-def _run(subject: Subject, settings: Settings, where: Whereabouts, ledger: Ledger) -> Simulation:
-    model, phases = subject.model, dict[str, int]()
-    fake_weights(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        ledger.name(tensor, "weights")
+    where = Whereabouts(model)
+    phases: dict[str, int] = {}
     tiling = None if settings.tiling is None else replace(settings.tiling, self_check=False, compile=False)
-    with Prepared(model, tiling, settings.checkpointing, build=fake_offloader) as prepared:
-        optimizer = subject.optimizer()
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        stack.enter_context(without_memory(where))
+        ledger = where.ledger = stack.enter_context(Ledger(where.now))
+        stack.enter_context(where)
+        fake_weights(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            ledger.name(tensor, "weights")
+        prepared = stack.enter_context(Prepared(model, tiling, settings.checkpointing, build=fake_offloader))
+        optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
                 group["foreach"] = True
-        with _engine_memory(settings.engine, model, optimizer, ledger) as engine:
+        memory = _ENGINES.get(settings.engine.name, EngineMemory)(settings.engine, model, optimizer, ledger)
+        stack.enter_context(memory.applied())
 
-            def begin(phase: str) -> None:
-                where.begin(phase)
-                phases[phase] = ledger.clock + 1
-                engine.begin(phase)
+        def begin(phase: str) -> None:
+            where.begin(phase)
+            phases[phase] = ledger.clock + 1
+            memory.begin(phase)
 
-            where.begin("optimizer")
-            _run_first_step(optimizer, ledger)
-            engine.stepped()
-            ledger.restart_peak()
-            start = ledger.clock
-            begin("forward")
-            with Flops() as counter:
-                with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
-                    loss = subject.step()
-                forward = counter.total
-                if settings.accumulate == 1:
-                    optimizer.zero_grad()  # at the same place as Lightning
-                begin("backward")
-                loss.backward()
-                del loss
-            _name_gradients(optimizer, ledger)
-            begin("optimizer")
-            if settings.clip:
-                torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
-            optimizer.step()
-            engine.stepped()
-            offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
-            end = ledger.clock
-    alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
-    return Simulation(ledger.peak, ledger.peak_at, phases, end, alive, forward, counter.total, offloaded)
-
-
-_SHARDED: dict[str, type[FSDP2 | Zero]] = {"fsdp": FSDP, "fsdp2": FSDP2, "zero1": Zero, "zero2": Zero, "zero3": Zero3}
+        where.begin("optimizer")
+        _run_first_step(optimizer, ledger)
+        memory.stepped()
+        ledger.restart_peak()
+        start = ledger.clock
+        begin("forward")
+        with Flops() as counter:
+            with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
+                loss = step()
+            forward = counter.total
+            if settings.accumulate == 1:
+                optimizer.zero_grad()  # at the same place as Lightning
+            begin("backward")
+            loss.backward()
+            del loss
+        _name_gradients(optimizer, ledger)
+        begin("optimizer")
+        if settings.clip:
+            torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
+        optimizer.step()
+        memory.stepped()
+        offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
+        alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
+        return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, counter.total, offloaded)
 
 
-@contextmanager
-def _engine_memory(
-    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger
-) -> Iterator[EngineMemory]:
-    """Record what an engine allocates during a step, and let the optimizer step on shards if there are any."""
-    if engine.name in _SHARDED:
-        with _SHARDED[engine.name](engine, model, optimizer, ledger).applied() as memory:
-            yield memory
-    else:
-        copies = engine.name == "ddp" and not engine.views
-        buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad and copies)
-        release = ledger.hold(buckets, "communication")
-        yield EngineMemory()
-        release()
+_ENGINES: dict[str, type[EngineMemory]] = {"fsdp": FSDP, "fsdp2": FSDP2, "zero1": Zero, "zero2": Zero, "zero3": Zero3}
 
 
 def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
