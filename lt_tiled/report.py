@@ -42,7 +42,7 @@ class TiledLoss:
 
 
 @dataclass(frozen=True)
-class CheckpointedBlock:
+class RecomputedBlock:
     """A block with activation checkpointing."""
 
     path: str
@@ -54,7 +54,7 @@ class Report:
     """The tiled modules, the blocks with activation checkpointing and the tiled losses of a model."""
 
     tiled: tuple[TiledModule, ...]
-    blocks: tuple[CheckpointedBlock, ...]
+    blocks: tuple[RecomputedBlock, ...]
     losses: tuple[TiledLoss, ...] = ()
     offloaded: OffloadStats | None = None
     """What was offloaded so far, if anything is."""
@@ -71,7 +71,7 @@ class Report:
             if (head := get_mark(module, HeadMark)) is not None:
                 losses.append(TiledLoss(path, head.name, *head.largest))
             if (block := get_mark(module, BlockMark)) is not None:
-                blocks.append(CheckpointedBlock(path, type(module).__name__))
+                blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
         return cls(tuple(tiled), tuple(blocks), tuple(losses), offloaded)

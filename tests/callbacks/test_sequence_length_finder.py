@@ -211,7 +211,7 @@ def test_loaders_that_cannot_be_changed() -> None:
 
 
 def test_the_order_of_callbacks() -> None:
-    """A callback that tiles and stands behind the finder, which would try the model without it, is refused; before it,
+    """A callback that tiles and comes after the finder, which would try the model without it, is refused; before it,
     it counts.
     """
     with pytest.raises(ValueError, match="TiledMLP comes after SequenceLengthFinder"):

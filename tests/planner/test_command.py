@@ -24,7 +24,7 @@ def refused(*args: str) -> str:
 
 
 def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command prints what holds the peak, where it stands, the FLOPs, and whether it fits."""
+    """The command prints the parts of the peak, where it occurs, the FLOPs, and whether it fits."""
     text = planned(
         capsys, "--seq=8192", "--memory=1GiB", "--trainer.strategy.init_args.checkpointing=disk", "--tflops=1"
     )
@@ -125,7 +125,7 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
-    """Other settings of the first config do not stay beside what was found, and what a strategy's name stands for is
+    """Other settings of the first config do not remain next to what was found, and what a strategy's name stands for is
     kept.
     """
     Path("first.yaml").write_text(

@@ -90,7 +90,7 @@ def test_flops_are_exact() -> None:
 
 
 def test_offloaded_bytes_and_bandwidth() -> None:
-    """What goes to a tier is the boundaries' exact size, and the bandwidth that hides it follows from the forward's
+    """A tier gets exactly the bytes of the block inputs, and the bandwidth that hides it follows from the forward's
     FLOPs.
     """
     found = plan(job(TiledSingleDeviceStrategy(checkpointing=Checkpointing(offload="disk", min_bytes=0))))
@@ -317,9 +317,7 @@ def test_the_line_of_settings() -> None:
 
 
 class Plain(pl.LightningModule):
-    """What people write: built at once, a bare ``training_step(self, batch)``, hooks, metrics, tensors in lists,
-    several loaders.
-    """
+    """A module as people write it: built at once, ``training_step(self, batch)``, hooks, metrics, several loaders."""
 
     def __init__(self) -> None:
         super().__init__()
