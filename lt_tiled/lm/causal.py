@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torchmetrics import MeanMetric
 
-from lt_tiled._log import inform, warn
+from lt_tiled._log import inform, inform_once, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
-from lt_tiled.lm.flex import flex_attention
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import LossMark, find_losses, mark_losses
 from lt_tiled.modules.find import NothingFound, plain_name
@@ -92,7 +91,7 @@ class CausalLM(LightningModule):
 
         attention, path = self.hparams["attn_implementation"], self.hparams["path"]
         if attention == "flex_attention":
-            attention = flex_attention(self.attn_compile)
+            attention = _flex_attention(self.attn_compile)
         if path is not None and torch.get_default_device().type != "meta":
             self.model = AutoModelForCausalLM.from_pretrained(
                 path, attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()
@@ -184,6 +183,25 @@ class CausalLM(LightningModule):
         cosine = CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
         schedule = SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _flex_attention(options: Mapping[str, Any] | None) -> str:
+    """Register flex attention with options of ``torch.compile``, and return its ``attn_implementation``.
+
+    Hugging Face's function compiles ``flex_attention`` without options, unless it is itself being compiled. So options
+    apply to the whole function.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+    from transformers.masking_utils import flex_attention_mask
+
+    inform_once("compile flex attention", "compiles flex attention at its first use, which can take minutes")
+    if not options:
+        return "flex_attention"
+    name = f"lt_tiled_flex_{abs(hash(repr(sorted(options.items()))))}"
+    AttentionInterface.register(name, torch.compile(flex_attention_forward, **options))
+    AttentionMaskInterface.register(name, flex_attention_mask)
+    return name
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def fake_weights(model: nn.Module) -> None:
-    """Replace a model's parameters and buffers by fake tensors on the CPU. Call it under :func:`without_memory`."""
+    """Replace all tensors of a model by fake ones on the CPU. Call it under :func:`without_memory`."""
     known: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -99,14 +99,9 @@ def fake_weights(model: nn.Module) -> None:
         return known[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({name: None if t is None else fake(t) for name, t in tensors.items()})  # type: ignore[misc]
-        for name, value in vars(module).items():  # other tensors, such as the state of a metric
-            if name not in _REGISTERED and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+        for name, value in vars(module).items():  # parameters, buffers, and others such as the state of a metric
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Zero3(_DeepSpeed, FSDP2):
     def find_fsdp_units(self) -> list[Unit]:
         leaves = [(path, m) for path, m, _ in tile_marks(self.model)]
         inside = {id(part) for _, leaf in leaves for part in leaf.modules()}
-        alone = [(path, m) for path, m in walk(self.model) if id(m) not in inside and m._parameters]
+        alone = [(path, m) for path, m in walk(self.model) if id(m) not in inside and [*m.parameters(recurse=False)]]
         return [Unit(path, m, list(m.parameters())) for path, m in [*leaves, *alone]] + [Unit("", self.model, [])]
 
     @contextmanager
