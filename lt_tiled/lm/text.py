@@ -89,7 +89,8 @@ class TextFiles(LightningDataModule):
 
     def _loader(self, part: str, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
         data: Any = TensorDataset(self._windows[part])
-        return DataLoader(data, self.batch_size, shuffle=shuffle, num_workers=self.num_workers, collate_fn=_batch)
+        options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        return DataLoader(data, shuffle=shuffle, collate_fn=_batch, **options)
 
     def _files(self) -> list[Path]:
         if self.paths is None:
