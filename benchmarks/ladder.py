@@ -19,7 +19,7 @@ from rich.table import Table
 from lt_tiled import Checkpointing, TiledDeepSpeedStrategy, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import Job, make_job
-from lt_tiled.planner.plan import gib
+from lt_tiled.memory import gib
 from lt_tiled.planner.search import longest
 
 LLAMA_8B = {

@@ -29,7 +29,7 @@ from benchmarks.sheet import Sheet, machine
 from lt_tiled import Checkpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import SequenceLengthFinder
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.planner.plan import gib
+from lt_tiled.memory import gib
 from lt_tiled.policies import Tiers
 
 RUNGS: dict[str, tuple[bool, bool, Tiers | None, bool]] = {

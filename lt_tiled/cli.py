@@ -22,13 +22,13 @@ from lt_tiled.planner.command import run_plan
 
 
 class PlanningTrainer(Trainer):
-    """A Trainer in whose name ``plan`` takes its arguments; nothing else is different."""
+    """A Trainer with a method ``plan``, from which the command line takes the arguments of ``plan``."""
 
     plan = staticmethod(run_plan)
 
 
 class TiledCLI(LightningCLI):
-    """Adds ``plan``, for which modules are made without memory and no Trainer is made."""
+    """Adds the command ``plan``, which makes modules without memory and no Trainer."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -52,7 +52,7 @@ class TiledCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves the run's configuration as Lightning's callback does, and never over a file that it was read from."""
+    """Saves the configuration of the run as Lightning does, and never overwrites a file that it was read from."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         read = {Path(str(path)).resolve() for path in self.config.get("config") or []}
@@ -64,15 +64,14 @@ class SaveRunConfig(SaveConfigCallback):
 def main(args: ArgsType = None) -> None:
     """Run the command line on ``args``, by default those of the process.
 
-    ``--config configs/quickstart.yaml`` and the others of the repository also work where there is no such file: the
-    package brings them.
+    ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
     """
     if args is None:
-        sys.argv[1:] = _with_own_configs(sys.argv[1:])  # also for the ranks, which Lightning starts by it
-        sys.path.append(os.getcwd())  # for a model and data of one's own: --model=my_model.MyModel
+        sys.argv[1:] = _with_own_configs(sys.argv[1:])  # Lightning starts the other ranks with it
+        sys.path.append(os.getcwd())  # for --model=my_model.MyModel
     elif isinstance(args, list):
         args = _with_own_configs(args)
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields of the policies show their help
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help for the fields of policies
     TiledCLI(
         args=args,
         trainer_class=PlanningTrainer,
@@ -84,18 +83,14 @@ def main(args: ArgsType = None) -> None:
 
 
 def _with_own_configs(args: list[str]) -> list[str]:
-    """The arguments, with the package's own file (in a checkout, the repository's) for a config that the working
-    directory has not.
-    """
+    """Replace ``configs/...`` by the package's file (in a checkout, the repository's) where no such file exists."""
     result = []
     for before, arg in zip(["", *args], args, strict=False):
         option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)
-        if option in _FILES and name.startswith("configs/") and not Path(name).exists():
+        files = option in ("--config", "--model", "--data", "--trainer")
+        if files and name.startswith("configs/") and not Path(name).exists():
             homes = (Path(__file__).parent, Path(__file__).parent.parent)
             found = next((str(home / name) for home in homes if (home / name).is_file()), name)
             arg = f"{option}={found}" if equals else found
         result.append(arg)
     return result
-
-
-_FILES = ("--config", "--model", "--data", "--trainer")

@@ -35,14 +35,6 @@ class DoesNotFitError(ValueError):
     """A training step does not fit into the given memory."""
 
 
-class NothingFoundError(ValueError):
-    """``targets="auto"`` finds nothing in a model."""
-
-
-class NotPositionWiseError(ValueError):
-    """Tiles would change a module's results, because its outputs are not computed token by token."""
-
-
 @dataclass(frozen=True)
 class Origin:
     """Where an offloaded tensor comes from, as errors name it."""

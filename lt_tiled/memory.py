@@ -1,4 +1,4 @@
-"""The peak memory of a span of work: of the accelerator if there is one, else of the process."""
+"""The peak memory of some work: of the GPU if there is one, otherwise of the process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Reads the peak since the last :meth:`reset`.
+    """Reads the peak memory since the last :meth:`reset`.
 
-    On CUDA it is ``torch.cuda.max_memory_allocated``. On a CPU it is the process's resident memory (``VmHWM``, which
-    Linux resets on request; elsewhere the peak since the process began).
+    On CUDA this is ``torch.cuda.max_memory_allocated``. On a CPU it is the resident memory of the process: ``VmHWM`` on
+    Linux, which can be reset, and elsewhere the peak since the start of the process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class PeakMemory:
             _CLEAR.write_text("5")  # proc(5): resets the peak resident set size
 
     def read(self) -> int:
-        """Bytes."""
+        """Return the peak in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         try:
@@ -41,5 +41,11 @@ class PeakMemory:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def describe(self, peak: int) -> str:
+        """Return a peak as text, with what it measures."""
         where = f"allocated on {self.device}" if self.device.type == "cuda" else "resident, whole process"
-        return f"{peak / 2**30:.2f} GiB ({where})"
+        return f"{gib(peak)} ({where})"
+
+
+def gib(nbytes: float) -> str:
+    """Return bytes as text in GiB, or in MiB below 128 MiB."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"

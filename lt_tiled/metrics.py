@@ -1,10 +1,8 @@
-"""Metrics of next-token predictions that never hold the logits: torchmetrics classes, updated tile by tile from hidden
-states.
-"""
+"""Metrics of next-token predictions without the full logits: they are updated tile by tile from hidden states."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +14,13 @@ from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.functional import check_shapes, tiled_token_logprobs
 
 
-class _OfHiddenStates(Metric):
-    """Counts tokens over batches and ranks.
-
-    Args:
-        ignore_index: The label of tokens that do not count.
-        num_shards: Tiles; ``"auto"`` as for :func:`~lt_tiled.tiled_linear_cross_entropy`.
-        shift: Token ``t`` predicts label ``t + 1``, as in causal models.
-        kwargs: Of ``torchmetrics.Metric``.
-    """
+class _TiledMetric(Metric):
+    """Sums a value per token and counts tokens, over batches and ranks."""
 
     full_state_update = False
+    is_differentiable = False
+    dtype_of_total: ClassVar[torch.dtype]
+    total: Tensor
     count: Tensor
 
     def __init__(
@@ -36,87 +30,72 @@ class _OfHiddenStates(Metric):
         self.ignore_index = ignore_index
         self.num_shards = num_shards
         self.shift = shift
+        self.add_state("total", torch.zeros((), dtype=self.dtype_of_total), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def _targets(self, labels: Tensor) -> Tensor:
-        return shifted(labels, self.ignore_index) if self.shift else labels
-
-    def _count(self, labels: Tensor) -> None:
-        self.count += (labels != self.ignore_index).sum()
-
-
-class TiledPerplexity(_OfHiddenStates):
-    """``torchmetrics.text.Perplexity`` of ``F.linear(hidden, weight, bias)``."""
-
-    is_differentiable = False
-    higher_is_better = False
-    total: Tensor
-
-    def __init__(
-        self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(ignore_index, num_shards, shift, **kwargs)
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float32), dist_reduce_fx="sum")
-
-    @torch.no_grad()
-    def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
-        """Add a batch: hidden states ``[..., H]``, the head's weight ``[V, H]``, labels ``[...]``."""
-        labels = self._targets(labels)
-        found = tiled_token_logprobs(
-            hidden, weight, labels, bias, num_shards=self.num_shards, ignore_index=self.ignore_index
-        )
-        self.total -= found.sum()
-        self._count(labels)
-
-    def compute(self) -> Tensor:
-        """The perplexity of all tokens that count."""
-        return torch.exp(self.total / self.count)
-
-
-class TiledTokenAccuracy(_OfHiddenStates):
-    """The share of tokens whose label is among the ``top_k`` largest logits: ``torchmetrics``' micro-averaged accuracy.
-
-    Args:
-        top_k: How many predictions count as hits.
-        ignore_index: The label of tokens that do not count.
-        num_shards: Tiles.
-        shift: Token ``t`` predicts label ``t + 1``.
-        kwargs: Of ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: If ``top_k`` is not a positive whole number.
-    """
-
-    is_differentiable = False
-    higher_is_better = True
-    hits: Tensor
-
-    def __init__(
-        self,
-        top_k: int = 1,
-        ignore_index: int = -100,
-        num_shards: int | Literal["auto"] = "auto",
-        shift: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(ignore_index, num_shards, shift, **kwargs)
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ValueError(f"top_k={top_k!r} must be a whole number of at least 1.")
-        self.top_k = top_k
-        self.add_state("hits", torch.tensor(0), dist_reduce_fx="sum")
 
     @torch.no_grad()
     def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
         """Add a batch: hidden states ``[..., H]``, the head's weight ``[V, H]``, labels ``[...]``."""
         check_shapes(hidden, weight, labels, bias)
-        labels = self._targets(labels).reshape(-1)
-        rows = hidden.reshape(-1, hidden.shape[-1])
+        labels = shifted(labels, self.ignore_index) if self.shift else labels
+        self.total += self._sum(hidden, weight, labels, bias)
+        self.count += (labels != self.ignore_index).sum()
+
+    def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class TiledPerplexity(_TiledMetric):
+    """Computes ``torchmetrics.text.Perplexity`` of ``F.linear(hidden, weight, bias)``.
+
+    Args:
+        ignore_index: The label of tokens to ignore.
+        num_shards: Tiles; ``"auto"`` as for :func:`~lt_tiled.tiled_linear_cross_entropy`.
+        shift: Token ``t`` predicts label ``t + 1``, as in causal models.
+        kwargs: Arguments of ``torchmetrics.Metric``.
+    """
+
+    higher_is_better = False
+    dtype_of_total = torch.float32
+
+    def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {"num_shards": self.num_shards, "ignore_index": self.ignore_index}
+        return -tiled_token_logprobs(hidden, weight, labels, bias, **options).sum()
+
+    def compute(self) -> Tensor:
+        """Return the perplexity of all tokens that are not ignored."""
+        return torch.exp(self.total / self.count)
+
+
+class TiledTokenAccuracy(_TiledMetric):
+    """Computes the share of tokens whose label is among the ``top_k`` largest logits, over all tokens.
+
+    Args:
+        top_k: The number of predictions that count as hits.
+        kwargs: Arguments of :class:`TiledPerplexity`.
+
+    Raises:
+        ValueError: If ``top_k`` is not a positive whole number.
+    """
+
+    higher_is_better = True
+    dtype_of_total = torch.int64
+
+    def __init__(self, top_k: int = 1, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise ValueError(f"top_k={top_k!r} must be a whole number of at least 1.")
+        self.top_k = top_k
+
+    def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+        labels, rows = labels.reshape(-1), hidden.reshape(-1, hidden.shape[-1])
+        hits = torch.zeros((), dtype=torch.int64, device=labels.device)
         for low, high in loss_bounds(self.num_shards, len(labels), len(weight)):
             best = F.linear(rows[low:high], weight, bias).topk(min(self.top_k, len(weight)), -1).indices
             right = (best == labels[low:high, None]).any(-1)
-            self.hits += (right & (labels[low:high] != self.ignore_index)).sum()
-        self._count(labels)
+            hits += (right & (labels[low:high] != self.ignore_index)).sum()
+        return hits
 
     def compute(self) -> Tensor:
-        """The share of hits among all tokens that count."""
-        return self.hits / self.count
+        """Return the share of hits among all tokens that are not ignored."""
+        return self.total / self.count

@@ -1,4 +1,4 @@
-"""What was done to a model, as rows, as a line and as a table."""
+"""What was done to a model, as data, as one line and as a table."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ from lt_tiled.tiling.state import TileMark
 
 @dataclass(frozen=True)
 class TiledModule:
-    """One tiled module, with its largest call so far (0 tokens: not called)."""
+    """A tiled module, with its largest call so far; it has 0 tokens before its first call."""
 
     path: str
     kind: str
     tokens: int
     tiles: int
-    widths: tuple[int, int] | None = None
-    """Of the hidden states and between the projections, where the module is a feed-forward part that shows them."""
+    sizes: tuple[int, int] | None = None
+    """hidden_size and intermediate_size, if the module is an MLP whose projections show them."""
     weight_bytes: int = 0
-    """Of all ranks together where the weights are sharded."""
+    """The bytes of its weights on all ranks together."""
 
 
 @dataclass(frozen=True)
 class TiledLoss:
-    """One model that computes its loss in tiles, with the largest call so far."""
+    """A model that computes its loss in tiles, with the path of its head and the largest call so far."""
 
     path: str
-    """Of its head."""
     kind: str
     tokens: int
     tiles: int
 
 
 @dataclass(frozen=True)
-class CheckpointedBlock:
-    """One checkpointed block."""
+class RecomputedBlock:
+    """A block with activation checkpointing."""
 
     path: str
     kind: str
@@ -52,17 +51,17 @@ class CheckpointedBlock:
 
 @dataclass(frozen=True)
 class Report:
-    """The tiled modules, tiled losses and checkpointed blocks of a model."""
+    """The tiled modules, the blocks with activation checkpointing and the tiled losses of a model."""
 
     tiled: tuple[TiledModule, ...]
-    blocks: tuple[CheckpointedBlock, ...]
+    blocks: tuple[RecomputedBlock, ...]
     losses: tuple[TiledLoss, ...] = ()
     offloaded: OffloadStats | None = None
-    """What offloading did so far, if there is any."""
+    """What was offloaded so far, if anything is."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
-        """Read the marks of a model."""
+        """Return the report of a model."""
         tiled, blocks, losses, offloaded = [], [], [], None
         for path, module in [("", model), *walk(model)]:
             for mark in get_marks(module, TileMark):
@@ -74,31 +73,31 @@ class Report:
             if (head := get_mark(module, HeadMark)) is not None:
                 losses.append(TiledLoss(path, head.name, *head.learned.largest))
             if (block := get_mark(module, BlockMark)) is not None:
-                blocks.append(CheckpointedBlock(path, type(module).__name__))
+                blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
         return cls(tuple(tiled), tuple(blocks), tuple(losses), offloaded)
 
     def summary(self) -> str:
-        """One line: how many modules of which classes."""
-        parts = [
-            f"{what} {', '.join(f'{n} x {kind}' for kind, n in Counter(row.kind for row in rows).items())}"
-            for what, rows in (
-                ("tiles", self.tiled),
-                ("tiles the losses of", self.losses),
-                ("checkpoints", self.blocks),
-            )
-            if rows
-        ]
-        return "lt_tiled " + (" and ".join(parts) or "leaves the model as it is")
+        """Return one line with the number of modules of each class."""
+        parts = []
+        for what, rows in (
+            ("tiles", self.tiled),
+            ("tiles the loss of", self.losses),
+            ("applies activation checkpointing to", self.blocks),
+        ):
+            kinds = Counter(row.kind for row in rows)
+            if kinds:
+                parts.append(f"{what} {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
+        return "lt_tiled " + (" and ".join(parts) or "changes nothing in the model")
 
     def table(self, peak: str | None = None, steps: int = 0, seconds: float | None = None) -> Table:
-        """A table with one row for modules that are alike.
+        """Return a table with one row for modules that are alike.
 
         Args:
-            peak: The peak memory of a step, in words.
-            steps: How many steps the figures of offloading are of.
-            seconds: How long they took.
+            peak: The peak memory of a step, as text.
+            steps: The number of steps in the offload figures.
+            seconds: The duration of these steps.
         """
         lines = [f"peak memory of a step: {peak}"] if peak else []
         lines += self.offloaded.describe(steps, seconds) if self.offloaded is not None else []
@@ -111,16 +110,15 @@ class Report:
         for what, rows in (("tiled", self.tiled), ("tiled loss", self.losses)):
             alike = Counter((pattern(row.path), row.kind, row.tokens, row.tiles) for row in rows)
             for (path, kind, tokens, tiles), count in alike.items():
-                table.add_row(
-                    what, f"{count} x {kind}", path, *((str(tokens), str(tiles)) if tokens else ("-", "never cut"))
-                )
+                calls = (str(tokens), str(tiles)) if tokens else ("-", "never tiled")
+                table.add_row(what, f"{count} x {kind}", path, *calls)
         for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
-            table.add_row("checkpointed", f"{count} x {kind}", path, "", "")
+            table.add_row("activation checkpointing", f"{count} x {kind}", path, "", "")
         if not table.rows:
             table.add_row("nothing", "", "", "", "")
         return table
 
 
 def pattern(path: str) -> str:
-    """``layers.3.mlp`` as ``layers.*.mlp``."""
+    """Return ``layers.*.mlp`` for ``layers.3.mlp``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

@@ -42,7 +42,7 @@ STRATEGY = ("--model=CausalLM", "--data=TextFiles", "--trainer.strategy=TiledDDP
 
 
 def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    """``tiling: 8`` and ``checkpointing: true`` stand beside the full forms, and both are overridden by
+    """``tiling: 8`` and ``checkpointing: true`` work as well as the full forms, and both are overridden by
     ``tiling.num_shards``.
     """
     Path("short.yaml").write_text(
@@ -192,7 +192,7 @@ def test_quickstart() -> None:
     assert "distributed_backend=gloo" in printed
     assert len(re.findall(r"4 x LlamaMLP\s+│", printed)) == 1
     assert re.search(r"tiled\s+│ 4 x LlamaMLP\s+│ model.model.layers.\*.mlp\s+│\s+4096 │\s+4 ", printed)
-    assert re.search(r"checkpointed\s+│ 4 x LlamaDecoderLayer", printed)
+    assert re.search(r"activation checkpointing\s+│ 4 x LlamaDecoderLayer", printed)
     assert re.search(r"peak memory of a step: \d+\.\d\d GiB", printed)
     assert re.search(r"val_perplexity: *\d", printed)
     (checkpoint,) = Path("runs").rglob("*.ckpt")
@@ -203,7 +203,7 @@ def test_quickstart() -> None:
 
 @pytest.mark.parametrize("tier", ["disk", "cpu", "tiered"])
 def test_offload_configs(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The offload configs differ from the quickstart in where the boundaries go, and each parses to its tiers."""
+    """The offload configs differ from the quickstart in where the block inputs go, and each parses to its tiers."""
     quick, other = (
         config(capsys, "--config", str(ROOT / "configs" / f"quickstart{name}.yaml")) for name in ("", f"_{tier}")
     )
@@ -281,14 +281,17 @@ def test_own_model_and_data(command: str, caplog: pytest.LogCaptureFixture) -> N
                 "--trainer.logger=false",
             ]
         )
-    assert "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block" in caplog.text
+    assert "lt_tiled tiles 2 x GatedMLP and applies activation checkpointing to 2 x Block" in caplog.text
 
 
 def test_a_config_is_not_written_over() -> None:
-    """A run without a logger saves its configuration beside a ``config.yaml`` that it was read from, which stays as it
+    """A run without a logger saves its configuration next to a ``config.yaml`` that it was read from, which stays as it
     is.
     """
-    own = "model: tests.lit.LitTiny  # mine\ntrainer: {strategy: tiled, accelerator: cpu, logger: false, max_steps: 1, limit_val_batches: 0}"
+    own = (
+        "model: tests.lit.LitTiny  # mine\n"
+        "trainer: {strategy: tiled, accelerator: cpu, logger: false, max_steps: 1, limit_val_batches: 0}"
+    )
     Path("config.yaml").write_text(own)
     main(["fit", "--config", "config.yaml"])
     assert Path("config.yaml").read_text() == own

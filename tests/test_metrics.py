@@ -1,4 +1,4 @@
-"""Metrics that are updated tile by tile, against torchmetrics on whole logits."""
+"""Metrics that are updated tile by tile, against torchmetrics on full logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pairs() -> list[tuple[Any, Any]]:
 
 
 def measured() -> list[tuple[float, float]]:
-    """Over two batches of this rank; its logits whole for torchmetrics."""
+    """Over two batches of this rank; torchmetrics gets the full logits."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = []
     for tiled, whole in pairs():
@@ -56,7 +56,7 @@ def measured() -> list[tuple[float, float]]:
 
 
 def test_equal_to_torchmetrics() -> None:
-    """Perplexity and top-k accuracy over two batches with ignored labels are torchmetrics' own of the whole logits."""
+    """Perplexity and top-k accuracy over two batches with ignored labels are torchmetrics' own of the full logits."""
     for tiled, whole in measured():
         assert tiled == pytest.approx(whole, rel=1e-5)
 
@@ -81,8 +81,8 @@ def test_shift_and_reset() -> None:
     assert float(metric.compute()) == pytest.approx(float(whole.compute()), rel=1e-5)
 
 
-def test_logits_are_never_whole() -> None:
-    """The peak of an update is one tile's logits, a fraction of the whole."""
+def test_no_full_logits() -> None:
+    """The peak of an update is one tile's logits, a fraction of the full logits."""
     hidden, weight, labels = torch.randn(1, 1024, H), torch.randn(512, H), torch.zeros(1, 1024, dtype=torch.long)
     for metric in (TiledPerplexity(num_shards=16), TiledTokenAccuracy(num_shards=16)):
         assert peak_bytes(lambda m=metric: m.update(hidden, weight, labels)) <= 4 * 1024 * 512 / 16 * 1.5

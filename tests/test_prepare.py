@@ -75,10 +75,10 @@ def test_report() -> None:
         ("blocks.1.mlp", "GatedMLP", 48, 4),
     ]
     assert [row.path for row in report.blocks] == ["blocks.0", "blocks.1"]
-    assert report.summary() == "lt_tiled tiles 2 x GatedMLP and checkpoints 2 x Block"
+    assert report.summary() == "lt_tiled tiles 2 x GatedMLP and applies activation checkpointing to 2 x Block"
     cells = [list(column.cells) for column in report.table("1 GiB").columns]
     assert cells == [
-        ["tiled", "checkpointed"],
+        ["tiled", "activation checkpointing"],
         ["2 x GatedMLP", "2 x Block"],
         ["blocks.*.mlp", "blocks.*"],
         ["48", ""],
@@ -89,7 +89,7 @@ def test_report() -> None:
 def test_report_of_a_plain_model() -> None:
     """A model that nothing was done to has an empty report that says so."""
     assert Report.of(TinyLM()) == Report((), ())
-    assert Report.of(TinyLM()).summary() == "lt_tiled leaves the model as it is"
+    assert Report.of(TinyLM()).summary() == "lt_tiled changes nothing in the model"
 
 
 def test_a_module_tiled_by_hand_keeps_its_tiles() -> None:

@@ -1,4 +1,4 @@
-"""The same features for people who keep their own strategy, and the report of a run."""
+"""Callbacks: tiling and offloading with any strategy, figures of each step, and the report of a run."""
 
 from lt_tiled.callbacks.memory_monitor import MemoryMonitor
 from lt_tiled.callbacks.offloaded_checkpointing import OffloadedCheckpointing

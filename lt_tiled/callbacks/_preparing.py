@@ -1,4 +1,4 @@
-"""When a callback prepares the model, for Trainer and for Fabric, and undoes it."""
+"""When a callback prepares the model, for Trainer and for Fabric, and when it restores it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lt_tiled.strategies._units import refuse_units_in_tiled_modules
 
 
 class PreparingCallback(AppliesPolicies, Callback):
-    """Marks the modules once the engine has wrapped the model.
+    """Prepares the model after the engine has wrapped it.
 
-    They are as they were after ``fit`` (``validate``, ...), also when it ends in an exception. With Fabric the model
-    has to go through ``fabric.setup``, and :meth:`release` undoes it.
+    With a Trainer, the model is restored after ``fit`` (``validate``, ...), also after an exception. With Fabric, the
+    model must go through ``fabric.setup``, and :meth:`release` restores it.
     """
 
     def __init__(self, tiling: Any = None, checkpointing: Any = None, loss: bool | int | None = None) -> None:
@@ -29,14 +29,7 @@ class PreparingCallback(AppliesPolicies, Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._prepare(pl_module, trainer.strategy, trainer.num_devices)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         self.release()
@@ -46,9 +39,8 @@ class PreparingCallback(AppliesPolicies, Callback):
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
-        self._prepare(
-            module, fabric.strategy, len(getattr(fabric.strategy, "parallel_devices", None) or [fabric.device])
-        )
+        devices = getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]
+        self._prepare(module, fabric.strategy, len(devices))
 
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
         before = len(self.prepared)

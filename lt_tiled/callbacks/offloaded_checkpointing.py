@@ -1,4 +1,4 @@
-"""Checkpointing and offloading for who keeps their own strategy."""
+"""Activation checkpointing with offloading, for use with any strategy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from lt_tiled.policies import Checkpointing, Tiers
 
 
 class OffloadedCheckpointing(PreparingCallback):
-    """Checkpoints the model's blocks under any strategy and sends their inputs away, for Trainer and for Fabric.
+    """Applies activation checkpointing under any strategy and offloads the block inputs, for Trainer and for Fabric.
 
-    Under a Trainer each step's figures go to the run's logger as ``offload/...``.
+    With a Trainer, the figures of each step go to the loggers of the run as ``offload/...``.
 
     Args:
-        offload: Where the inputs go; ``None`` leaves them where they are.
+        offload: Where the block inputs go; ``None`` keeps them on the device.
         checkpointing: The other fields of :class:`~lt_tiled.policies.Checkpointing`.
     """
 
     def __init__(self, offload: Tiers | None = "cpu", **checkpointing: Any) -> None:
         super().__init__(checkpointing=Checkpointing(offload=offload, **checkpointing))
+        self._log = OffloadLog()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._log = OffloadLog()
 
     def on_train_batch_end(
@@ -33,8 +36,4 @@ class OffloadedCheckpointing(PreparingCallback):
             self._log.step(trainer, self.prepared[-1].offloader)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.prepared.free_buffers()  # a last checkpoint may need the RAM
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._log = OffloadLog()
-        super().on_fit_start(trainer, pl_module)
+        self.prepared.free_buffers()  # the last checkpoint of the run may need the memory

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch import Callback, LightningModule
 from rich.console import Console
 
@@ -19,10 +20,10 @@ class TilingReport(Callback):
     def __init__(self) -> None:
         self.report: Report | None = None
         self.peak = 0
-        """Bytes."""
+        """The highest peak of a step, in bytes."""
         self._steps = 0
         self._start = self._seconds = 0.0
-        self._memory: PeakMemory | None = None
+        self._memory = PeakMemory(torch.device("cpu"))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.peak = self._steps = 0
@@ -30,24 +31,22 @@ class TilingReport(Callback):
         self._memory = PeakMemory(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        assert self._memory is not None
         self._memory.reset()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._memory is not None
         self._steps += 1
         self.peak = max(self.peak, self._memory.read())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        # Here, not later: the strategy's teardown, which comes before on_fit_end, takes the marks off.
+        # The strategy restores the model in its teardown, which comes before `on_fit_end`.
         self.report = Report.of(pl_module)
         self._seconds = time.monotonic() - self._start
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        if self.report is not None and self._memory is not None and trainer.is_global_zero:
+        if self.report is not None and trainer.is_global_zero:
             table, console = self.report.table(self._memory.describe(self.peak), self._steps, self._seconds), Console()
-            if not console.is_terminal:  # a file has no edge at which lines would have to break
+            if not console.is_terminal:  # a file needs no line breaks
                 console.width = 1000
             console.print(table)

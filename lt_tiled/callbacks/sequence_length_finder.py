@@ -1,56 +1,52 @@
-"""The longest sequence that trains, by trying."""
+"""The longest sequence that trains, found by trying."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
 from lt_tiled._log import inform
+from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._training_step import first_batch, loss_of, nothing, step_arguments, stepped_on, with_length
 from lt_tiled._types import PositiveInt
-from lt_tiled.callbacks._preparing import PreparingCallback
-from lt_tiled.memory import PeakMemory
-from lt_tiled.planner.job import first_batch, length_of, lengthened, loss_of, nothing, step_arguments
-from lt_tiled.planner.plan import gib
-from lt_tiled.planner.shards import stepped_on
+from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.policies import parse_bytes
 
 
 class SequenceLengthFinder(Callback):
-    """Finds the longest sequence whose training step fits, before the run: the counterpart of Lightning's
-    ``BatchSizeFinder``.
+    """Finds the longest sequence whose training step fits, before the run, as Lightning's ``BatchSizeFinder`` does.
 
-    A batch of the run's data is made longer and shorter, and each length tried by a forward and a backward, with the
-    optimizer's state in place. Weights, buffers, metrics, random numbers and the optimizer are as before when the run
-    begins. Lengths double until one does not fit, and the rest is bisection. The result is set as ``attribute`` of the
-    data, which is then set up anew. A schedule that counts the steps of the run was made before that: give
-    ``max_steps``.
+    It tries sequence lengths with a batch of the run's data, by a forward and a backward pass with the optimizer state
+    in place. Lengths double until one does not fit, and bisection finds the rest. Then it restores weights, buffers,
+    metrics, random numbers and the optimizer, sets the result as ``attribute`` of the data, and sets up the data again.
+    A learning rate schedule that counts the steps of the run was made before that: set ``max_steps``.
 
-    Ranks of DDP try each by itself and agree on what fits on all. Those of sharding engines wait for each other within
-    a step: there memory must end on all of them at the same length, as it does for batches of one shape.
+    Ranks of DDP try each length on their own and agree on what fits on all of them. Ranks of sharding engines wait for
+    each other within a step: there, memory must run out on all ranks at the same sequence length, as for batches of one
+    shape.
 
     Args:
-        start: The first length.
-        limit: No length is longer; ``None`` for as long as memory lasts.
-        granule: How exactly the longest length is found.
-        memory: What must not be exceeded, in bytes or as ``"80GiB"``; ``None`` for what the device has.
-        attribute: The name of the length in the datamodule, or else in the module.
+        start: The first sequence length.
+        limit: The largest sequence length; ``None`` for no limit.
+        granule: The precision of the result.
+        memory: The memory limit, in bytes or as ``"80GiB"``; ``None`` for the memory of the device.
+        attribute: The name of the sequence length in the datamodule or, if it has none, in the module.
 
     Raises:
         ValueError: If a value is out of bounds, or neither has that attribute.
-        RuntimeError: If not even the first length fits.
+        RuntimeError: If not even the shortest sequence fits.
     """
 
     def __init__(
@@ -65,148 +61,130 @@ class SequenceLengthFinder(Callback):
             if value is not None and (isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if limit is not None and limit < start:
-            raise ValueError(f"limit={limit} is shorter than start={start}: raise it, or begin with less.")
-        self.start, self.limit, self.granule, self.attribute = (
-            int(start),
-            None if limit is None else int(limit),
-            int(granule),
-            attribute,
-        )
+            raise ValueError(f"limit={limit} is shorter than start={start}: raise limit, or lower start.")
+        self.start, self.granule, self.attribute = int(start), int(granule), attribute
+        self.limit = None if limit is None else int(limit)
         self.memory = None if memory is None else parse_bytes(memory, "memory")
         self.found: int | None = None
-        """The longest length that fits."""
+        """The longest sequence that fits."""
         self.peaks: dict[int, int] = {}
-        """By length, the peak of its step in bytes; of those that fit."""
+        """The peak of the step in bytes, by sequence length, for those that fit."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
         holder = self._holder(trainer, pl_module)
         self._refuse_later_callbacks(trainer)
         with isolate_rng():
-            batch = first_batch(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
-            trial = _Trial(trainer, pl_module, trainer.strategy.batch_to_device(batch), self.memory)
+            batch = trainer.strategy.batch_to_device(first_batch(pl_module, data))
+            trial = _Trial(trainer, pl_module, batch, self.memory)
             self.peaks = {}
             try:
                 self.found = self._search(trial)
             finally:
                 trial.restore()
-        inform(
-            f"SequenceLengthFinder: {self.found} tokens fit ({gib(self.peaks[self.found])}); {self.attribute} is set to it"
-        )
+        peak = gib(self.peaks[self.found])
+        inform(f"SequenceLengthFinder: {self.found} tokens fit ({peak}); {self.attribute} is set to {self.found}")
         setattr(holder, self.attribute, self.found)
-        if trainer.datamodule is not None:  # type: ignore[attr-defined]
-            trainer.datamodule.setup("fit")  # type: ignore[attr-defined]
-        # A schedule that counts the run's steps has loaded the data already; as Lightning's BatchSizeFinder, let it be
-        # loaded anew.
+        if data is not None:
+            data.setup("fit")
+        # A schedule that counts the run's steps has loaded the data already: reload it, as BatchSizeFinder does.
         trainer.fit_loop._combined_loader = None
 
     def _refuse_later_callbacks(self, trainer: pl.Trainer) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks[callbacks.index(self) :]:
-            if isinstance(callback, PreparingCallback):
+            if isinstance(callback, AppliesPolicies):
                 raise ValueError(
-                    f"{type(callback).__name__} stands behind SequenceLengthFinder, which would try the model without it: put it before, or"
-                    " let the strategy do it."
+                    f"{type(callback).__name__} comes after SequenceLengthFinder, which would try the model without it:"
+                    " put it first, or set its policy in the strategy."
                 )
 
     def _holder(self, trainer: pl.Trainer, module: LightningModule) -> Any:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not trainer.fit_loop._data_source.is_module():
             raise ValueError(
-                "The data loaders were given to fit, and their length cannot be set: give a datamodule, or a module, that makes them, with"
-                f" an attribute {self.attribute!r} for the length of its sequences."
+                "The data loaders were given to fit, so their sequence length cannot be set: give a datamodule, or a"
+                f" module with data loaders, that has an attribute {self.attribute!r} for the sequence length."
             )
         for holder in (data, module):
             if holder is not None and hasattr(holder, self.attribute):
                 return holder
         raise ValueError(
-            f"Neither the datamodule ({type(data).__name__}) nor {type(module).__name__} has an attribute {self.attribute!r}, the length of"
-            " its sequences: name yours with SequenceLengthFinder(attribute=...), and let train_dataloader use it."
+            f"Neither the datamodule ({type(data).__name__}) nor {type(module).__name__} has an attribute"
+            f" {self.attribute!r} for the sequence length: name yours with SequenceLengthFinder(attribute=...), and use"
+            " it in train_dataloader."
         )
 
     def _search(self, trial: _Trial) -> int:
-        low, high = 0, None
-        length = self.start
-        while high is None or high - low > self.granule:
+        low, high, length = 0, None, self.start
+        while True:
             fits = trial.run(length, self.peaks)
             inform(f"SequenceLengthFinder: {length} tokens {'fit' if fits else 'do not fit'}")
             low, high = (length, high) if fits else (low, length)
-            if not low:
-                if length <= self.granule:
-                    raise RuntimeError(
-                        f"Not even {length} tokens fit: a step takes more memory than there is. Tile or offload more."
-                    )
-                length = max(length // 2 // self.granule * self.granule, self.granule)
-            elif high is None:
-                if self.limit is not None and low >= self.limit:
+            if high is None:
+                if low == self.limit:
                     return low
                 length = min(2 * low, self.limit or 2 * low)
-            else:
+            elif high - low > self.granule:
                 length = max((low + high) // 2 // self.granule * self.granule, low + self.granule)
-                if length >= high:
-                    return low
-        return low
+            elif low:
+                return low
+            else:
+                raise RuntimeError(f"Not even {length} tokens fit into memory: tile or offload more.")
 
 
 class _Trial:
-    """Steps on longer batches that leave nothing behind."""
+    """Runs steps on longer batches and restores everything afterwards."""
 
     def __init__(self, trainer: pl.Trainer, module: LightningModule, batch: Any, memory: int | None) -> None:
         self.trainer, self.module, self.batch, self.limit = trainer, module, batch, memory
-        self.length = length_of(batch)
-        if not self.length:
-            raise ValueError("The batch has no tensor with two or three dimensions, whose second could be made longer.")
-        self.device = trainer.strategy.root_device
-        self.memory = PeakMemory(self.device)
+        self.memory = PeakMemory(trainer.strategy.root_device)
+        self.own_state = isinstance(trainer.strategy, DeepSpeedStrategy)  # its optimizer state exists from the start
         self._buffers = [
-            (m, name, b, b.detach().clone())
+            (m, name, buffer, buffer.detach().clone())
             for m in module.modules()
-            for name, b in m._buffers.items()
-            if b is not None
+            for name, buffer in m.named_buffers(recurse=False)
         ]
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in metrics]
-        self._log = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
-        module.__dict__.update(log=nothing, log_dict=nothing)  # there is no loop yet
-        self._make_state()
+        self._log: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
+        module.__dict__.update(log=nothing, log_dict=nothing)
+        if not self.own_state:
+            self._make_state()
 
     def _make_state(self) -> None:
-        """Let the optimizer have its state, by a step of no size with gradients of zero. DeepSpeed's has it from the
-        start.
-        """
-        if isinstance(self.trainer.strategy, DeepSpeedStrategy):
-            return
+        """Create the optimizer state, by a step with a learning rate and gradients of zero."""
         for optimizer in self.trainer.optimizers:
-            rates = [(group, group["lr"]) for group in optimizer.param_groups]
-            weights = [p for p in stepped_on(optimizer) if p.requires_grad]
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
             try:
-                for group, rate in rates:
-                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-                for weight in weights:
-                    weight.backward(torch.zeros_like(weight))
-                optimizer.step()
-            except TypeError:  # LBFGS wants a closure, and has little state
-                pass
+                for weight in stepped_on(optimizer):
+                    if weight.requires_grad:
+                        weight.backward(torch.zeros_like(weight))
+                with suppress(TypeError):  # LBFGS needs a closure, and has little state
+                    optimizer.step()
             finally:
-                for group, rate in rates:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
                 optimizer.zero_grad()
 
     def run(self, tokens: int, peaks: dict[int, int]) -> bool:
-        """Whether a step on sequences of that length fits on every rank."""
-        batch = apply_to_collection(self.batch, Tensor, lengthened, self.length, tokens)
+        """Return whether a step on sequences of that length fits on every rank."""
+        batch = with_length(self.batch, tokens)
         fits = True
         self.memory.reset()
         try:
             self._step(batch)
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            if not (is_oom_error(error) or "can't allocate memory" in str(error)):
                 raise
             fits = False
         peak = self.memory.read()
         fits = fits and (self.limit is None or peak <= self.limit)
         del batch
         self._free()
-        if _distributed_is_initialized():
+        if dist.is_available() and dist.is_initialized():
             fits = self.trainer.strategy.reduce_boolean_decision(fits, all=True)
         if fits:
             peaks[tokens] = peak
@@ -214,7 +192,7 @@ class _Trial:
 
     def _step(self, batch: Any) -> None:
         strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
-        # Without the ranks' reduction: one whose memory ended before it would leave the others waiting.
+        # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
         with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
             loss = loss_of(strategy.training_step(*step_arguments(self.module, batch)), self.module)
             optimizer.zero_grad()
@@ -224,28 +202,22 @@ class _Trial:
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad()
         gc.collect()
-        if self.device.type == "cuda":
+        if self.memory.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Leave everything as it was found."""
-        if not isinstance(self.trainer.strategy, DeepSpeedStrategy):
+        """Restore the optimizer state, buffers, metrics and logging."""
+        if not self.own_state:
             for optimizer in self.trainer.optimizers:
                 optimizer.state.clear()
         for module, name, buffer, before in self._buffers:
-            module._buffers[name] = buffer
+            setattr(module, name, buffer)
             buffer.copy_(before)
         for metric, state, count in self._metrics:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
-        for name, before_log in self._log.items():
-            if before_log is None:
-                self.module.__dict__.pop(name, None)
-            else:
-                self.module.__dict__[name] = before_log
+        for name in ("log", "log_dict"):
+            del vars(self.module)[name]
+        vars(self.module).update(self._log)
         self._free()
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    return is_oom_error(error) or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""Tiling for who keeps their own strategy."""
+"""Tiling, for use with any strategy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lt_tiled.policies import Tiling
 
 
 class TiledMLP(PreparingCallback):
-    """Tiles the model's modules under any strategy, for ``Trainer(callbacks=...)`` and ``Fabric(callbacks=...)``.
+    """Tiles modules under any strategy, for ``Trainer(callbacks=...)`` and ``Fabric(callbacks=...)``.
 
     Args:
         num_shards: Tiles per call, or ``"auto"``.

@@ -1,8 +1,8 @@
-"""Any causal language model of Hugging Face as a LightningModule."""
+"""A LightningModule for any causal language model of Hugging Face."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torchmetrics import MeanMetric
 
-from lt_tiled._log import inform, warn
+from lt_tiled._log import inform, inform_once, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.lm.flex import flex_attention
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import LossMark, find_losses, mark_losses
 from lt_tiled.modules.find import plain_name
@@ -26,27 +26,23 @@ from lt_tiled.policies import CompileOptions, as_loss, check_compile
 
 
 class CausalLM(LightningModule):
-    """Trains a Hugging Face causal language model, from scratch by its configuration or on from a local directory.
+    """Trains a causal language model of Hugging Face, from scratch or from a local directory.
 
-    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``; the model predicts
-    each token from those before it.
+    It downloads nothing. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``.
 
     Args:
-        config: The fields of a Hugging Face configuration, with ``model_type``: ``{model_type: llama, hidden_size: 256,
-            ...}``.
-        path: A local directory with a model, as ``save_pretrained`` writes it: the other way to name one.
-        attn_implementation: Hugging Face's name of the attention to use (``sdpa``, ``eager``, ``flash_attention_2``,
-            ...).
-        attn_compile: For ``flex_attention``, which is compiled: arguments of ``torch.compile``, such as ``{mode:
-            max-autotune}``.
-        tiled_loss: Compute losses, perplexities and log-probabilities in tiles, so that logits are never whole:
-            ``Tiling.loss``.
-        learning_rate: Peak learning rate of AdamW.
-        weight_decay: Weight decay of AdamW, for weights with two dimensions or more.
-        warmup_steps: Steps of linear warm-up; then the rate falls to a tenth along a cosine until the end of the run.
+        config: The fields of a Hugging Face configuration, such as ``{model_type: llama, hidden_size: 256, ...}``.
+        path: A local directory with a model, as ``save_pretrained`` writes it. Give this or ``config``.
+        attn_implementation: Hugging Face's name of the attention (``sdpa``, ``eager``, ``flash_attention_2``, ...).
+        attn_compile: For ``flex_attention``: arguments of ``torch.compile``, such as ``{mode: max-autotune}``.
+        tiled_loss: Compute losses, perplexities and log-probabilities in tiles, without the full logits: ``True``, or
+            the number of tiles.
+        learning_rate: The peak learning rate of AdamW.
+        weight_decay: The weight decay of AdamW, for weights with two dimensions or more.
+        warmup_steps: Steps of linear warmup. Then a cosine schedule ends at a tenth of the peak.
 
     Raises:
-        ValueError: If not exactly one of ``config`` and ``path`` is given, or it does not lead to a model.
+        ValueError: If not exactly one of ``config`` and ``path`` is given, or it names no model.
         ModuleNotFoundError: If transformers is not installed.
     """
 
@@ -63,28 +59,22 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         if (config is None) == (path is None):
-            raise ValueError(
-                "CausalLM takes exactly one of config (fields of a Hugging Face configuration) and path (a local model)."
-            )
+            raise ValueError("CausalLM needs exactly one of config (Hugging Face's fields) and path (a local model).")
         if config is not None and "model_type" not in config:
-            raise ValueError(
-                f"CausalLM's config has no model_type, only {sorted(config)}: add one, such as model_type: llama."
-            )
+            raise ValueError(f"config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
         if path is not None and not (Path(path) / "config.json").is_file():
-            raise ValueError(
-                f"path={path!r} is not a directory with a config.json: give a local model; none is downloaded."
-            )
+            raise ValueError(f"path={path!r} is not a directory with a config.json: give a local model.")
         if attn_compile is not None and attn_implementation != "flex_attention":
             raise ValueError(
-                f"attn_compile={attn_compile!r} is for flex attention, and attn_implementation is {attn_implementation!r}: set it to"
-                " 'flex_attention', or leave attn_compile out."
+                f"attn_compile={attn_compile!r} needs flex attention, but attn_implementation={attn_implementation!r}:"
+                " set it to 'flex_attention', or leave attn_compile out."
             )
         check_compile(attn_compile or {}, "attn_compile")
         _require_transformers()
         self.save_hyperparameters()
         make_plain(self.hparams)
-        self.learning_rate = float(learning_rate)  # plain, because the optimizer's state goes into the checkpoint
-        self.weight_decay = float(weight_decay)
+        # Plain numbers, because the state of the optimizer goes into the checkpoint.
+        self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.warmup_steps = int(warmup_steps)
         self.attn_compile = attn_compile
         self._loss_shards = as_loss(tiled_loss, None)
@@ -94,40 +84,30 @@ class CausalLM(LightningModule):
         self.test_perplexity = _Perplexity()
 
     def configure_model(self) -> None:
-        """Build the model once; here, so that strategies can build it sharded."""
+        """Build the model once. Strategies call this hook, so that they can shard weights as they are made."""
         if self.model is not None:
             return
         from transformers import AutoModelForCausalLM
 
-        attention = self.hparams["attn_implementation"]
+        attention, path = self.hparams["attn_implementation"], self.hparams["path"]
         if attention == "flex_attention":
-            attention = flex_attention(self.attn_compile)
-        if (
-            self.hparams["path"] is not None and torch.get_default_device().type != "meta"
-        ):  # where weights would be of no use
+            attention = _flex_attention(self.attn_compile)
+        if path is not None and torch.get_default_device().type != "meta":
             self.model = AutoModelForCausalLM.from_pretrained(
-                self.hparams["path"],
-                attn_implementation=attention,
-                local_files_only=True,
-                dtype=torch.get_default_dtype(),
+                path, attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()
             )
         else:
             self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention)
         self.model.train()
-        self._tile_loss()
-        # By name and now: sharded weights have one dimension, whatever they had.
+        if self._loss_shards is not None:
+            try:
+                mark_losses(find_losses(self.model), self._loss_shards, object())
+            except NothingFoundError:
+                kind = type(self.model).__name__
+                inform(f"the loss of {kind} is not tiled: the model does not compute it from labels and a linear head")
+        # Sharding flattens weights, so this must be known by name before. ZeRO-3 shards them as they are made.
         shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in self.named_parameters()}
         self._vectors = {name for name, shape in shapes.items() if len(shape) <= 1}
-
-    def _tile_loss(self) -> None:
-        if self._loss_shards is None:
-            return
-        try:
-            mark_losses(find_losses(self.model), self._loss_shards, object())
-        except NothingFoundError:
-            inform(
-                f"the loss of {type(self.model).__name__} is not tiled: it does not compute it from labels and a linear head"
-            )
 
     def _config(self) -> Any:
         from transformers import AutoConfig
@@ -137,16 +117,16 @@ class CausalLM(LightningModule):
         return AutoConfig.for_model(**self.hparams["config"])
 
     def setup(self, stage: str) -> None:
-        """Compare the vocabulary with the data's before anything is built."""
-        vocabulary = self._config().get_text_config().vocab_size
+        """Compare the vocabularies of the model and the data before the model is built."""
+        known = self._config().get_text_config().vocab_size
         needed = getattr(self.trainer.datamodule, "vocab_size", None)  # type: ignore[attr-defined]
-        if needed is not None and needed > vocabulary:
+        if needed is not None and needed > known:
             raise ValueError(
-                f"The data has token ids up to {needed - 1} and the model {vocabulary} tokens: set vocab_size: {needed}."
+                f"The data has token ids up to {needed - 1} and the model {known} tokens: set vocab_size: {needed}."
             )
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits of shape ``[B, S, vocabulary]``."""
+        """Return logits of shape ``[B, S, vocab_size]``."""
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return logits
 
@@ -163,7 +143,7 @@ class CausalLM(LightningModule):
         self._evaluate(batch, "test", self.test_perplexity)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The log-probability of each token but the first, ``[B, S - 1]``."""
+        """Return the log-probability of each token but the first, ``[B, S - 1]``."""
         return -self._token_losses(batch["input_ids"])
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: _Perplexity) -> None:
@@ -172,8 +152,9 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
 
     def _token_losses(self, ids: Tensor) -> Tensor:
-        """Of each token but the first, ``[B, S - 1]``: inside the model's forward, where engines have its head's
-        weights at hand.
+        """Return the loss of each token but the first, ``[B, S - 1]``, computed in the model's forward.
+
+        There, engines have gathered the weights of the head.
         """
         found: list[Tensor] = []
 
@@ -184,47 +165,61 @@ class CausalLM(LightningModule):
 
         with _loss_function(self.model, loss_function):
             self.model(input_ids=ids, labels=ids, use_cache=False)
-        if not found:  # a model that computes its loss in a way of its own
+        if not found:  # the model does not call its loss function
             loss_function(self(ids))
         return found[0]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
         if any("_flat_param" in name for name, _ in weights):
-            warn(
-                "FSDP with use_orig_params=False: weight decay applies to biases and norms too, which are in one tensor with the rest."
-            )
+            warn("FSDP with use_orig_params=False has one tensor per FSDP unit: biases and norms get weight decay too.")
         groups = [
             {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},
             {"params": [p for name, p in weights if name in self._vectors], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        warmup = torch.optim.lr_scheduler.LinearLR(
-            optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps
-        )
+        warmup = LinearLR(optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps)
         steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
+        cosine = CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
+        schedule = SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _flex_attention(options: Mapping[str, Any] | None) -> str:
+    """Register flex attention with options of ``torch.compile``, and return its ``attn_implementation``.
+
+    Hugging Face's function compiles ``flex_attention`` without options, unless it is itself being compiled. So options
+    apply to the whole function.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+    from transformers.masking_utils import flex_attention_mask
+
+    inform_once("compile flex attention", "compiles flex attention at its first use, which can take minutes")
+    if not options:
+        return "flex_attention"
+    name = f"lt_tiled_flex_{abs(hash(repr(sorted(options.items()))))}"
+    AttentionInterface.register(name, torch.compile(flex_attention_forward, **options))
+    AttentionMaskInterface.register(name, flex_attention_mask)
+    return name
 
 
 @contextmanager
 def _loss_function(model: Any, function: Any) -> Iterator[None]:
-    """Let transformers' model, which an adapter's may hold, call a function for its loss."""
+    """Set the loss function of a transformers model, also inside of an adapter, and restore it."""
     inner = next((m for m in model.modules() if get_mark(m, LossMark) is not None), model)
     before = vars(inner).get("_loss_function")
     inner.loss_function = function
     try:
         yield
     finally:
+        del inner._loss_function  # the attribute of the property, which has no deleter
         if before is not None:
             inner.loss_function = before
-        else:
-            del inner._loss_function  # where the property keeps it
 
 
 class _Perplexity(MeanMetric):
-    """Of the losses of tokens."""
+    """Computes the perplexity from the losses of tokens."""
 
     def compute(self) -> Tensor:
         return super().compute().exp()

@@ -1,4 +1,4 @@
-"""Text files as windows of tokens."""
+"""A datamodule of text files, cut into sequences of tokens."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import _require_transformers
 
 
 class TextFiles(LightningDataModule):
-    """Any text files, cut into windows of ``seq_len`` tokens that do not overlap.
+    """Reads text files and cuts them into sequences of ``seq_len`` tokens that do not overlap.
 
     The last part of the text is for testing, the part before it for validation. Tokens are bytes, or those of a local
     tokenizer.
 
     Args:
-        paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the Python
-            standard library's own source: real text that every machine has.
+        paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the source of
+            the Python standard library, a text that every machine has.
         tokenizer: A local directory with a Hugging Face tokenizer; ``None`` for bytes.
         seq_len: Tokens per sequence.
         batch_size: Sequences per batch and device.
@@ -34,8 +34,7 @@ class TextFiles(LightningDataModule):
         num_workers: Worker processes of the data loaders.
 
     Raises:
-        ValueError: If a path matches no file, a file cannot be read, or the text is too short for one sequence in each
-            part.
+        ValueError: If a path matches no file, a file cannot be read, or the text has fewer than three sequences.
     """
 
     def __init__(
@@ -54,18 +53,14 @@ class TextFiles(LightningDataModule):
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
-        self.tokenizer = tokenizer
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.held_out = held_out
-        self.max_bytes = max_bytes
-        self.num_workers = num_workers
+        self.tokenizer, self.seq_len, self.max_bytes, self.held_out = tokenizer, seq_len, max_bytes, held_out
+        self.batch_size, self.num_workers = batch_size, num_workers
         self.vocab_size = 256
         self._windows: dict[str, Tensor] = {}
         self._cut_at = 0
 
     def setup(self, stage: str) -> None:
-        """Read and cut the text, anew where ``seq_len`` was changed. Every rank reads it: it is the same on all."""
+        """Read and cut the text on every rank, and again if ``seq_len`` has changed."""
         if self._cut_at == self.seq_len:
             return
         tokens = self._tokenize(read_text(self._files(), self.max_bytes))
@@ -73,8 +68,8 @@ class TextFiles(LightningDataModule):
         held = max(1, round(count * self.held_out))
         if count - 2 * held < 1:
             raise ValueError(
-                f"The text has {len(tokens)} tokens, {count} sequences of seq_len={self.seq_len}, and needs at least 3: one to train on,"
-                " one to validate, one to test. Give more text or a shorter seq_len."
+                f"The text has {len(tokens)} tokens, {count} sequences of seq_len={self.seq_len}, and needs at least 3:"
+                " one to train on, one to validate, one to test. Give more text or a shorter seq_len."
             )
         windows = tokens[: count * self.seq_len].view(count, self.seq_len)
         parts = windows.split([count - 2 * held, held, held])
@@ -90,13 +85,12 @@ class TextFiles(LightningDataModule):
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return self._loader("test")
 
-    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader("test")
+    predict_dataloader = test_dataloader
 
     def _loader(self, part: str, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            _Windows(self._windows[part]), batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers
-        )
+        data: Any = TensorDataset(self._windows[part])
+        options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        return DataLoader(data, shuffle=shuffle, collate_fn=_batch, **options)
 
     def _files(self) -> list[Path]:
         if self.paths is None:
@@ -105,16 +99,12 @@ class TextFiles(LightningDataModule):
         for path in self.paths:
             if Path(path).is_dir():
                 found = sorted(p for p in Path(path).rglob("*") if p.suffix in (".txt", ".md", ".py"))
-            else:
-                found = (
-                    [Path(path)]
-                    if Path(path).is_file()
-                    else [Path(p) for p in sorted(glob(path, recursive=True)) if Path(p).is_file()]
-                )
+            else:  # a file's name may look like a glob
+                names = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
+                found = [Path(name) for name in names if Path(name).is_file()]
             if not found:
-                raise ValueError(
-                    f"paths: {path!r} matches no file: give a file, a directory with .txt, .md or .py files, or a glob."
-                )
+                kinds = "a file, a directory with .txt, .md or .py files, or a glob"
+                raise ValueError(f"paths: {path!r} matches no file: give {kinds}.")
             files += found
         return files
 
@@ -129,19 +119,12 @@ class TextFiles(LightningDataModule):
         return torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"], dtype=torch.int32)
 
 
-class _Windows(Dataset[dict[str, Tensor]]):
-    def __init__(self, windows: Tensor) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.windows[index].long()}
+def _batch(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack([row for (row,) in rows]).long()}
 
 
 def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
-    """The files' bytes one after the other, at most ``max_bytes``.
+    """Return the first ``max_bytes`` bytes of the files.
 
     Raises:
         ValueError: If a file cannot be read, or all of them are empty.
@@ -152,15 +135,12 @@ def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
             with file.open("rb") as stream:
                 text += stream.read(max_bytes - len(text))
         except OSError as error:
-            raise ValueError(
-                f"{file} cannot be read ({error.strerror}): mend its permissions or leave it out of paths."
-            ) from error
+            reason = f"{file} cannot be read ({error.strerror})"
+            raise ValueError(f"{reason}: fix its permissions or remove it from paths.") from error
         if len(text) >= max_bytes:
             break
     if not text:
-        raise ValueError(
-            f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text in them."
-        )
+        raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text.")
     return bytes(text)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from lt_tiled.memory import gib
+
 
 @dataclass
 class OffloadStats:
@@ -41,20 +43,16 @@ class OffloadStats:
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
         lines = [
-            f"offloaded per step: {_size(self.cpu_bytes / per_step)} to CPU memory,"
-            f" {_size(self.disk_bytes / per_step)} to disk",
+            f"offloaded per step: {gib(self.cpu_bytes / per_step)} to CPU memory,"
+            f" {gib(self.disk_bytes / per_step)} to disk",
             f"loaded in time: {self.prefetch_hits} of {asked}; needed before they had left: {self.from_memory}",
             f"stalled: {self.stalled_ms / per_step:.1f} ms per step",
         ]
         if self.kept_bytes:
-            lines.append(f"kept on the device, no room in the budget: {_size(self.kept_bytes / per_step)} per step")
+            lines.append(f"kept on the device, no room in the budget: {gib(self.kept_bytes / per_step)} per step")
         if self.disk_bytes:
-            lines.append(f"written to disk in all: {_size(self.disk_bytes)}")
+            lines.append(f"written to disk in all: {gib(self.disk_bytes)}")
             if seconds:
                 wear = self.disk_bytes / seconds * 86400 / 1e12
                 lines.append(f"SSD wear at this rate: {wear:.1f} TB per day; compare with the TBW rating of the drive")
         return lines
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,3 +1,1 @@
-"""Memory before the run: a step simulated on fake tensors, the longest sequence that fits, and the cheapest
-settings.
-"""
+"""Memory before the run: simulate a step on fake tensors, and find the longest sequence or the fastest settings."""

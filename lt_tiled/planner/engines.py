@@ -1,4 +1,4 @@
-"""An engine as the planner sees it: its name, its ranks, and what it was told about its buffers."""
+"""The engine of a strategy: its name, its ranks, and the settings of its buffers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ EngineName = Literal["single", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, and over how many ranks it works."""
+    """An engine, and the number of its ranks."""
 
     name: EngineName = "single"
     ranks: int = 1
     bucket: int = 0
-    """DeepSpeed's ``reduce_bucket_size``, in entries: it keeps a buffer of that size."""
-    buckets: int = 1
-    """How many of them."""
+    """The elements of DeepSpeed's buffers of ``reduce_bucket_size``."""
     views: bool = False
     """DDP's ``gradient_as_bucket_view``."""
     offload_optimizer: bool = False
-    """Whether DeepSpeed keeps optimizer state in RAM."""
+    """Whether DeepSpeed keeps the optimizer state in CPU memory."""
     offload_weights: bool = False
-    """Whether ZeRO-3 keeps the shards in RAM."""
+    """Whether ZeRO-3 keeps the shards in CPU memory."""
     mixed: bool = False
-    """Whether FSDP gathers 16-bit weights of float32 shards."""
+    """Whether FSDP all-gathers 16-bit weights from float32 shards."""
     live: int = 0
-    """Entries of weights that ZeRO-3 keeps gathered: the smaller of ``stage3_max_live_parameters`` and
+    """The elements that ZeRO-3 keeps gathered: the minimum of ``stage3_max_live_parameters`` and
     ``stage3_max_reuse_distance``."""
 
     @property
     def casts_weights(self) -> bool:
-        """Whether mixed precision gathers and keeps 16-bit weights, beside float32 ones that the optimizer steps on."""
+        """Whether mixed precision uses 16-bit weights, with float32 copies for the optimizer, and no autocast."""
         return self.name == "fsdp" or self.name.startswith("zero")
 
 
@@ -40,33 +38,28 @@ SINGLE = Engine()
 
 
 def engine_of(strategy: Any, ranks: int) -> Engine:
-    """The engine of a strategy, by its class: Lightning's own, and those of this package."""
+    """Return the engine of a strategy, by its class: a strategy of Lightning or of this package."""
     names = {cls.__name__ for cls in type(strategy).__mro__}
     if "DeepSpeedStrategy" in names:
         zero = strategy.config.get("zero_optimization", {})
         stage: Any = f"zero{zero.get('stage', 0)}"
         if stage == "zero0":
             return Engine("ddp", ranks)
-        buckets = 2 if zero.get("overlap_comm", False) and stage != "zero3" else 1
-        offload = [
-            str(zero.get(f"offload_{what}", {}).get("device", "none")) != "none" for what in ("optimizer", "param")
-        ]
+        offload = [zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param")]
+        overlap = zero.get("overlap_comm", False) and stage != "zero3"
         live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
         return Engine(
             name=stage,
             ranks=ranks,
-            bucket=int(zero.get("reduce_bucket_size", 5e8)),
-            buckets=buckets,
-            offload_optimizer=offload[0],
-            offload_weights=offload[1],
+            bucket=int(zero.get("reduce_bucket_size", 5e8)) * (2 if overlap else 1),
+            offload_optimizer=str(offload[0]) != "none",
+            offload_weights=str(offload[1]) != "none",
             live=live if stage == "zero3" else 0,
         )
     if "FSDPStrategy" in names:
         return Engine("fsdp", ranks)
     if "ModelParallelStrategy" in names:
         return Engine("fsdp2", ranks)
-    if "DDPStrategy" in names:
-        return Engine(
-            "ddp", ranks, views=bool(getattr(strategy, "_ddp_kwargs", {}).get("gradient_as_bucket_view", False))
-        )
+    if "DDPStrategy" in names:  # Lightning keeps DDP's arguments in a private attribute only
+        return Engine("ddp", ranks, views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False)))
     return Engine("ddp" if ranks > 1 else "single", ranks)

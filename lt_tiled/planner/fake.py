@@ -1,12 +1,12 @@
-"""Models without memory: fake weights in the place of real ones, and tiers that move nothing."""
+"""Models without memory: fake weights in place of real ones, and offload tiers that move nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +33,38 @@ aten = torch.ops.aten
 
 @contextmanager
 def without_memory(where: Whereabouts) -> Iterator[None]:
-    """Tensors that are made inside are fake.
+    """Make all new tensors fake.
 
     Args:
-        where: Says what is running, for errors.
+        where: Names the running module in errors.
     """
     with ExitStack() as stack:
         if find_spec("transformers") is not None:
-            # It looks into position ids for packed sequences, and on fake ones builds a mask for the case that there
-            # are any; a prediction is about unpacked ones:
-            # https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
-            stack.enter_context(
-                mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
-            )
+            stack.enter_context(_unpacked())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Kernels(where))
         yield
 
 
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """Keep transformers from looking for packed sequences in position ids.
+
+    It reads their values, and for fake ones it would build the mask of packed sequences. There is no public switch:
+    https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
+    """
+    from transformers import masking_utils
+
+    find_packed = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packed
+
+
 class _Kernels(TorchDispatchMode):
-    """What torch's fake kernels do not do, or say too little of."""
+    """Adds what torch's fake kernels lack, and names the module in their errors."""
 
     def __init__(self, where: Whereabouts) -> None:
         super().__init__()
@@ -60,67 +72,54 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and not self.where.in_module:
-            return 1.0 if args[0].is_floating_point() else 1  # of a training step that notes its loss
-        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which torch's fake one wants
+            return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
             left, right = args[0], args[1]
             groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
             return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise SimulationError(
-                f"{func} in {self.where.now().path or 'the training step'} needs the values of tensors, which a simulation does not have."
-            ) from error
+            raise self._error(func, "needs the values of tensors, which a simulation does not have") from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
-            raise SimulationError(
-                f"{func} in {self.where.now().path or 'the training step'} uses a tensor that is no weight, buffer or attribute."
-            ) from error
+            raise self._error(func, "uses a tensor that is not a parameter, buffer or attribute") from error
+
+    def _error(self, func: Any, reason: str) -> SimulationError:
+        return SimulationError(f"{func} in {self.where.now().path or 'the training step'} {reason}.")
 
 
 def fake_weights(model: nn.Module) -> None:
-    """Put fake tensors on the CPU in the place of a model's weights and buffers, those on the meta device included;
-    call it inside.
-    """
+    """Replace all tensors of a model by fake ones on the CPU. Call it under :func:`without_memory`."""
     known: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_weight = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if is_weight else plain
+        return known[id(tensor)]
+
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in known:
-                    known[id(tensor)] = _fake(tensor)
-                held[name] = known[id(tensor)]  # type: ignore[assignment]
-        for name, value in list(module.__dict__.items()):  # what is no buffer, such as the state of a metric
-            holds = name not in _OWN and isinstance(value, Tensor | list | tuple | dict)
-            if holds and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                module.__dict__[name] = pytree.tree_map_only(
-                    Tensor, lambda t: known[id(t)] if id(t) in known else _fake(t), value
-                )
+        for name, value in vars(module).items():  # parameters, buffers, and others such as the state of a metric
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
 
 
-_OWN = ("_parameters", "_buffers", "_modules")
+@dataclass
+class _Moved:
+    """Offloaded bytes, which leave when the offloader waits for them and come back as new ones."""
 
-
-def _fake(tensor: Tensor) -> Tensor:
-    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
-
-
-class _Nowhere:
-    """Bytes that were moved, and come back as new ones. They leave as late as the offloader lets them."""
-
-    def __init__(self, tier: TierName, nbytes: int) -> None:
-        self.tier: TierName = tier
-        self.nbytes = nbytes
-        self._waited_for = False
+    tier: TierName
+    nbytes: int
+    left: bool = False
 
     def settled(self) -> bool:
-        return self._waited_for
+        return self.left
 
     def settle(self, seconds: float) -> None:
-        self._waited_for = True
+        self.left = True
 
     def load(self) -> Loading:
         return Loading(torch.empty(self.nbytes, dtype=torch.uint8), lambda: True, lambda _: None)
@@ -129,17 +128,17 @@ class _Nowhere:
         pass
 
 
+@dataclass
 class _FakeTier:
-    def __init__(self, tier: TierName, budget: int | None) -> None:
-        self.tier: TierName = tier
-        self.left = budget
+    tier: TierName
+    left: int | None
 
     def store(self, raw: Tensor) -> Stored | None:
         if self.left is not None:
             if raw.nbytes > self.left:
                 return None
             self.left -= raw.nbytes
-        return _Nowhere(self.tier, raw.nbytes)
+        return _Moved(self.tier, raw.nbytes)
 
     def free_buffers(self) -> None:
         pass
@@ -149,10 +148,11 @@ class _FakeTier:
 
 
 def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:
-    """An offloader with the policy's tiers and budgets that moves nothing; it begins anew with each graph."""
-    tiers: dict[str, _FakeTier | None] = {"cpu": None, "disk": None}
-    for name, budget in (("cpu", policy.cpu_budget), ("disk", policy.disk_budget)):
+    """Return an offloader with the tiers and budgets of a policy that moves nothing."""
+    tiers: dict[str, Any] = {"cpu": None, "disk": None}
+    names: tuple[TierName, TierName] = ("cpu", "disk")
+    for name, budget in zip(names, (policy.cpu_budget, policy.disk_budget), strict=True):
         if name in (policy.offload or ""):
             limit = None if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
-            tiers[name] = _FakeTier("cpu" if name == "cpu" else "disk", limit)
-    return Offloader(policy, tiers["cpu"], tiers["disk"])  # type: ignore[arg-type]
+            tiers[name] = _FakeTier(name, limit)
+    return Offloader(policy, tiers["cpu"], tiers["disk"])

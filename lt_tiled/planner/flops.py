@@ -1,4 +1,4 @@
-"""Floating point operations of the matrix products and attentions of a run."""
+"""Floating point operations of matrix products and attention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ aten = torch.ops.aten
 
 
 class Flops(TorchDispatchMode):
-    """Counts by torch's formulas. ``FlopCounterMode`` counts the same and follows modules by hooks that keep tensors
-    alive.
+    """Counts FLOPs by torch's formulas.
+
+    ``FlopCounterMode`` counts the same, but the hooks by which it follows modules keep tensors alive.
     """
 
     def __init__(self) -> None:
@@ -32,24 +33,24 @@ class Flops(TorchDispatchMode):
 
 
 def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:
-    """Two products of ``[S, D]`` and ``[S, K]`` for each head; kernels leave the upper half of a causal mask out."""
-    batch, heads, tokens, width = query.shape
-    return int(4 * batch * heads * tokens * key.shape[-2] * width // (2 if is_causal else 1))
+    """Count two products ``[S, D] x [D, K]`` per head; kernels skip the upper half of a causal mask."""
+    batch, heads, tokens, head_dim = query.shape
+    return int(4 * batch * heads * tokens * key.shape[-2] * head_dim // (2 if is_causal else 1))
 
 
 def _attention_backward(
     gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, dropout_p: Any, is_causal: Any, **_: Any
 ) -> int:
-    """Five products, as the scores' is done again."""
+    """Count five products, one of which recomputes the scores."""
     return _attention(query, key, value, dropout_p, is_causal) * 5 // 2
 
 
 def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """Each row of ``left`` by one matrix of ``right``, or each column by one row."""
+    """Count each row of ``left`` times one matrix of ``right``."""
     return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-_OWN: dict[Any, Any] = {  # what torch has no formula for: the CPU's attention, and mixtures of experts
+_OWN: dict[Any, Any] = {  # torch has no formula for the CPU's attention and for mixtures of experts
     aten._grouped_mm: _grouped,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -15,31 +14,31 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Allocation:
-    """Bytes that were alive from one moment to another; moments count allocations and releases."""
+    """Bytes that are alive from one moment to another; moments count allocations and releases."""
 
     nbytes: int
     part: str
-    """What they were for: ``"weights"``, ``"attention"``, ..."""
+    """What they are for: ``"weights"``, ``"attention"``, ..."""
     place: str
-    """What was running."""
+    """The module that was running."""
     born: int
     died: int | None = None
 
 
 @dataclass(frozen=True)
 class Place:
-    """What is running."""
+    """What is running: the part of the training, and the path of the module."""
 
     part: str
     path: str
 
 
 class Ledger(TorchDispatchMode):
-    """Books the storages that operations make while it is entered, real or fake ones, and what is held by hand.
+    """Records the storages that operations allocate, real or fake, and the bytes added by :meth:`hold`.
 
     Args:
-        where: Says what is running.
-        only: Books storages of this device type alone.
+        where: Tells what is running.
+        only: Record storages of this device type only.
     """
 
     def __init__(self, where: Callable[[], Place] = lambda: Place("rest", ""), only: str | None = None) -> None:
@@ -53,22 +52,18 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in _plain_tensors((args, kwargs))}
+        before = {_key(t) for t in _plain_tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _plain_tensors(result):
-            if self._books(tensor) and tensor.untyped_storage()._cdata not in before:
-                self._track(tensor.untyped_storage())
+            if _key(tensor) not in before:
+                self._track(tensor)
         return result
 
-    def _books(self, tensor: Tensor) -> bool:
-        return tensor.device.type != "meta" and self.only in (None, tensor.device.type)
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._live:
-            return
-        self._live[key] = self._add(storage.nbytes(), self.where())
-        weakref.finalize(storage, self._forget, key).atexit = False
+    def _track(self, tensor: Tensor) -> None:
+        key, storage = _key(tensor), tensor.untyped_storage()
+        if key not in self._live and tensor.device.type != "meta" and self.only in (None, tensor.device.type):
+            self._live[key] = self._add(storage.nbytes(), self.where())
+            weakref.finalize(storage, self._forget, key).atexit = False
 
     def _add(self, nbytes: int, place: Place) -> Allocation:
         self.clock += 1
@@ -89,9 +84,7 @@ class Ledger(TorchDispatchMode):
         self.now -= allocation.nbytes
 
     def hold(self, nbytes: int, part: str, path: str = "") -> Callable[[], None]:
-        """Book bytes that no operation makes, until the function that is returned is called; further calls do
-        nothing.
-        """
+        """Record bytes that no operation allocates, and return a function that releases them once."""
         held = [self._add(nbytes, Place(part, path))]
 
         def release() -> None:
@@ -101,36 +94,35 @@ class Ledger(TorchDispatchMode):
         return release
 
     def book(self, tensor: Tensor, part: str) -> None:
-        """Book a tensor that was there before."""
+        """Record a tensor that existed before."""
         for plain in _plain_tensors(tensor):
-            if self._books(plain):
-                self._track(plain.untyped_storage())
-                self.name(plain, part)
+            self._track(plain)
+            self.name(plain, part)
 
     def name(self, tensor: Tensor, part: str) -> None:
-        """Say what a tensor's storage is for, whatever made it."""
-        if (allocation := self._live.get(tensor.untyped_storage()._cdata)) is not None:
+        """Set the part of a tensor's storage."""
+        if (allocation := self._live.get(_key(tensor))) is not None:
             allocation.part = part
 
     def drop(self, tensor: Tensor) -> None:
-        """Book a tensor's storage no longer: it stands for something that would not be there."""
-        self._forget(tensor.untyped_storage()._cdata)
+        """Stop counting a tensor's storage, which stands for something that is not on the device."""
+        self._forget(_key(tensor))
 
     def restart_peak(self) -> None:
-        """Count the peak from now on."""
+        """Start a new peak at the current bytes."""
         self.peak, self.peak_at = self.now, self.clock
 
-    def alive_at(self, moment: int) -> list[Allocation]:
-        """What was alive then."""
-        return [a for a in self.allocations if a.born <= moment and (a.died is None or a.died > moment)]
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # the public `data_ptr()` is 0 for all fake storages
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors that hold memory: of a wrapper, such as a DTensor, those inside of it."""
+    """Yield the tensors that own memory: those inside of a wrapper such as a DTensor in its place."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            known: Any = leaf  # as the narrowed type would have no other members
-            wrapped = is_traceable_wrapper_subclass(known)
-            yield from (
-                _plain_tensors([getattr(leaf, name) for name in known.__tensor_flatten__()[0]]) if wrapped else (leaf,)
-            )
+            known: Any = leaf  # the narrowed type has no other members
+            if is_traceable_wrapper_subclass(known):
+                yield from _plain_tensors([getattr(leaf, name) for name in known.__tensor_flatten__()[0]])
+            else:
+                yield leaf

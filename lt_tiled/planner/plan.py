@@ -1,4 +1,4 @@
-"""What a simulated step says: the peak and what makes it, the work, and the traffic."""
+"""The result of a simulated step: the peak memory and its parts, the FLOPs, and the offload traffic."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lt_tiled.memory import gib
 from lt_tiled.planner.simulate import Settings, Simulation
-from lt_tiled.policies import Checkpointing, Tiling
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for one length and one set of settings, of one rank."""
+    """The prediction for one rank, one sequence length and one set of settings."""
 
     name: str
-    """Of the model."""
+    """The class of the model."""
     tokens: int
-    """Of each sequence."""
+    """The sequence length."""
     settings: Settings
     simulation: Simulation
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """The peak memory in bytes."""
         return self.simulation.peak
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes of each part at the peak, those that are none left out."""
+        """The bytes of each part at the peak, without empty parts."""
         return self.simulation.parts_at(self.simulation.peak_at)
 
     @property
     def phase(self) -> str:
-        """In which phase of the step the peak stands."""
+        """The phase of the step in which the peak occurs."""
         return next(p for p, start in reversed(self.simulation.phases.items()) if start <= self.simulation.peak_at)
 
     @property
     def place(self) -> str:
-        """At which module it stands."""
+        """The module at which the peak occurs."""
         last = max((a for a in self.simulation.allocations if a.born <= self.simulation.peak_at), key=lambda a: a.born)
         return last.place or "the step itself"
 
     def bandwidth(self, tflops: float) -> float:
-        """The GB/s that hide what is sent away behind the forward, at a rate of computation; the way back needs less.
+        """Return the GB/s that hide offloading behind the forward pass; the backward pass needs less.
 
         Args:
-            tflops: What the device sustains, in 10**12 operations a second.
+            tflops: The sustained speed of the device, in 10**12 operations per second.
         """
         moved = self.simulation.offloaded
         seconds = self.simulation.forward_flops / (tflops * 1e12)
         return (moved.cpu_bytes + moved.disk_bytes) / seconds / 1e9 if moved is not None and seconds else 0.0
 
     def render(self, tflops: float) -> Group:
-        """For people.
+        """Return a table and text for the terminal.
 
         Args:
-            tflops: What the device sustains, in 10**12 operations a second.
+            tflops: The sustained speed of the device, in 10**12 operations per second.
         """
         table = Table(title=f"{self.name}, {self.tokens} tokens" if self.tokens else self.name, title_justify="left")
-        table.add_column("what holds memory", no_wrap=True)
+        table.add_column("memory of", no_wrap=True)
         table.add_column("at the peak", justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
         for part, nbytes in self.parts.items():
@@ -70,47 +70,29 @@ class Plan:
         table.add_row("predicted peak of a rank", gib(self.peak), "100%")
         run = self.simulation
         lines = [
-            f"with {describe(self.settings)}",
-            f"The peak stands in the {self.phase}, at {self.place}.",
-            f"{run.flops / 1e12:.3g} TFLOP a step, {run.forward_flops / 1e12:.3g} of them in the forward",
+            f"Settings: {describe(self.settings)}.",
+            f"The peak occurs in the {self.phase} phase, at {self.place}.",
+            f"FLOPs: {run.flops / 1e12:.3g} TFLOP per step, {run.forward_flops / 1e12:.3g} TFLOP in the forward pass.",
         ]
-        if run.offloaded is not None and run.offloaded.cpu_bytes + run.offloaded.disk_bytes:
-            moved = run.offloaded
+        if (moved := run.offloaded) is not None and moved.cpu_bytes + moved.disk_bytes:
             lines.append(
-                f"offloaded: {gib(moved.cpu_bytes)} to RAM and {gib(moved.disk_bytes)} to disk a step, hidden behind the forward by"
-                f" {self.bandwidth(tflops):.1f} GB/s at {tflops:g} TFLOP/s"
+                f"Offloaded: {gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk per step; the"
+                f" forward pass hides this at {self.bandwidth(tflops):.1f} GB/s and {tflops:g} TFLOP/s."
             )
         return Group(table, Text("\n".join(lines)))
 
 
 def describe(settings: Settings) -> str:
-    """The settings in a line."""
-    engine = (
-        settings.engine.name
-        if settings.engine.ranks == 1
-        else f"{settings.engine.name} over {settings.engine.ranks} ranks"
-    )
-    return f"{engine}, {_tiling(settings.tiling)}, {_checkpointing(settings.checkpointing)}"
-
-
-def _tiling(tiling: Tiling | None) -> str:
+    """Return the settings as one line."""
+    engine, tiling, policy = settings.engine, settings.tiling, settings.checkpointing
+    parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else "")]
     if tiling is None:
-        return "no tiles"
-    size = f"tiles of {tiling.tile_tokens} tokens" if tiling.tile_tokens else f"num_shards={tiling.num_shards}"
-    words = [*([] if tiling.targets == [] else [size]), *(["tiled loss"] if tiling.loss else [])]
-    return " and ".join(words)
-
-
-def _checkpointing(policy: Checkpointing | None) -> str:
-    if policy is None:
-        return "no checkpointing"
-    return (
-        "checkpointing"
-        if policy.offload is None
-        else f"checkpointing with inputs on {policy.offload}, all but the last {policy.keep_last}"
-    )
-
-
-def gib(nbytes: float) -> str:
-    """Bytes for people."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"
+        parts.append("no tiling")
+    else:
+        parts.append(f"tile_tokens={tiling.tile_tokens}" if tiling.tile_tokens else f"num_shards={tiling.num_shards}")
+    if settings.loss is not None:
+        parts.append("tiled loss")
+    parts.append("no activation checkpointing" if policy is None else "activation checkpointing")
+    if policy is not None and policy.offload is not None:
+        parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
+    return ", ".join(parts)

@@ -1,74 +1,63 @@
-"""The longest sequence that fits, and the cheapest settings that fit a length."""
+"""The longest sequence that fits, and the fastest settings with which a sequence length fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from lt_tiled._log import warn_once
-from lt_tiled._renamed import deprecated
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses, untiled_losses
+from lt_tiled.memory import gib
 from lt_tiled.planner.job import Job
-from lt_tiled.planner.plan import Plan, describe, gib
+from lt_tiled.planner.plan import Plan, describe
 from lt_tiled.planner.simulate import Settings
-from lt_tiled.policies import Checkpointing, Tiling
+from lt_tiled.policies import Checkpointing, LossShards, Tiling
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
 
-__getattr__ = deprecated(__name__, {"DoesNotFit": "lt_tiled.errors.DoesNotFitError"})
-
 LIMIT = 2**24
-"""No search goes beyond this many tokens: where a step's memory hardly depends on the length, something else ends
-it."""
+"""The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
 CLOSE = 0.02
-"""A search for a length ends within this share of the longest."""
+"""A search ends within this share of the longest sequence."""
 
 
-def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, whole_loss: bool = False) -> Plan:
-    """The plan of a job, for a length and settings that are not its own.
+def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, full_logits: bool = False) -> Plan:
+    """Return the plan of a job, also for another sequence length and other settings.
 
     Args:
         job: What is trained.
-        tokens: Of each sequence, if not those of its batch.
-        settings: If not those of the job.
-        whole_loss: Let a module that tiles its loss itself, as ``CausalLM`` does, not do it.
+        tokens: The sequence length; by default that of the batch.
+        settings: By default those of the job.
+        full_logits: Do not tile the loss of a module that tiles it itself, such as ``CausalLM``.
 
     Raises:
-        SimulationError: With the operation that needs values.
+        SimulationError: If an operation needs values.
     """
-    chosen = settings or job.settings
-    _warn_of_positions(job, tokens or job.tokens)
-    with untiled_losses(job.module) if whole_loss else nullcontext():
-        return Plan(job.name, tokens or job.tokens, chosen, job.simulate(tokens, chosen))
-
-
-def _warn_of_positions(job: Job, tokens: int) -> None:
+    settings, length = settings or job.settings, tokens or job.tokens
     for module in job.module.modules():
         most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-        if isinstance(most, int) and tokens > most:
+        if isinstance(most, int) and length > most:
             name = type(module).__name__
-            warn_once(
-                f"positions {most}",
-                f"{name} says that it has {most} positions, fewer than the {tokens} tokens of a plan.",
-            )
-            return
+            warn_once(f"positions {most}", f"{name} has {most} positions, fewer than the {length} tokens of a plan.")
+            break
+    with untiled_losses(job.module) if full_logits else nullcontext():
+        return Plan(job.name, length, settings, job.simulate(tokens, settings))
 
 
 def longest(
     job: Job, memory: int, settings: Settings | None = None, granule: int = 256, tokens: int | None = None
 ) -> Plan:
-    """The longest sequence whose step fits.
+    """Return the plan of the longest sequence whose step fits.
 
     Args:
         job: What is trained.
-        memory: Bytes of a device.
-        settings: If not those of the job.
-        granule: The length is a multiple of it.
-        tokens: Where to begin, if not at the length of the job.
+        memory: The memory of a device in bytes.
+        settings: By default those of the job.
+        granule: The sequence length is a multiple of it.
+        tokens: The first sequence length to try; by default that of the job.
 
     Raises:
-        DoesNotFitError: If not even the shortest fits.
+        DoesNotFitError: If not even the shortest sequence fits.
     """
     best, low, high = plan(job, granule, settings), granule, None
     if best.peak > memory:
@@ -85,8 +74,8 @@ def longest(
             slope, high = (tried.peak - best.peak) / (tokens - low), tokens
         if low >= LIMIT or (high is not None and high - low <= max(granule, int(CLOSE * low))):
             return best
-        # Memory is nearly linear in the length between two kinks: go to where the line meets the limit, at most eight
-        # times as far.
+        # Memory is nearly linear in the sequence length: go to where the line meets the limit, at most eight times as
+        # far.
         guess = low + int((memory - best.peak) / slope) if slope > 0 else 8 * low
         bound = min(8 * low, LIMIT) if high is None else high - granule
         tokens = max(low + granule, min(guess, bound) // granule * granule)
@@ -95,67 +84,55 @@ def longest(
 
 
 def cheapest(job: Job, memory: int, tokens: int) -> Plan:
-    """The settings under which a length fits that cost least time: in the order of :func:`ladder`, and then the fewest
-    tiles.
+    """Return the fastest plan with which a sequence length fits: the first of :func:`ladder`, with the fewest tiles.
 
     Args:
         job: What is trained.
-        memory: Bytes of a device.
-        tokens: Of each sequence.
+        memory: The memory of a device in bytes.
+        tokens: The sequence length.
 
     Raises:
-        DoesNotFitError: If no settings do.
+        DoesNotFitError: If no settings fit.
     """
-    least = None
-    for settings in ladder(job):
-        found = plan(job, tokens, _finest(settings, tokens))
+    least, finest = None, max(1, tokens // MIN_TILE_TOKENS)
+    for settings in ladder(job).values():
+        found = plan(job, tokens, _with_shards(settings, finest))
         if found.peak <= memory:
-            return _coarsest(job, memory, tokens, settings, found)
-        least = min((p for p in (least, found) if p is not None), key=lambda p: p.peak)
+            shards = 2
+            while shards < finest and settings != _with_shards(settings, shards):
+                fewer = plan(job, tokens, _with_shards(settings, shards))
+                if fewer.peak <= memory:
+                    return fewer
+                shards *= 2
+            return found
+        least = found if least is None or found.peak < least.peak else least
     assert least is not None
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
-        f" {describe(least.settings)}. Give more devices, more memory or a shorter length."
+        f" {describe(least.settings)}. Give more devices, more memory or a shorter sequence length."
     )
 
 
-def ladder(job: Job) -> Iterator[Settings]:
-    """Settings in the order of the time that they cost: nothing, the loss in tiles, recompute, tiles, and inputs sent
-    away.
-    """
-    loss = _has_loss(job)
-    steps: list[tuple[Tiling | None, Checkpointing | None]] = [(None, None)]
-    alone = Tiling(targets=[], loss=True) if loss else None
-    steps += [(alone, None)] if loss else []
-    steps += [(alone, Checkpointing())]
-    tiled = Tiling(loss=loss)
-    steps += [(tiled, Checkpointing()), (tiled, Checkpointing(offload="cpu")), (tiled, Checkpointing(offload="disk"))]
-    for tiling, checkpointing in steps:
-        yield replace(job.settings, tiling=tiling, checkpointing=checkpointing)
+def ladder(job: Job) -> dict[str, Settings]:
+    """Return settings by name, from the fastest to the slowest; each adds something to the one before it."""
+    loss: LossShards | None = None
+    with suppress(NothingFoundError):
+        loss = "auto" if find_losses(job.module) else None
+    steps: dict[str, tuple[Tiling | None, Checkpointing | None, LossShards | None]] = {
+        "without lt_tiled": (None, None, None),
+        "tiled loss": (None, None, loss),
+        "+ activation checkpointing": (None, Checkpointing(), loss),
+        "+ tiled MLP": (Tiling(), Checkpointing(), loss),
+        "+ offload to CPU memory": (Tiling(), Checkpointing(offload="cpu"), loss),
+        "+ offload to disk": (Tiling(), Checkpointing(offload="disk"), loss),
+    }
+    if loss is None:
+        del steps["tiled loss"]
+    return {name: replace(job.settings, tiling=t, checkpointing=c, loss=n) for name, (t, c, n) in steps.items()}
 
 
-def _has_loss(job: Job) -> bool:
-    try:
-        return bool(find_losses(job.module))
-    except NothingFoundError:
-        return False
-
-
-def _finest(settings: Settings, tokens: int) -> Settings:
-    """With tiles that are as small as they are efficient."""
-    if settings.tiling is None or settings.tiling.targets == []:
+def _with_shards(settings: Settings, num_shards: int) -> Settings:
+    """Return settings with another number of tiles, or the same ones if they tile no modules."""
+    if settings.tiling is None:
         return settings
-    return replace(settings, tiling=replace(settings.tiling, num_shards=max(1, tokens // MIN_TILE_TOKENS)))
-
-
-def _coarsest(job: Job, memory: int, tokens: int, settings: Settings, found: Plan) -> Plan:
-    """With the fewest tiles that fit, in powers of two."""
-    if settings.tiling is None or settings.tiling.targets == []:
-        return found
-    shards = 2
-    while shards < tokens // MIN_TILE_TOKENS:
-        fewer = plan(job, tokens, replace(settings, tiling=replace(settings.tiling, num_shards=shards)))
-        if fewer.peak <= memory:
-            return fewer
-        shards *= 2
-    return found
+    return replace(settings, tiling=replace(settings.tiling, num_shards=num_shards))

@@ -1,18 +1,18 @@
-"""What FSDP and FSDP2 hold beside the model, of one rank: shards in the place of weights, and the gathered weights of a
-unit.
-"""
+"""What FSDP and FSDP2 allocate on one rank: shards in place of weights, and the all-gathered weights of FSDP units."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lt_tiled._training_step import nothing
 from lt_tiled.modules.find import find_blocks
 from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.ledger import Ledger
@@ -20,213 +20,186 @@ from lt_tiled.planner.ledger import Ledger
 Release = Callable[[], None]
 
 
-def stepped_on(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All that an optimizer steps on."""
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
+class EngineMemory:
+    """What an engine allocates on one rank: this base class holds DDP's gradient buckets."""
 
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+        self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
+        self.trained = [p for p in model.parameters() if p.requires_grad]
 
-class Held:
-    """What an engine holds, which may depend on the phase."""
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Record what the engine allocates, and let the optimizer step on shards if there are any."""
+        copies = self.engine.name == "ddp" and not self.engine.views
+        release = self.ledger.hold(sum(p.nbytes for p in self.trained if copies), "communication")
+        yield
+        release()
 
     def begin(self, phase: str) -> None:
-        """The forward, the backward or the optimizer's step begins."""
+        """Enter the forward, backward or optimizer phase."""
 
     def stepped(self) -> None:
-        """The optimizer's step is done."""
+        """Follow the optimizer's step."""
 
 
 @dataclass
 class Unit:
-    """Weights that are gathered together."""
+    """An FSDP unit: weights that are all-gathered together."""
 
     path: str
     module: nn.Module
     weights: list[nn.Parameter]
     gathered: Release | None = None
+    prefetched: Release | None = None
     in_backward: bool = False
     waiting: int = 0
-    """Gradients that have not come yet."""
-    prefetched: Release | None = None
+    """The number of gradients still to come."""
     ready: list[nn.Parameter] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.weights)
 
+    def reshard(self) -> None:
+        """Release the gathered weights."""
+        if self.gathered is not None:
+            self.gathered()
+            self.gathered = None
 
-class FSDP2(Held):
-    """Weights that are on a rank in shards, and whole while their unit runs.
 
-    What ``fully_shard`` allocates, in the order of its code (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+class FSDP2(EngineMemory):
+    """Allocates what ``fully_shard`` allocates: shards, and full weights while their FSDP unit runs.
+
+    The order is that of torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
     """
 
-    shard_dtype: torch.dtype | None = None
-    """Where it is another than that of the gathered weights."""
-
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
-        self.units = self.find_units()
+        super().__init__(engine, model, optimizer, ledger)
+        self.fsdp_units = self.find_fsdp_units()
         self.shards: dict[int, nn.Parameter] = {}
         self.order: list[Unit] = []
-        self.last_gather: Release | None = None
-        self.last_reduce: Release | None = None
+        self.gather_buffer: Release = nothing
+        self.reduce_buffer: Release = nothing
 
-    def find_units(self) -> list[Unit]:
-        """Those further in first, and last the one around them."""
-        return _units(self.model)
+    def find_fsdp_units(self) -> list[Unit]:
+        """Return one FSDP unit for each block and, last, the root, whose module is the one that calls the blocks."""
+        found, taken = [], set[int]()
+        for path, module in find_blocks(self.model):
+            found.append(Unit(path, module, [p for p in module.parameters() if id(p) not in taken]))
+            taken.update(map(id, found[-1].weights))
+        blocks = {id(unit.module) for unit in found}
+        around = (c for c in self.model.children() if any(id(m) in blocks for m in c.modules() if m is not c))
+        rest = [p for p in self.model.parameters() if id(p) not in taken]
+        return [*found, Unit("", next(around, self.model), rest)]
 
     @contextmanager
-    def applied(self) -> Iterator[Held]:
+    def applied(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for unit in self.units:
+            for unit in self.fsdp_units:
                 for weight in unit.weights:
                     self.ledger.drop(weight)
                     self.shards[id(weight)] = self.shard(weight)
                     if weight.requires_grad:
-                        stack.callback(weight.register_post_accumulate_grad_hook(self._arrived(unit)).remove)
-                for handle in (
-                    unit.module.register_forward_pre_hook(self._before(unit)),
-                    unit.module.register_forward_hook(self._after(unit), always_call=True),
-                ):
-                    stack.callback(handle.remove)
+                        hook = partial(self._after_gradient, unit)
+                        stack.callback(weight.register_post_accumulate_grad_hook(hook).remove)
+                before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+                stack.callback(unit.module.register_forward_pre_hook(before).remove)
+                stack.callback(unit.module.register_forward_hook(after, always_call=True).remove)
             for group in self.optimizer.param_groups:
                 group["params"] = [self.shards[id(p)] for p in group["params"]]
-            yield self
+            yield
 
     def shard(self, weight: nn.Parameter) -> nn.Parameter:
-        """What the optimizer steps on."""
+        """Return the shard of a weight on which the optimizer steps."""
         rows = weight.shape[0] if weight.dim() else 1
         shape = (-(-rows // self.engine.ranks), *weight.shape[1:])
-        shard = nn.Parameter(torch.empty(shape, dtype=self.shard_dtype or weight.dtype), weight.requires_grad)
+        dtype = torch.float32 if self.engine.mixed else weight.dtype
+        shard = nn.Parameter(torch.empty(shape, dtype=dtype), weight.requires_grad)
         self.ledger.name(shard, "weights")
         return shard
 
     def begin(self, phase: str) -> None:
-        self._free("last_gather")
-        self._free("last_reduce")
+        self.gather_buffer()
+        self.reduce_buffer()
 
-    def _free(self, name: str, instead: Release | None = None) -> None:
-        if (release := getattr(self, name)) is not None:
-            release()
-        setattr(self, name, instead)
+    def hold(self, unit: Unit) -> Release:
+        """Record the gathered weights of an FSDP unit."""
+        return self.ledger.hold(unit.nbytes, "gathered", unit.path)
 
     def gather_in_forward(self, unit: Unit) -> None:
-        buffer = self.ledger.hold(unit.nbytes, "gathered", unit.path)
-        self._free("last_gather", buffer)  # kept until the next unit's has been copied out
-        unit.gathered = self.ledger.hold(unit.nbytes, "gathered", unit.path)
+        buffer = self.hold(unit)
+        self.gather_buffer()  # kept until the next one has been filled
+        self.gather_buffer, unit.gathered = buffer, self.hold(unit)
 
     def prefetch(self, unit: Unit) -> None:
-        unit.prefetched = self.ledger.hold(unit.nbytes, "gathered", unit.path)
+        unit.prefetched = self.hold(unit)
 
     def gather_in_backward(self, unit: Unit) -> None:
-        if unit.prefetched is None:
-            self.prefetch(unit)
-        assert unit.prefetched is not None
-        unit.gathered = self.ledger.hold(unit.nbytes, "gathered", unit.path)
-        unit.prefetched()
-        unit.prefetched = None
+        buffer = unit.prefetched or self.hold(unit)
+        unit.gathered, unit.prefetched = self.hold(unit), None
+        buffer()
 
     def reduce(self, unit: Unit) -> None:
-        """All gradients of a unit are there: scatter them, and leave those of the shards."""
-        self._free("last_reduce")
-        self.last_reduce = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
+        """Reduce-scatter the gradients of an FSDP unit, once all have come."""
+        self.reduce_buffer()
+        self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
         self.scatter(unit)
 
     def scatter(self, unit: Unit) -> None:
-        nn.ParameterList(unit.ready).zero_grad(set_to_none=True)
+        for p in unit.ready:
+            p.grad = None
         for p in unit.ready:
             shard = self.shards[id(p)]
             shard.backward(torch.empty_like(shard))
         unit.ready = []
 
-    def _before(self, unit: Unit) -> Callable[..., None]:
-        def before(module: nn.Module, args: Any) -> None:
-            if unit.gathered is None:
-                self.gather_in_forward(unit)
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if unit.gathered is None:
+            self.gather_in_forward(unit)
 
-        return before
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit is self.fsdp_units[-1]:
+            self.gather_buffer()
+        elif not unit.in_backward:  # after a recompute, the backward pass needs the weights
+            unit.reshard()
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if outputs:
+            self.order = [*(u for u in self.order if u is not unit), unit]
+            unit.waiting, unit.ready = sum(p.requires_grad for p in unit.weights), []
+            for t in outputs:
+                t.register_hook(partial(self._begin_backward, unit))
 
-    def _after(self, unit: Unit) -> Callable[..., None]:
-        root = unit is self.units[-1]
+    def _begin_backward(self, unit: Unit, gradient: Tensor) -> None:
+        unit.in_backward = True
+        if unit.gathered is None:
+            self.gather_in_backward(unit)
+        before = self.order[: next((i for i, u in enumerate(self.order) if u is unit), 0)]
+        if before and before[-1].gathered is None and before[-1].prefetched is None:
+            self.prefetch(before[-1])
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if unit.gathered is not None and not root and not unit.in_backward:  # a recompute leaves it to the backward
-                unit.gathered()
-                unit.gathered = None
-            if root:
-                self._free("last_gather")
-            outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-            if outputs:
-                self.order = [*(u for u in self.order if u is not unit), unit]
-                unit.waiting, unit.ready = sum(p.requires_grad for p in unit.weights), []
-                for t in outputs:
-                    t.register_hook(self._begin_backward(unit))
-
-        return after
-
-    def _begin_backward(self, unit: Unit) -> Callable[[Tensor], None]:
-        def begin(gradient: Tensor) -> None:
-            unit.in_backward = True
-            if unit.gathered is None:
-                self.gather_in_backward(unit)
-            index = next((i for i, u in enumerate(self.order) if u is unit), 0)
-            if index and self.order[index - 1].gathered is None and self.order[index - 1].prefetched is None:
-                self.prefetch(self.order[index - 1])
-
-        return begin
-
-    def _arrived(self, unit: Unit) -> Callable[[Tensor], None]:
-        def arrived(weight: Tensor) -> None:
-            assert isinstance(weight, nn.Parameter)
-            unit.ready.append(weight)
-            unit.waiting -= 1
-            if unit.waiting > 0:
-                return
-            if unit.gathered is not None:
-                unit.gathered()
-                unit.gathered = None
+    def _after_gradient(self, unit: Unit, weight: Tensor) -> None:
+        assert isinstance(weight, nn.Parameter)
+        unit.ready.append(weight)
+        unit.waiting -= 1
+        if unit.waiting <= 0:
+            unit.reshard()
             unit.in_backward = False
             self.reduce(unit)
 
-        return arrived
-
 
 class FSDP(FSDP2):
-    """What ``FullyShardedDataParallel`` allocates (torch/distributed/fsdp/_runtime_utils.py): one flat tensor for each
-    unit.
+    """Allocates what ``FullyShardedDataParallel`` allocates: one flat tensor for each FSDP unit.
+
+    The order is that of torch/distributed/fsdp/_runtime_utils.py.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        super().__init__(engine, model, optimizer, ledger)
-        self.shard_dtype = torch.float32 if engine.mixed else None
-
     def gather_in_forward(self, unit: Unit) -> None:
-        unit.gathered = self.ledger.hold(unit.nbytes, "gathered", unit.path)
+        unit.gathered = self.hold(unit)
 
     def gather_in_backward(self, unit: Unit) -> None:
-        unit.gathered = unit.prefetched or self.ledger.hold(unit.nbytes, "gathered", unit.path)
-        unit.prefetched = None
+        unit.gathered, unit.prefetched = unit.prefetched or self.hold(unit), None
 
     def reduce(self, unit: Unit) -> None:
         flat = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
         self.scatter(unit)
         flat()
-
-
-def _units(model: nn.Module) -> list[Unit]:
-    """Each block, and the rest; the rest's module is the one that is called around the blocks."""
-    blocks = find_blocks(model)
-    units = [Unit(path, m, []) for path, m in blocks]
-    taken: set[int] = set()
-    for unit in units:
-        unit.weights = [p for p in unit.module.parameters() if id(p) not in taken]
-        taken.update(map(id, unit.weights))
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    around = next(
-        (m for m in model.children() if blocks and any(m is not b and _holds(m, b) for _, b in blocks)), model
-    )
-    return [*units, Unit("", around, rest)]
-
-
-def _holds(module: nn.Module, part: nn.Module) -> bool:
-    return any(m is part for m in module.modules())

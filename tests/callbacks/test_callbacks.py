@@ -1,4 +1,4 @@
-"""The callbacks, beside a strategy of the user's own."""
+"""The callbacks, with a strategy that the user chose."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_report_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of a run the report prints what was tiled and checkpointed, into how many tiles, and the peak memory
+    """At the end of a run the report prints what was tiled and recomputed, into how many tiles, and the peak memory
     of a step.
     """
     report = TilingReport()

@@ -42,7 +42,7 @@ def test_picture_and_prediction(strategy: Any, tmp_path: Path, capsys: pytest.Ca
     assert monitor.measured.parts_at(monitor.measured.peak_at).keys() >= {
         "weights",
         "optimizer",
-        "boundaries",
+        "block inputs",
         "attention",
     }
     assert "memory of step 2: " in " ".join(capsys.readouterr().out.split())

@@ -34,7 +34,7 @@ class Long(LitTiny):
         self.lengths.append(ids.shape[1])
         if ids.shape[1] > self.fits:
             raise RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+                "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"
             )
         return super().training_step(ids, index)
 
@@ -211,10 +211,10 @@ def test_loaders_that_cannot_be_changed() -> None:
 
 
 def test_the_order_of_callbacks() -> None:
-    """A callback that tiles and stands behind the finder, which would try the model without it, is refused; before it,
+    """A callback that tiles and comes after the finder, which would try the model without it, is refused; before it,
     it counts.
     """
-    with pytest.raises(ValueError, match="TiledMLP stands behind SequenceLengthFinder"):
+    with pytest.raises(ValueError, match="TiledMLP comes after SequenceLengthFinder"):
         trainer("auto", callbacks=[SequenceLengthFinder(), TiledMLP(2)], limit_val_batches=0).fit(Long())
     module = Long()
     trainer("auto", callbacks=[TiledMLP(2), SequenceLengthFinder(start=64, limit=64)], limit_val_batches=0).fit(module)

@@ -123,15 +123,15 @@ REPORTS = {
     "lora": [
         ("tiled", 2, "LlamaMLP", "2"),
         ("tiled loss", 1, "PeftModelForCausalLM", "1"),
-        ("checkpointed", 2, "LlamaDecoderLayer", ""),
+        ("activation checkpointing", 2, "LlamaDecoderLayer", ""),
     ],
-    "gpt": [("tiled", 2, "MLP", "2"), ("checkpointed", 2, "Block", "")],
+    "gpt": [("tiled", 2, "MLP", "2"), ("activation checkpointing", 2, "Block", "")],
     "llava": [
         ("tiled", 2, "CLIPMLP", "2"),
         ("tiled", 2, "LlamaMLP", "2"),
         ("tiled loss", 1, "LlavaForConditionalGeneration", "1"),
-        ("checkpointed", 2, "CLIPEncoderLayer", ""),
-        ("checkpointed", 2, "LlamaDecoderLayer", ""),
+        ("activation checkpointing", 2, "CLIPEncoderLayer", ""),
+        ("activation checkpointing", 2, "LlamaDecoderLayer", ""),
     ],
 }
 

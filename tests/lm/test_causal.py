@@ -82,7 +82,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_rou
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda c: c["model_type"])
 def test_tiled_loss_changes_no_figure(config: dict[str, Any], data: TextFiles) -> None:
-    """Training loss, perplexity and log-probabilities are those of whole logits; a mixture's auxiliary loss is in the
+    """Training loss, perplexity and log-probabilities are those of full logits; a mixture's auxiliary loss is in the
     first alone.
     """
     found = []
@@ -101,8 +101,8 @@ def test_tiled_loss_changes_no_figure(config: dict[str, Any], data: TextFiles) -
 
 
 @pytest.mark.parametrize("call", ["fit", "validate", "predict"])
-def test_logits_are_never_whole(call: str, data: TextFiles) -> None:
-    """By default, the peak of training, of evaluation and of prediction is lower by most of the whole logits in
+def test_no_full_logits(call: str, data: TextFiles) -> None:
+    """By default, the peak of training, of evaluation and of prediction is lower by most of the full logits in
     float32.
     """
     peaks = []

@@ -98,5 +98,5 @@ def test_unreadable_file(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ValueError, match=r"a.txt cannot be read \(Permission denied\): mend its permissions"):
+    with pytest.raises(ValueError, match=r"a.txt cannot be read \(Permission denied\): fix its permissions"):
         TextFiles("a.txt").setup("fit")

@@ -187,7 +187,9 @@ def test_loss_alone() -> None:
     model = tiny_llama()
     with prepare(model, loss=2) as prepared:
         assert prepared.report().tiled == ()
-        assert prepared.report().summary() == "lt_tiled tiles the losses of 1 x LlamaForCausalLM"
+        assert prepared.report().summary() == "lt_tiled tiles the loss of 1 x LlamaForCausalLM"
+    with pytest.raises(ValueError, match=r"targets=\[\] must be .*with loss=True an empty list"):
+        Tiling(targets=[])
     for count in (0, -1, 2.0, "auto"):
         with pytest.raises(ValueError, match=f"loss={count!r} must be None or False or True or a whole number"):
             prepare(model, loss=count)

@@ -24,7 +24,7 @@ def refused(*args: str) -> str:
 
 
 def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command prints what holds the peak, where it stands, the FLOPs, and whether it fits."""
+    """The command prints the parts of the peak, where it occurs, the FLOPs, and whether it fits."""
     text = planned(
         capsys, "--seq=8192", "--memory=1GiB", "--trainer.strategy.init_args.checkpointing=disk", "--tflops=1"
     )
@@ -33,10 +33,10 @@ def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
         "│ weights │",
         "│ attention │",
         "predicted peak of a rank",
-        "ddp, num_shards=auto, checkpointing with inputs on disk, all but the last 1",
-        "The peak stands in the ",
-        "TFLOP a step",
-        "to RAM and 12.0 MiB to disk a step, hidden behind the forward by",
+        "ddp, num_shards=auto, activation checkpointing, block inputs offloaded to disk except the last 1",
+        "The peak occurs in the ",
+        "TFLOP per step",
+        "to CPU memory and 12.0 MiB to disk per step; the forward pass hides this at",
         "It fits into 1.00 GiB, with ",
     ):
         assert expected in text
@@ -96,7 +96,7 @@ def test_what_cannot_be_planned() -> None:
     """Arguments that lack something, and lengths that fit with no settings, end the command with a line that says
     so.
     """
-    assert "find='max-seq' needs to know what has to fit: give --memory" in refused("--find=max-seq")
+    assert "find='max-seq' needs the memory of a device: give --memory" in refused("--find=max-seq")
     assert "'step.jpeg2' must end in" in refused("--plot=step.jpeg2")
     assert "do not fit into 1.0 MiB with any settings" in refused("--find=settings", "--memory=1MiB")
     assert "memory='lots' is not a number of bytes" in refused("--memory=lots")
@@ -108,7 +108,10 @@ def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """
     main(["plan", "--config", str(ROOT / "configs" / "plan" / "llama_8b.yaml"), "--seq=2048"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "zero3 over 8 ranks, num_shards=auto, checkpointing with inputs on cpu, all but the last 1" in text
+    assert (
+        "zero3 over 8 ranks, num_shards=auto, activation checkpointing, block inputs offloaded to cpu except the last 1"
+        in text
+    )
     numbers = 2 * 128256 * 4096 + 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096
     assert f"│ weights │ {2 * numbers / 8 / 2**30:.2f} GiB │" in text
 
@@ -118,11 +121,11 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--model=tests.lit.LitTiny", "--trainer.strategy=tiled", "--trainer.accelerator=cpu", "--seq=512"])
     text = " ".join(capsys.readouterr().out.split())
     assert "TinyLM, 512 tokens" in text
-    assert "single, num_shards=auto, checkpointing" in text
+    assert "single, num_shards=auto, activation checkpointing" in text
 
 
 def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
-    """Other settings of the first config do not stay beside what was found, and what a strategy's name stands for is
+    """Other settings of the first config do not remain next to what was found, and what a strategy's name stands for is
     kept.
     """
     Path("first.yaml").write_text(

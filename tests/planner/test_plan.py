@@ -57,11 +57,11 @@ def test_features_lower_the_part_that_they_are_for() -> None:
     """
     base = job()
 
-    def held(part: str, whole_loss: bool = False, **settings: Any) -> tuple[int, int]:
-        run = plan(base, 8192, base.settings.__class__(**settings), whole_loss).simulation
+    def held(part: str, full_logits: bool = False, **settings: Any) -> tuple[int, int]:
+        run = plan(base, 8192, base.settings.__class__(**settings), full_logits).simulation
         return max(run.over_time()[part]), run.peak
 
-    plain, loss = held("loss", whole_loss=True), held("loss", tiling=Tiling(targets=[], loss=8))
+    plain, loss = held("loss", full_logits=True), held("loss", tiling=Tiling(targets=[], loss=8))
     assert loss[0] <= plain[0] / 2
     assert held("attention", checkpointing=Checkpointing())[0] <= held("attention")[0] * 2 / 3
     recompute, tiled = (
@@ -90,7 +90,7 @@ def test_flops_are_exact() -> None:
 
 
 def test_offloaded_bytes_and_bandwidth() -> None:
-    """What goes to a tier is the boundaries' exact size, and the bandwidth that hides it follows from the forward's
+    """A tier gets exactly the bytes of the block inputs, and the bandwidth that hides it follows from the forward's
     FLOPs.
     """
     found = plan(job(TiledSingleDeviceStrategy(checkpointing=Checkpointing(offload="disk", min_bytes=0))))
@@ -136,7 +136,8 @@ def test_cheapest() -> None:
             > needed[1] * 3 // 4
         )
     with pytest.raises(
-        DoesNotFitError, match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices"
+        DoesNotFitError,
+        match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices",
     ):
         cheapest(base, MIB, tokens)
 
@@ -291,7 +292,7 @@ def test_pictures(ending: str, tmp_path: Path) -> None:
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
     for name in ("step", "lengths"):
         assert (tmp_path / f"{name}.{ending}").read_bytes().startswith(start)
-    for path, message in ((tmp_path / "step.jpeg2", "must end in"), (tmp_path / "no" / "step.png", "not there")):
+    for path, message in ((tmp_path / "step.jpeg2", "must end in"), (tmp_path / "no" / "step.png", "does not exist")):
         with pytest.raises(ValueError, match=message):
             draw_step({"with": found.simulation}, path)
 
@@ -310,15 +311,13 @@ def test_the_line_of_settings() -> None:
     base = job(TiledDDPStrategy(tiling=4, checkpointing="disk"), devices=2)
     assert (
         describe(base.settings)
-        == "ddp over 2 ranks, num_shards=4, checkpointing with inputs on disk, all but the last 1"
+        == "ddp over 2 ranks, num_shards=4, activation checkpointing, block inputs offloaded to disk except the last 1"
     )
     assert isinstance(base.module, nn.Module)
 
 
 class Plain(pl.LightningModule):
-    """What people write: built at once, a bare ``training_step(self, batch)``, hooks, metrics, tensors in lists,
-    several loaders.
-    """
+    """A module as people write it: built at once, ``training_step(self, batch)``, hooks, metrics, several loaders."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from tests.planner.runs import LLAMA, MIXTRAL, Adapted, measured, predicted
 NEAR = 0.02
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"tiling": None, "checkpointing": False}, {"tiled_loss": False}),
-    "checkpointed": ({"tiling": None}, {"tiled_loss": False}),
+    "activation checkpointing": ({"tiling": None}, {"tiled_loss": False}),
     "tiled": ({"tiling": 8}, {"tiled_loss": False}),
     "tiled loss": ({"tiling": 8}, {"tiled_loss": 8}),
     "disk": ({"tiling": 8, "checkpointing": Checkpointing(offload="disk", min_bytes=0)}, {"tiled_loss": 8}),
@@ -39,7 +39,7 @@ def test_single_device(name: str) -> None:
     ("module", "config"), [(Adapted, LLAMA), (CausalLM, MIXTRAL)], ids=["LoRA", "mixture of experts"]
 )
 def test_kinds_of_models(module: type[CausalLM], config: dict[str, Any], tiled: bool) -> None:
-    """So it is for an adapter on frozen weights, and for a mixture of experts, plain and tiled."""
+    """The same holds for an adapter on frozen weights, and for a mixture of experts, plain and tiled."""
     given = {"tiling": 8} if tiled else {"tiling": None, "checkpointing": False}
     made = partial(TiledSingleDeviceStrategy, **given)
     arguments = {"config": config, "tiled_loss": 8 if tiled else False}

@@ -212,7 +212,7 @@ def test_the_report_tells_widths_and_weights() -> None:
     model = TinyLM(hidden=H, wide=48)
     with prepare(model, tiling=Tiling()) as prepared:
         row = prepared.report().tiled[0]
-    assert (row.path, row.kind, row.widths, row.weight_bytes) == ("blocks.0.mlp", "GatedMLP", (H, 48), 3 * H * 48 * 4)
+    assert (row.path, row.kind, row.sizes, row.weight_bytes) == ("blocks.0.mlp", "GatedMLP", (H, 48), 3 * H * 48 * 4)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

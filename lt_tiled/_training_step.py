@@ -1,0 +1,92 @@
+"""Training steps outside of a training loop: the first batch, other sequence lengths, the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lt_tiled.errors import SimulationError
+
+
+def first_batch(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
+    """Return the first batch of the training data as ``training_step`` receives it, on the CPU."""
+    loader = (module if datamodule is None else datamodule).train_dataloader()
+    batch = next(iter(CombinedLoader(loader, "max_size_cycle")))[0]
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        overridden = datamodule is not None and is_overridden(hook, datamodule)
+        batch = getattr(datamodule if overridden else module, hook)(batch, 0)
+    return batch
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, in order."""
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found
+
+
+def to_meta(batch: Any) -> Any:
+    """Return a batch without its values, on the meta device."""
+    return apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
+
+
+def length_of(batch: Any) -> int:
+    """Return a batch's sequence length: dimension 1 of its first 2D or 3D tensor, or 0 if there is none (images)."""
+    return next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() in (2, 3)), 0)
+
+
+def with_length(batch: Any, tokens: int) -> Any:
+    """Repeat or cut a batch's sequences to ``tokens``, in each dimension but the first that has the sequence length.
+
+    Raises:
+        ValueError: If the batch has no sequences.
+    """
+    length = length_of(batch)
+    if not length:
+        raise ValueError(
+            "The batch has no tensor with two or three dimensions, so its sequences cannot be made longer: yield"
+            " tensors of shape [batch, sequence] from the data, or do not set a sequence length."
+        )
+
+    def changed(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(tensor.shape):
+            if dim and size == length != tokens:
+                tensor = torch.cat([tensor] * -(-tokens // length), dim).narrow(dim, 0, tokens)
+        return tensor
+
+    return apply_to_collection(batch, Tensor, changed)
+
+
+def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+    """Return the arguments that a module's ``training_step`` takes."""
+    return (batch, 0) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
+
+
+def loss_of(output: Any, module: LightningModule) -> Tensor:
+    """Return the loss from the output of a ``training_step``.
+
+    Raises:
+        SimulationError: If there is none.
+    """
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        step = f"{type(module).__name__}.training_step"
+        raise SimulationError(f"{step} returned {type(loss).__name__} and no loss: use automatic optimization.")
+    return loss
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, for example in place of ``self.log``, which needs a training loop."""
+
+
+def stepped_on(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]

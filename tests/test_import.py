@@ -1,0 +1,24 @@
+"""What ``import lt_tiled`` loads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys, lightning.pytorch, lightning.fabric  # torchmetrics loads matplotlib if it is installed
+before = set(sys.modules)
+import lt_tiled
+unwanted = ("lt_tiled.planner", "deepspeed", "transformers", "matplotlib")
+print(*(name for name in sys.modules.keys() - before if name.startswith(unwanted)))
+"""
+
+
+def test_import_loads_no_optional_packages() -> None:
+    """``import lt_tiled`` loads neither the planner nor DeepSpeed, transformers or matplotlib."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
