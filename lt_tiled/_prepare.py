@@ -109,6 +109,13 @@ class Prepared(AbstractContextManager["Prepared"]):
         self.release()
 
 
+class AppliesPolicies:
+    """Base class of the strategies and callbacks that prepare models by their policies."""
+
+    tiling: Tiling | None
+    checkpointing: Checkpointing | None
+
+
 class PreparedModels(list[Prepared]):
     """What one strategy or callback prepared: each model once, until all are released (Fabric may set up several)."""
 

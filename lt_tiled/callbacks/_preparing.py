@@ -13,8 +13,8 @@ from torch import nn
 
 from lt_tiled._prepare import Prepared, PreparedModels
 from lt_tiled.policies import Checkpointing, Tiling
-from lt_tiled.strategies._deepspeed import adapt_tiles
-from lt_tiled.strategies._units import refuse_units_in_tiled_modules
+from lt_tiled.strategies.blocks import refuse_units_in_tiled_modules
+from lt_tiled.strategies.deepspeed import adapt_tiles
 
 
 class PreparingCallback(Callback):

@@ -1,22 +1,146 @@
-"""DeepSpeed ZeRO-1, 2 and 3, for Trainer."""
+"""DeepSpeed ZeRO-1, 2 and 3. DeepSpeed is imported only where it is used, because it is an optional dependency."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+import inspect
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from typing_extensions import override
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
-from lt_tiled.strategies._deepspeed import DeepSpeedNeeds
-from lt_tiled.strategies._mixin import TiledStrategy
+from lt_tiled.modules.find import walk
+from lt_tiled.modules.patch import get_mark
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.deferred import SettleMark
+from lt_tiled.tiling.state import TileMark
 
 
-class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
-    """Tiling and checkpointing under DeepSpeed, with all of :class:`DeepSpeedStrategy`'s arguments.
+class _DeepSpeed(TiledStrategy):
+    """What DeepSpeed needs under Trainer and under Fabric.
+
+    Args:
+        zero3_leaf_modules: Make the tiled modules leaf modules of ZeRO-3, which then gathers their weights once per
+            pass, whatever the number of tiles. Turn it off only if a module around them is a leaf module already.
+    """
+
+    guarded: ClassVar[Any]
+    """The parent, whose ``setup_environment`` accepts only CUDA devices."""
+    config: Any
+    parallel_devices: list[torch.device] | None
+    zero_stage_3: bool
+
+    def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
+        if find_spec("deepspeed") is None:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'."
+            )
+        super().__init__(*args, **kwargs)
+        self.zero3_leaf_modules = zero3_leaf_modules
+        self._hooks: list[Any] = []
+        self._filter: Any = None
+        if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
+            raise ValueError(
+                f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, which"
+                " both offload the same activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass"
+                " checkpointing=False."
+            )
+
+    def setup_environment(self) -> None:
+        if not self.on_cpu:
+            return super().setup_environment()
+        self._prepare_for_cpu()
+        super(self.guarded, self).setup_environment()
+        return None
+
+    def _prepare_for_cpu(self) -> None:
+        """Let DeepSpeed run on the CPU, which it supports and Lightning does not allow."""
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        if get_accelerator().device_name() != "cpu":
+            set_accelerator(CPU_Accelerator())
+        # DeepSpeed would compile both for minutes at their first use; gloo and torch's optimizers do the same work.
+        # https://github.com/deepspeedai/DeepSpeed/pull/5391
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "offload_optimizer" in self.config.get("zero_optimization", {}):
+            self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
+        assert self.parallel_devices is not None
+        self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
+
+    def prepare_once(self, model: nn.Module) -> None:
+        """Apply the policies, and make tiled modules leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs.
+
+        Raises:
+            ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
+        """
+        before = len(self.prepared)
+        super().prepare_once(model)
+        self._ignore_deprecations()
+        if len(self.prepared) == before:
+            return
+        if self.zero_stage_3 and self.zero3_leaf_modules:
+            from deepspeed.utils import set_z3_leaf_module
+
+            for _, module in _gathered_together(model):
+                set_z3_leaf_module(module, True)  # stays after release, because the engine's hooks depend on it
+                self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
+        adapt_tiles(self, model)
+
+    def _ignore_deprecations(self) -> None:
+        """Ignore until :meth:`release` that DeepSpeed 0.19 calls functions that torch 2.13 deprecates, in each step."""
+        message = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+        warnings.filterwarnings("ignore", message, FutureWarning)
+        self._filter = warnings.filters[0]
+
+    def release(self) -> None:
+        """Restore every model, except for ZeRO-3's leaf modules, which its engine still needs."""
+        super().release()
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def sharded_context(self, inherited: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Build models sharded, and tell transformers about it.
+
+        Otherwise Hugging Face models start with torch's default weights, and ``from_pretrained`` loads none:
+        https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
+        """
+        with inherited():  # completes the config
+            known = self._tell_transformers() if self.zero_stage_3 and find_spec("transformers") is not None else None
+            yield
+            del known
+
+    def _tell_transformers(self) -> Any:
+        """Return an object that transformers refers to weakly, so the caller must keep it."""
+        if find_spec("accelerate") is None:
+            warn(
+                "transformers needs accelerate to initialize a model that ZeRO-3 shards: pip install"
+                " 'lt-tiled[deepspeed]'."
+            )
+            return None
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+        return HfDeepSpeedConfig(self.config)
+
+
+class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy):
+    """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`.
 
     Raises:
         ModuleNotFoundError: If deepspeed is not installed.
@@ -25,17 +149,107 @@ class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
 
     guarded = DeepSpeedStrategy
 
-    @override
     def setup(self, trainer: pl.Trainer) -> None:
         if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == TrainerFn.FITTING:
             warn(
-                f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are {batches} times smaller"
-                " than with other strategies, tiled or not (https://github.com/Lightning-AI/pytorch-lightning/issues/6170)."
+                f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are"
+                f" {batches} times smaller than with other strategies, with and without tiling"
+                " (https://github.com/Lightning-AI/pytorch-lightning/issues/6170)."
             )
         super().setup(trainer)
 
     @contextmanager
-    @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         with self.sharded_context(super().model_sharded_context):
             yield
+
+
+class FabricTiledDeepSpeedStrategy(_DeepSpeed, TiledFabricStrategy, FabricDeepSpeedStrategy):
+    """Tiling and activation checkpointing under DeepSpeed, with all arguments of Fabric's :class:`DeepSpeedStrategy`.
+
+    Raises:
+        ModuleNotFoundError: If deepspeed is not installed.
+        ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
+    """
+
+    guarded = FabricDeepSpeedStrategy
+
+    def module_sharded_context(self) -> AbstractContextManager[None]:
+        return self.sharded_context(super().module_sharded_context)
+
+
+def adapt_tiles(strategy: Any, model: nn.Module) -> None:
+    """Adapt the tiled modules of a model to DeepSpeed.
+
+    Raises:
+        ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
+    """
+    for _, _, mark in tile_marks(model):
+        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros.
+        mark.zeros_for_unused = True
+    if not strategy.zero_stage_3:
+        return
+    from deepspeed.utils import get_z3_leaf_modules
+
+    whole = {part for leaf in get_z3_leaf_modules(model) for part in leaf.modules()}
+    for path, module in _gathered_together(model):
+        if module not in whole:
+            raise ValueError(
+                f"{path} ({type(module).__name__}) is tiled and not a leaf module of ZeRO-3, which would shard its"
+                " weights while its tiles run: use TiledDeepSpeedStrategy(stage=3), which makes it one; a callback runs"
+                " too late. Or call deepspeed.utils.set_z3_leaf_modules at the end of configure_model."
+            )
+
+
+def _gathered_together(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose weights must be there while tiles run: tiled ones, and blocks that run a chain.
+
+    A norm is not tiled with the MLP before it, because it is outside of the leaf module.
+    """
+    marks = list(tile_marks(model))
+    for _, _, mark in marks:
+        mark.chained = not mark.alone
+    chained = {module for _, module, mark in marks if mark.chained}
+    blocks = [(path, m) for path, m in walk(model) if get_mark(m, SettleMark) and not chained.isdisjoint(m.children())]
+    inside = {part for _, block in blocks for part in block.modules()}
+    return [*blocks, *((path, m) for path, m, _ in marks if m not in inside)]
+
+
+def _arguments_for_a_leaf(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass tensors to a leaf module by position where possible, with hidden states that require a gradient.
+
+    ZeRO-3 reduces a leaf's gradients and frees its weights in hooks on the gradients of its positional inputs. Without
+    such a gradient, as after frozen embeddings, DeepSpeed fails: https://github.com/deepspeedai/DeepSpeed/pull/5074.
+    """
+    if kwargs:
+        mark = get_mark(module, TileMark) or get_mark(module, SettleMark)
+        forward = (mark and mark.replaced) or MethodType(type(module).forward, module)
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    hidden = next((t for t in tensors if t.is_floating_point()), None)
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    if not learns or hidden is None or any(t.requires_grad for t in tensors):
+        return args, kwargs
+    differentiable = hidden.detach().requires_grad_()
+    return pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args), kwargs
+
+
+def _register(name: str, description: str, **arguments: Any) -> None:
+    register(name, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy, description, **arguments)
+
+
+_OFFLOAD = {"offload_optimizer": True, "stage": 3, "offload_parameters": True}
+_NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+_register("tiled_deepspeed", "Tiled modules under DeepSpeed, ZeRO stage 2")
+for _stage in (1, 2, 3):
+    _register(f"tiled_deepspeed_stage_{_stage}", f"Tiled modules under DeepSpeed, ZeRO stage {_stage}", stage=_stage)
+_register(
+    "tiled_deepspeed_stage_2_offload", "ZeRO stage 2 with the optimizer in CPU memory", stage=2, offload_optimizer=True
+)
+_register("tiled_deepspeed_stage_3_offload", "ZeRO stage 3 with weights and optimizer in CPU memory", **_OFFLOAD)
+_register(
+    "tiled_deepspeed_stage_3_offload_nvme", "ZeRO stage 3 with weights and optimizer on NVMe", **_OFFLOAD, **_NVME
+)

@@ -1,0 +1,221 @@
+"""FSDP2 and tensor parallelism (``fully_shard``, ``parallelize_module``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lt_tiled._log import inform
+from lt_tiled.modules.find import plain_name
+from lt_tiled.policies import Tiling
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.strategies.blocks import blocks_to_shard
+from lt_tiled.tiling.api import tile_marks
+
+
+class _FSDP2(TiledStrategy):
+    """What FSDP2 needs under Trainer and under Fabric."""
+
+    device_mesh: DeviceMesh
+    num_nodes: int
+    num_processes: int
+    _data_parallel_size: Any
+    _tensor_parallel_size: Any
+
+    def setup_environment(self) -> None:
+        """Choose the sizes that are ``"auto"``.
+
+        The parents take all devices of a node for tensor parallelism. A model without a plan would then be neither
+        sharded nor reduced.
+
+        Raises:
+            ValueError: If a size does not divide the number of ranks.
+        """
+        ranks, data, tensor = self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size
+        for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
+            if size != "auto" and ranks % size:
+                raise ValueError(f"{name}={size} does not divide the {ranks} ranks: choose a divisor.")
+        if tensor == "auto":
+            tensor = 1 if data == "auto" else ranks // data
+        self._data_parallel_size, self._tensor_parallel_size = (ranks // tensor if data == "auto" else data), tensor
+        super().setup_environment()
+
+    def shard(self, model: nn.Module) -> None:
+        """Apply ``fully_shard`` to each block and to the model itself, the root unit, unless the user sharded it.
+
+        Raises:
+            ValueError: If tensor parallelism lacks a plan, if nothing would reduce the gradients of a tensor-parallel
+                model, or if two units share a weight. Nothing is sharded then.
+        """
+        tensor, data = (self.device_mesh[name].size() for name in ("tensor_parallel", "data_parallel"))
+        name = type(model).__name__
+        if any(isinstance(m, FSDPModule) for m in model.modules()):
+            return
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            if data > 1:
+                raise ValueError(
+                    f"{name} has a tensor-parallel plan and no FSDP unit, so its gradients are not reduced over the"
+                    f" {data} data-parallel ranks: call fully_shard too, or pass tensor_parallel_size={tensor * data}."
+                )
+            return
+        if tensor > 1:
+            raise ValueError(
+                f"{name} has no tensor-parallel plan, and tensor_parallel_size={tensor} needs one: apply"
+                " parallelize_module yourself (in configure_model, or parallelize_fn for Fabric), or pass"
+                " tensor_parallel_size=1 to shard the model by blocks."
+            )
+        blocks = blocks_to_shard(model, self.checkpointing)
+        _refuse_shared_weights(model, blocks)
+        for module in (*(block for _, block in blocks), model):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+        inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
+
+    def agree(self, model: nn.Module) -> None:
+        """Adapt the tiled modules to ranks that communicate.
+
+        Raises:
+            ValueError: If tensor-parallel ranks have different tilings, and would wait for each other forever.
+        """
+        if self.device_mesh.size() > 1:
+            for _, _, mark in tile_marks(model):
+                # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
+                mark.zeros_for_unused = True
+        mesh = self.device_mesh["tensor_parallel"]
+        if mesh.size() > 1:
+            policies: list[Tiling | None] = [None] * mesh.size()
+            dist.all_gather_object(policies, self.tiling, group=mesh.get_group())
+            if any(policy != self.tiling for policy in policies):
+                raise ValueError(
+                    "The ranks of one tensor-parallel group communicate in every tile and have different tilings:"
+                    f" {policies}. Give them the same one."
+                )
+
+
+class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStrategy):
+    """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
+
+    If ``configure_model`` does not parallelize the model, each block becomes an FSDP unit, and the LightningModule is
+    the root unit, whose weights are gathered in its ``forward`` and its steps. ``"auto"`` sizes use all ranks for data
+    parallelism, or what the other size leaves.
+
+    Raises:
+        ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
+            cannot be sharded by blocks.
+    """
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.shard(self._module)
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            if step not in vars(self._module):  # else it was registered in an earlier run
+                register_fsdp_forward_method(self._module, step)  # does nothing to a module that is not an FSDP unit
+        super().setup(trainer)
+        self.agree(self._module)
+
+
+class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelParallelStrategy):
+    """Tiling and activation checkpointing under FSDP2, with all arguments of Fabric's :class:`ModelParallelStrategy`.
+
+    ``"auto"`` sizes use all ranks for data parallelism, or what the other size leaves.
+
+    Args:
+        parallelize_fn: As in the parent. Without it, each block becomes an FSDP unit, and the model is the root unit,
+            whose weights are gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
+
+    Raises:
+        ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
+            cannot be sharded by blocks.
+    """
+
+    def __init__(
+        self, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(parallelize_fn=self._parallelize, **kwargs)
+        self._plan = parallelize_fn
+
+    def _parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module = module if self._plan is None else self._plan(module, mesh)
+        self.shard(module)
+        self.agree(module)
+        return module
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return _Root(super().setup_module(module))
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
+        # fully_shard creates new parameters. An optimizer that keeps the old ones would have no effect.
+        names = {id(weight): plain_name(name) for name, weight in module.named_parameters()}
+        result = super().setup_module_and_optimizers(module, optimizers, *args)
+        sharded = {plain_name(name): weight for name, weight in result[0].module.named_parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for index, weight in enumerate(group["params"]):
+                    if id(weight) in names:
+                        group["params"][index] = new = sharded[names[id(weight)]]
+                        if new is not weight and weight in optimizer.state:
+                            optimizer.state[new] = _sharded_state(optimizer.state.pop(weight), weight, new)
+        return result
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(path, {key: _without_root(value) for key, value in state.items()}, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if isinstance(state, dict):  # Fabric reads the loaded values from this very dictionary
+            state.update({key: _without_root(value) for key, value in state.items()})
+        return super().load_checkpoint(path, _without_root(state), *args, **kwargs)
+
+
+class _Root(nn.Module):
+    """Calls the root unit.
+
+    Fabric runs the steps of a LightningModule, and the methods given to ``mark_forward_method``, through ``forward``
+    and with it through FSDP's hooks, but only if what the strategy returns is another module than the user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _without_root(value: Any) -> Any:
+    return value.module if isinstance(value, _Root) else value
+
+
+def _sharded_state(state: dict[str, Any], weight: nn.Parameter, new: nn.Parameter) -> dict[str, Any]:
+    """Shard an optimizer's state of one weight as the weight is sharded."""
+    if not isinstance(new, DTensor):
+        return state
+    alike = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == weight.shape}
+    return state | {
+        name: distribute_tensor(value.to(new.device), new.device_mesh, new.placements) for name, value in alike.items()
+    }
+
+
+def _refuse_shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+    """Raise if a weight belongs to two units; the root unit holds what is not inside of a block."""
+    inside = {part for _, block in blocks for part in block.modules()}
+    units = [(path, list(block.modules())) for path, block in blocks]
+    units.append((f"the rest of {type(model).__name__}", [m for m in model.modules() if m not in inside]))
+    owner: dict[nn.Parameter, str] = {}
+    for path, modules in units:
+        for weight in (weight for module in modules for weight in module.parameters(recurse=False)):
+            if owner.setdefault(weight, path) != path:
+                raise ValueError(
+                    f"{owner[weight]} and {path} share a weight of shape {list(weight.shape)} and would shard it twice:"
+                    " put them into one module, or call fully_shard on both together."
+                )
+
+
+register("tiled_fsdp2", TiledModelParallelStrategy, FabricTiledModelParallelStrategy, "Tiled modules under FSDP2")
