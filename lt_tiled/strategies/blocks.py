@@ -46,8 +46,8 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
                 raise ValueError(
                     f"{path} ({kind}) is tiled, and {name or 'it'} inside it is an FSDP unit, whose weights would be"
                     f" gathered for every tile. Make the block or the whole {kind} the unit"
-                    f" (auto_wrap_policy={{MyBlock}}, fully_shard(block)), leave the policy out for one unit per block, or"
-                    " leave the module out of Tiling(targets=...)."
+                    f" (auto_wrap_policy={{MyBlock}}, fully_shard(block)), leave the policy out for one unit per block,"
+                    " or leave the module out of Tiling(targets=...)."
                 )
 
 

@@ -70,9 +70,9 @@ class _FSDP2(TiledStrategy):
             return
         if tensor > 1:
             raise ValueError(
-                f"{name} has no tensor-parallel plan, and tensor_parallel_size={tensor} needs one: apply"
-                " parallelize_module yourself (in configure_model, or parallelize_fn for Fabric), or pass"
-                " tensor_parallel_size=1 to shard the model by blocks."
+                f"{name} was not parallelized, and tensor_parallel_size={tensor} needs a plan: apply parallelize_module"
+                " yourself (in configure_model, or parallelize_fn for Fabric), or pass tensor_parallel_size=1 to shard"
+                " the model by blocks."
             )
         blocks = blocks_to_shard(model, self.checkpointing)
         _refuse_shared_weights(model, blocks)

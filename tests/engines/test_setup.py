@@ -68,14 +68,6 @@ class Flat(LitTiny):
         return self.head(x)
 
 
-class TiesChildren(Flat):
-    """Its head is its embedding."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.head.weight = self.embed.weight
-
-
 class TiesBlocks(LitTiny):
     """Two blocks share a weight."""
 
@@ -120,7 +112,7 @@ def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> t
 def test_trainer_refuses(
     engine: str, model: type[LitTiny], options: dict[str, Any], message: str, on_ranks: OnRanks
 ) -> None:
-    """A unit inside a tiled module, by policy or by hand, and weights that two units share, raise before the first step.
+    """A unit inside a tiled module, by policy or by hand, and weights that two units share, raise before a step.
 
     The model is restored.
     """
