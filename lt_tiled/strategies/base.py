@@ -168,7 +168,7 @@ class OffloadLog:
                 logger.log_metrics(stats.metrics(), step=self._steps - 1)  # Lightning counts from zero
 
 
-def register(name: str, trainer: type, fabric: type, description: str, **arguments: Any) -> None:
+def register(trainer: type, fabric: type, name: str, description: str, **arguments: Any) -> None:
     """Make a strategy known by name to ``Trainer(strategy=name)`` and ``Fabric(strategy=name)``."""
     for registry, strategy in ((StrategyRegistry, trainer), (STRATEGY_REGISTRY, fabric)):
         registry.register(name, strategy, description, override=True, **arguments)  # override: modules may be reloaded

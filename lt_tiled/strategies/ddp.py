@@ -14,4 +14,4 @@ class FabricTiledDDPStrategy(TiledFabricStrategy, FabricDDPStrategy):
     """Tiling and activation checkpointing under DDP, with all arguments of Fabric's :class:`DDPStrategy`."""
 
 
-register("tiled_ddp", TiledDDPStrategy, FabricTiledDDPStrategy, "Tiled modules under DDP")
+register(TiledDDPStrategy, FabricTiledDDPStrategy, "tiled_ddp", "Tiled modules under DDP")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -35,8 +35,6 @@ class _DeepSpeed(TiledStrategy):
             pass, whatever the number of tiles. Turn it off only if a module around them is a leaf module already.
     """
 
-    guarded: ClassVar[Any]
-    """The parent, whose ``setup_environment`` accepts only CUDA devices."""
     config: Any
     parallel_devices: list[torch.device] | None
     zero_stage_3: bool
@@ -58,14 +56,9 @@ class _DeepSpeed(TiledStrategy):
             )
 
     def setup_environment(self) -> None:
+        """Let DeepSpeed run on the CPU too, which it supports and Lightning does not allow."""
         if not self.on_cpu:
             return super().setup_environment()
-        self._prepare_for_cpu()
-        super(self.guarded, self).setup_environment()
-        return None
-
-    def _prepare_for_cpu(self) -> None:
-        """Let DeepSpeed run on the CPU, which it supports and Lightning does not allow."""
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -80,6 +73,9 @@ class _DeepSpeed(TiledStrategy):
         # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
         assert self.parallel_devices is not None
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
+        parent: Any = DeepSpeedStrategy if isinstance(self, DeepSpeedStrategy) else FabricDeepSpeedStrategy
+        super(parent, self).setup_environment()  # not the parent's own, which accepts only CUDA devices
+        return None
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies, and make tiled modules leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs.
@@ -122,21 +118,17 @@ class _DeepSpeed(TiledStrategy):
         https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
         """
         with inherited():  # completes the config
-            known = self._tell_transformers() if self.zero_stage_3 and find_spec("transformers") is not None else None
+            known = None
+            if self.zero_stage_3 and find_spec("transformers") is not None:
+                if find_spec("accelerate") is not None:
+                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+                    known = HfDeepSpeedConfig(self.config)  # transformers refers to it weakly
+                else:
+                    remedy = "pip install 'lt-tiled[deepspeed]'"
+                    warn(f"transformers needs accelerate to initialize a model that ZeRO-3 shards: {remedy}.")
             yield
             del known
-
-    def _tell_transformers(self) -> Any:
-        """Return an object that transformers refers to weakly, so the caller must keep it."""
-        if find_spec("accelerate") is None:
-            warn(
-                "transformers needs accelerate to initialize a model that ZeRO-3 shards: pip install"
-                " 'lt-tiled[deepspeed]'."
-            )
-            return None
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-        return HfDeepSpeedConfig(self.config)
 
 
 class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy):
@@ -147,10 +139,8 @@ class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy
         ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
     """
 
-    guarded = DeepSpeedStrategy
-
     def setup(self, trainer: pl.Trainer) -> None:
-        if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == TrainerFn.FITTING:
+        if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == "fit":
             warn(
                 f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are"
                 f" {batches} times smaller than with other strategies, with and without tiling"
@@ -158,23 +148,14 @@ class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy
             )
         super().setup(trainer)
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with self.sharded_context(super().model_sharded_context):
-            yield
+    def model_sharded_context(self) -> Any:
+        return self.sharded_context(super().model_sharded_context)
 
 
 class FabricTiledDeepSpeedStrategy(_DeepSpeed, TiledFabricStrategy, FabricDeepSpeedStrategy):
-    """Tiling and activation checkpointing under DeepSpeed, with all arguments of Fabric's :class:`DeepSpeedStrategy`.
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
 
-    Raises:
-        ModuleNotFoundError: If deepspeed is not installed.
-        ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
-    """
-
-    guarded = FabricDeepSpeedStrategy
-
-    def module_sharded_context(self) -> AbstractContextManager[None]:
+    def module_sharded_context(self) -> Any:
         return self.sharded_context(super().module_sharded_context)
 
 
@@ -237,19 +218,12 @@ def _arguments_for_a_leaf(
     return pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args), kwargs
 
 
-def _register(name: str, description: str, **arguments: Any) -> None:
-    register(name, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy, description, **arguments)
-
-
-_OFFLOAD = {"offload_optimizer": True, "stage": 3, "offload_parameters": True}
+_register = partial(register, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy)
+_OFFLOAD = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 _register("tiled_deepspeed", "Tiled modules under DeepSpeed, ZeRO stage 2")
 for _stage in (1, 2, 3):
     _register(f"tiled_deepspeed_stage_{_stage}", f"Tiled modules under DeepSpeed, ZeRO stage {_stage}", stage=_stage)
-_register(
-    "tiled_deepspeed_stage_2_offload", "ZeRO stage 2 with the optimizer in CPU memory", stage=2, offload_optimizer=True
-)
-_register("tiled_deepspeed_stage_3_offload", "ZeRO stage 3 with weights and optimizer in CPU memory", **_OFFLOAD)
-_register(
-    "tiled_deepspeed_stage_3_offload_nvme", "ZeRO stage 3 with weights and optimizer on NVMe", **_OFFLOAD, **_NVME
-)
+_register("tiled_deepspeed_stage_2_offload", "ZeRO-2 with the optimizer in CPU memory", stage=2, offload_optimizer=True)
+_register("tiled_deepspeed_stage_3_offload", "ZeRO-3 with weights and optimizer in CPU memory", **_OFFLOAD)
+_register("tiled_deepspeed_stage_3_offload_nvme", "ZeRO-3 with weights and optimizer on NVMe", **_OFFLOAD, **_NVME)

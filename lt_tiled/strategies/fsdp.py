@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricFSDPStrategy
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -37,8 +35,6 @@ _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParalle
 class _FSDP(TiledStrategy):
     """What FSDP1 needs under Trainer and under Fabric."""
 
-    options_name: ClassVar[str]
-    """The attribute in which the parent keeps its keyword arguments for ``FullyShardedDataParallel``."""
     cpu_offload: Any
     mixed_precision_config: Any
     sharding_strategy: Any
@@ -57,7 +53,8 @@ class _FSDP(TiledStrategy):
 
     @property
     def fsdp_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = getattr(self, self.options_name)
+        """The parent's keyword arguments for ``FullyShardedDataParallel``."""
+        options: dict[str, Any] = vars(self)["kwargs" if isinstance(self, FSDPStrategy) else "_fsdp_kwargs"]
         return options
 
     @property
@@ -66,12 +63,11 @@ class _FSDP(TiledStrategy):
 
     def setup_environment(self) -> None:
         shape = self.fsdp_options.get("device_mesh")
-        if not (self.on_cpu and isinstance(shape, tuple)):
-            return super().setup_environment()
-        del self.fsdp_options["device_mesh"]  # the parent would create a mesh of CUDA devices
+        if self.on_cpu and isinstance(shape, tuple):
+            del self.fsdp_options["device_mesh"]  # the parent would create a mesh of CUDA devices
         super().setup_environment()
-        self.fsdp_options["device_mesh"] = init_device_mesh("cpu", shape)
-        return None
+        if self.on_cpu and isinstance(shape, tuple):
+            self.fsdp_options["device_mesh"] = init_device_mesh("cpu", shape)
 
     def unit_arguments(self) -> dict[str, Any]:
         """Return the arguments of each FSDP unit."""
@@ -80,25 +76,21 @@ class _FSDP(TiledStrategy):
             "mixed_precision": self.mixed_precision_config,
             "sharding_strategy": self.sharding_strategy,
             "device_id": torch.device("cpu") if self.on_cpu else self.root_device.index,
-            **({} if self.auto_wrap_policy is None else {"auto_wrap_policy": self.auto_wrap_policy}),
+            "auto_wrap_policy": self.auto_wrap_policy,
             **self.fsdp_options,
         }
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model: by ``auto_wrap_policy`` or by blocks, or only around the FSDP units that it has already."""
-        units = _units(model)
-        if not units:
-            policy = self.auto_wrap_policy
-            if policy is None:
-                blocks = {block for _, block in blocks_to_shard(model, self.checkpointing)}
-                policy = CustomPolicy(blocks.__contains__)
-        else:
-            if self.auto_wrap_policy is not None:
+        policy = self.auto_wrap_policy
+        if units := _units(model):
+            if policy is not None:
                 warn(f"{type(model).__name__} ignores auto_wrap_policy, because it contains FSDP units already.")
-            sharded = {weight for unit in units for weight in unit.parameters()}
-            if sharded.issuperset(model.parameters()):
-                return model
             policy = None  # the parent would not shard the other weights, nor reduce their gradients
+            if {weight for unit in units for weight in unit.parameters()}.issuperset(model.parameters()):
+                return model
+        elif policy is None:
+            policy = CustomPolicy({block for _, block in blocks_to_shard(model, self.checkpointing)}.__contains__)
         return FullyShardedDataParallel(model, **(self.unit_arguments() | {"auto_wrap_policy": policy}))
 
 
@@ -112,9 +104,6 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
         ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled
             module contains FSDP units.
     """
-
-    options_name = "kwargs"
-    _root: FullyShardedDataParallel | None = None
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -139,24 +128,21 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         # The parent wraps a wrapped model again, or not at its root:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/19015
-        if model in _ROOTS:
-            self._root = _ROOTS[model]()
-            if self._root is None:
-                raise ValueError(
-                    f"This {type(model).__name__} was wrapped by FSDP for a trainer that no longer exists: keep that"
-                    " trainer, or build a new model and load a checkpoint."
-                )
-            return self._root
-        wrapped = super()._setup_model(self.wrap(model))
-        if isinstance(wrapped, FullyShardedDataParallel):
-            self._root = wrapped  # the trainer drops its own reference between runs
-            _ROOTS[model] = weakref.ref(wrapped)
-        return wrapped
+        root: nn.Module | None
+        if model not in _ROOTS:
+            root = super()._setup_model(self.wrap(model))
+            if isinstance(root, FullyShardedDataParallel):
+                _ROOTS[model] = weakref.ref(root)
+        elif (root := _ROOTS[model]()) is None:
+            raise ValueError(
+                f"This {type(model).__name__} was wrapped by FSDP for a trainer that no longer exists: keep that"
+                " trainer, or build a new model and load a checkpoint."
+            )
+        self._root = root  # the trainer drops its own reference between runs
+        return root
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments()):
-            yield
+    def model_sharded_context(self) -> Any:
+        return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._state_dict_type != "full" or self.kwargs["use_orig_params"]:
@@ -167,8 +153,8 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
         with FullyShardedDataParallel.state_dict_type(
             self.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config
         ):
-            inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-            return FullyShardedDataParallel.optim_state_dict(self.model, inner)
+            # A LightningOptimizer keeps the optimizer itself in `optimizer`.
+            return FullyShardedDataParallel.optim_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.saves_full_on_cpu:
@@ -179,18 +165,9 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
 
 
 class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
-    """Tiling and activation checkpointing under FSDP1, with all arguments of Fabric's :class:`FSDPStrategy`.
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
 
-    Without ``auto_wrap_policy`` each block is an FSDP unit.
-
-    Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled
-            module contains FSDP units.
-    """
-
-    options_name = "_fsdp_kwargs"
-
-    def module_sharded_context(self) -> AbstractContextManager[None]:
+    def module_sharded_context(self) -> Any:
         return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments())
 
     def save_checkpoint(
@@ -227,11 +204,6 @@ def _full_state_dict(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-register("tiled_fsdp", TiledFSDPStrategy, FabricTiledFSDPStrategy, "Tiled modules under FSDP")
-register(
-    "tiled_fsdp_cpu_offload",
-    TiledFSDPStrategy,
-    FabricTiledFSDPStrategy,
-    "Tiled modules under FSDP, with weights in CPU memory",
-    cpu_offload=True,
-)
+_register = partial(register, TiledFSDPStrategy, FabricTiledFSDPStrategy)
+_register("tiled_fsdp", "Tiled modules under FSDP")
+_register("tiled_fsdp_cpu_offload", "Tiled modules under FSDP, with weights in CPU memory", cpu_offload=True)

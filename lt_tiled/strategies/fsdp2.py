@@ -123,17 +123,11 @@ class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStra
 
 
 class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelParallelStrategy):
-    """Tiling and activation checkpointing under FSDP2, with all arguments of Fabric's :class:`ModelParallelStrategy`.
-
-    ``"auto"`` sizes use all ranks for data parallelism, or what the other size leaves.
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
 
     Args:
         parallelize_fn: As in the parent. Without it, each block becomes an FSDP unit, and the model is the root unit,
             whose weights are gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
-
-    Raises:
-        ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
-            cannot be sharded by blocks.
     """
 
     def __init__(
@@ -143,7 +137,8 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
         self._plan = parallelize_fn
 
     def _parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module = module if self._plan is None else self._plan(module, mesh)
+        if self._plan is not None:
+            module = self._plan(module, mesh)
         self.shard(module)
         self.agree(module)
         return module
@@ -153,16 +148,17 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         # fully_shard creates new parameters. An optimizer that keeps the old ones would have no effect.
-        names = {id(weight): plain_name(name) for name, weight in module.named_parameters()}
+        before = {plain_name(name): weight for name, weight in module.named_parameters()}
         result = super().setup_module_and_optimizers(module, optimizers, *args)
-        sharded = {plain_name(name): weight for name, weight in result[0].module.named_parameters()}
+        after = {plain_name(name): weight for name, weight in result[0].module.named_parameters()}
+        new: dict[Tensor, nn.Parameter] = {
+            weight: after[name] for name, weight in before.items() if after[name] is not weight
+        }
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                for index, weight in enumerate(group["params"]):
-                    if id(weight) in names:
-                        group["params"][index] = new = sharded[names[id(weight)]]
-                        if new is not weight and weight in optimizer.state:
-                            optimizer.state[new] = _sharded_state(optimizer.state.pop(weight), weight, new)
+                group["params"] = [new.get(weight, weight) for weight in group["params"]]
+            for weight in [weight for weight in optimizer.state if weight in new]:
+                optimizer.state[new[weight]] = _sharded_state(optimizer.state.pop(weight), new[weight])
         return result
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -193,24 +189,23 @@ def _without_root(value: Any) -> Any:
     return value.module if isinstance(value, _Root) else value
 
 
-def _sharded_state(state: dict[str, Any], weight: nn.Parameter, new: nn.Parameter) -> dict[str, Any]:
+def _sharded_state(state: dict[str, Any], weight: nn.Parameter) -> dict[str, Any]:
     """Shard an optimizer's state of one weight as the weight is sharded."""
-    if not isinstance(new, DTensor):
-        return state
-    alike = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == weight.shape}
-    return state | {
-        name: distribute_tensor(value.to(new.device), new.device_mesh, new.placements) for name, value in alike.items()
+    return {
+        name: distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+        if isinstance(weight, DTensor) and isinstance(value, Tensor) and value.shape == weight.shape
+        else value
+        for name, value in state.items()
     }
 
 
 def _refuse_shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
     """Raise if a weight belongs to two units; the root unit holds what is not inside of a block."""
     inside = {part for _, block in blocks for part in block.modules()}
-    units = [(path, list(block.modules())) for path, block in blocks]
-    units.append((f"the rest of {type(model).__name__}", [m for m in model.modules() if m not in inside]))
+    rest = (weight for m in model.modules() if m not in inside for weight in m.parameters(recurse=False))
     owner: dict[nn.Parameter, str] = {}
-    for path, modules in units:
-        for weight in (weight for module in modules for weight in module.parameters(recurse=False)):
+    for path, weights in [*((p, b.parameters()) for p, b in blocks), (f"the rest of {type(model).__name__}", rest)]:
+        for weight in weights:
             if owner.setdefault(weight, path) != path:
                 raise ValueError(
                     f"{owner[weight]} and {path} share a weight of shape {list(weight.shape)} and would shard it twice:"
@@ -218,4 +213,4 @@ def _refuse_shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]
                 )
 
 
-register("tiled_fsdp2", TiledModelParallelStrategy, FabricTiledModelParallelStrategy, "Tiled modules under FSDP2")
+register(TiledModelParallelStrategy, FabricTiledModelParallelStrategy, "tiled_fsdp2", "Tiled modules under FSDP2")

@@ -45,4 +45,4 @@ class FabricTiledSingleDeviceStrategy(_FollowsAccelerator, TiledFabricStrategy, 
     """Tiling and activation checkpointing on the one device that Fabric's arguments name."""
 
 
-register("tiled", TiledSingleDeviceStrategy, FabricTiledSingleDeviceStrategy, "Tiled modules on a single device")
+register(TiledSingleDeviceStrategy, FabricTiledSingleDeviceStrategy, "tiled", "Tiled modules on a single device")
