@@ -85,17 +85,13 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
     ``teardown`` restores the model. Lightning calls it after success, after an exception and after Ctrl-C.
     """
 
-    @property
-    def _module(self) -> pl.LightningModule:
-        """The user's module, which is connected before any hook runs."""
-        assert self.lightning_module is not None
-        return self.lightning_module
+    lightning_module: pl.LightningModule  # connected before any hook runs
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._log = OffloadLog()
-        self.prepare_once(self._module)
+        self.prepare_once(self.lightning_module)
         super().setup(trainer)
-        refuse_units_in_tiled_modules(self._module)
+        refuse_units_in_tiled_modules(self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -108,7 +104,7 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
     def _end_step(self) -> None:
         for prepared in self.prepared:
             if prepared.offloader is not None and prepared.offloader.step:
-                self._log.step(self._module.trainer, prepared.offloader)
+                self._log.step(self.lightning_module.trainer, prepared.offloader)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.prepared.free_buffers()  # a full state dict may need the memory

@@ -34,7 +34,7 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
     A norm is not tiled with the MLP before it where either is an FSDP unit by itself.
 
     Raises:
-        ValueError: Names the unit and the remedy.
+        ValueError: Names the FSDP unit and the remedy.
     """
     units = {id(unwrapped(m)) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
     if not units:
@@ -52,7 +52,7 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
 
 
 def _tiled_with_what_follows(model: nn.Module, units: set[int]) -> list[tuple[str, nn.Module, bool]]:
-    """Return the tiled modules, and whether each is tiled with another and so must not be a unit by itself."""
+    """Return the tiled modules, and whether each is tiled with another and so must not be an FSDP unit by itself."""
     marks = list(tile_marks(model))
     joined = [(path, m) for path, m in walk(model) if get_mark(m, JoinMark) is not None]
     apart = any(id(m) in units for m in [*(m for _, m, mark in marks if mark.chained), *(m for _, m in joined)])

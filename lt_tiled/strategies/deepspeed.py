@@ -83,9 +83,12 @@ class _DeepSpeed(TiledStrategy):
         Raises:
             ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
         """
+        # DeepSpeed 0.19 calls functions that torch 2.13 deprecates in each step. The filter stays until release().
+        message = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+        warnings.filterwarnings("ignore", message, FutureWarning)
+        self._filter = warnings.filters[0]
         before = len(self.prepared)
         super().prepare_once(model)
-        self._ignore_deprecations()
         if len(self.prepared) == before:
             return
         if self.zero_stage_3 and self.zero3_leaf_modules:
@@ -95,12 +98,6 @@ class _DeepSpeed(TiledStrategy):
                 set_z3_leaf_module(module, True)  # stays after release, because the engine's hooks depend on it
                 self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
         adapt_tiles(self, model)
-
-    def _ignore_deprecations(self) -> None:
-        """Ignore until :meth:`release` that DeepSpeed 0.19 calls functions that torch 2.13 deprecates, in each step."""
-        message = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
-        warnings.filterwarnings("ignore", message, FutureWarning)
-        self._filter = warnings.filters[0]
 
     def release(self) -> None:
         """Restore every model, except for ZeRO-3's leaf modules, which its engine still needs."""

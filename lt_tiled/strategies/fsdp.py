@@ -29,7 +29,8 @@ from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTr
 from lt_tiled.strategies.blocks import blocks_to_shard
 
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
-"""The FSDP root of each LightningModule, for as long as a strategy holds it."""
+"""The FSDP root of each LightningModule, for as long as a strategy refers to it."""
+_FULL = StateDictOptions(full_state_dict=True)
 
 
 class _FSDP(TiledStrategy):
@@ -83,7 +84,7 @@ class _FSDP(TiledStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model: by ``auto_wrap_policy`` or by blocks, or only around the FSDP units that it has already."""
         policy = self.auto_wrap_policy
-        if units := _units(model):
+        if units := FullyShardedDataParallel.fsdp_modules(model):
             if policy is not None:
                 warn(f"{type(model).__name__} ignores auto_wrap_policy, because it contains FSDP units already.")
             policy = None  # the parent would not shard the other weights, nor reduce their gradients
@@ -161,7 +162,7 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
             return super().lightning_module_state_dict()
         self.prepared.free_buffers()
         assert self.model is not None
-        return _full_state_dict(self.model)
+        return get_model_state_dict(self.model, options=_FULL)
 
 
 class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
@@ -174,8 +175,12 @@ class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
         self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         path = Path(self.broadcast(path))
-        models = [value for value in state.values() if isinstance(value, nn.Module) and _units(value)]
-        sharded = path.is_dir() and (path / "meta.pt").is_file()  # Lightning's mark of a sharded checkpoint
+        models = [
+            value
+            for value in state.values()
+            if isinstance(value, nn.Module) and FullyShardedDataParallel.fsdp_modules(value)
+        ]
+        sharded = path.is_dir() and (path / "meta.pt").is_file()  # so Lightning identifies a sharded checkpoint
         refused = len(models) != 1 or storage_options is not None or (path.is_dir() and not sharded)
         if refused or not self.saves_full_on_cpu:
             return super().save_checkpoint(path, state, storage_options, filter)
@@ -184,7 +189,7 @@ class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
         full = dict(state)
         for key, value in state.items():
             if value is models[0]:
-                full[key] = _full_state_dict(value)
+                full[key] = get_model_state_dict(value, options=_FULL)
             elif isinstance(value, Optimizer):
                 full[key] = FullyShardedDataParallel.optim_state_dict(models[0], value)
         full = self._convert_stateful_objects_in_state(full, filter or {})
@@ -193,15 +198,6 @@ class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
                 shutil.rmtree(path)
             torch.save(full, path)
         return None
-
-
-def _units(model: nn.Module) -> list[FullyShardedDataParallel]:
-    return [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
-
-
-def _full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the full state of a model that is sharded over CPU ranks, on each of them."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 _register = partial(register, TiledFSDPStrategy, FabricTiledFSDPStrategy)

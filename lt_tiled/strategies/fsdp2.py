@@ -51,11 +51,11 @@ class _FSDP2(TiledStrategy):
         super().setup_environment()
 
     def shard(self, model: nn.Module) -> None:
-        """Apply ``fully_shard`` to each block and to the model itself, the root unit, unless the user sharded it.
+        """Apply ``fully_shard`` to each block and to the model itself, the FSDP root, unless the user did.
 
         Raises:
             ValueError: If tensor parallelism lacks a plan, if nothing would reduce the gradients of a tensor-parallel
-                model, or if two units share a weight. Nothing is sharded then.
+                model, or if two FSDP units share a weight. Nothing is sharded then.
         """
         tensor, data = (self.device_mesh[name].size() for name in ("tensor_parallel", "data_parallel"))
         name = type(model).__name__
@@ -104,9 +104,9 @@ class _FSDP2(TiledStrategy):
 class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStrategy):
     """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
 
-    If ``configure_model`` does not parallelize the model, each block becomes an FSDP unit, and the LightningModule is
-    the root unit, whose weights are gathered in its ``forward`` and its steps. ``"auto"`` sizes use all ranks for data
-    parallelism, or what the other size leaves.
+    If ``configure_model`` does not parallelize the model, each block becomes an FSDP unit, and the LightningModule
+    becomes the FSDP root: its own weights are gathered in its ``forward`` and in its steps. ``"auto"`` sizes use all
+    ranks for data parallelism, or what the other size leaves.
 
     Raises:
         ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
@@ -114,20 +114,22 @@ class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStra
     """
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self.shard(self._module)
+        self.shard(self.lightning_module)
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
-            if step not in vars(self._module):  # else it was registered in an earlier run
-                register_fsdp_forward_method(self._module, step)  # does nothing to a module that is not an FSDP unit
+            if step not in vars(self.lightning_module):  # else it was registered in an earlier run
+                register_fsdp_forward_method(
+                    self.lightning_module, step
+                )  # does nothing to a module that is not an FSDP unit
         super().setup(trainer)
-        self.agree(self._module)
+        self.agree(self.lightning_module)
 
 
 class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelParallelStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
 
     Args:
-        parallelize_fn: As in the parent. Without it, each block becomes an FSDP unit, and the model is the root unit,
-            whose weights are gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
+        parallelize_fn: As in the parent. Without it, each block becomes an FSDP unit, and the model becomes the FSDP
+            root: its own weights are gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
     """
 
     def __init__(
@@ -144,13 +146,14 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        return _Root(super().setup_module(module))
+        module = super().setup_module(module)
+        return _Root(module) if isinstance(module, FSDPModule) else module
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         # fully_shard creates new parameters. An optimizer that keeps the old ones would have no effect.
         before = {plain_name(name): weight for name, weight in module.named_parameters()}
         result = super().setup_module_and_optimizers(module, optimizers, *args)
-        after = {plain_name(name): weight for name, weight in result[0].module.named_parameters()}
+        after = {plain_name(name): weight for name, weight in _without_root(result[0]).named_parameters()}
         new: dict[Tensor, nn.Parameter] = {
             weight: after[name] for name, weight in before.items() if after[name] is not weight
         }
@@ -171,7 +174,7 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
 
 
 class _Root(nn.Module):
-    """Calls the root unit.
+    """Calls the FSDP root.
 
     Fabric runs the steps of a LightningModule, and the methods given to ``mark_forward_method``, through ``forward``
     and with it through FSDP's hooks, but only if what the strategy returns is another module than the user's.
@@ -200,7 +203,7 @@ def _sharded_state(state: dict[str, Any], weight: nn.Parameter) -> dict[str, Any
 
 
 def _refuse_shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
-    """Raise if a weight belongs to two units; the root unit holds what is not inside of a block."""
+    """Raise if a weight belongs to two FSDP units, blocks or the root, which has all weights outside of the blocks."""
     inside = {part for _, block in blocks for part in block.modules()}
     rest = (weight for m in model.modules() if m not in inside for weight in m.parameters(recurse=False))
     owner: dict[nn.Parameter, str] = {}
