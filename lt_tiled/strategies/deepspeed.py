@@ -31,7 +31,7 @@ class _DeepSpeed(TiledStrategy):
     """What DeepSpeed needs under Trainer and under Fabric.
 
     Args:
-        zero3_leaf_modules: Make the tiled modules leaf modules of ZeRO-3, which then gathers their weights once per
+        zero3_leaf_modules: Make the tiled modules leaf modules of ZeRO-3, which then all-gathers their weights once per
             pass, whatever the number of tiles. Turn it off only if a module around them is a leaf module already.
     """
 
@@ -78,11 +78,7 @@ class _DeepSpeed(TiledStrategy):
         return None
 
     def prepare_once(self, model: nn.Module) -> None:
-        """Apply the policies, and make tiled modules leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs.
-
-        Raises:
-            ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
-        """
+        """Apply the policies, and make tiled modules leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs."""
         # DeepSpeed 0.19 calls functions that torch 2.13 deprecates in each step. The filter stays until release().
         message = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
         warnings.filterwarnings("ignore", message, FutureWarning)

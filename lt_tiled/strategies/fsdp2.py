@@ -33,14 +33,7 @@ class _FSDP2(TiledStrategy):
     _tensor_parallel_size: Any
 
     def setup_environment(self) -> None:
-        """Choose the sizes that are ``"auto"``.
-
-        The parents take all devices of a node for tensor parallelism. A model without a plan would then be neither
-        sharded nor reduced.
-
-        Raises:
-            ValueError: If a size does not divide the number of ranks.
-        """
+        """Choose the ``"auto"`` sizes. The parents' sizes would leave a model that has no plan unsharded."""
         ranks, data, tensor = self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size
         for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
             if size != "auto" and ranks % size:
@@ -51,12 +44,7 @@ class _FSDP2(TiledStrategy):
         super().setup_environment()
 
     def shard(self, model: nn.Module) -> None:
-        """Apply ``fully_shard`` to each block and to the model itself, the FSDP root, unless the user did.
-
-        Raises:
-            ValueError: If tensor parallelism lacks a plan, if nothing would reduce the gradients of a tensor-parallel
-                model, or if two FSDP units share a weight. Nothing is sharded then.
-        """
+        """Apply ``fully_shard`` to each block and to the model itself, the FSDP root, unless the user did."""
         tensor, data = (self.device_mesh[name].size() for name in ("tensor_parallel", "data_parallel"))
         name = type(model).__name__
         if any(isinstance(m, FSDPModule) for m in model.modules()):
@@ -81,11 +69,7 @@ class _FSDP2(TiledStrategy):
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
 
     def agree(self, model: nn.Module) -> None:
-        """Adapt the tiled modules to ranks that communicate.
-
-        Raises:
-            ValueError: If tensor-parallel ranks have different tilings, and would wait for each other forever.
-        """
+        """Adapt the tiled modules to ranks that communicate; refuse tilings with which they would hang."""
         if self.device_mesh.size() > 1:
             for _, _, mark in tile_marks(model):
                 # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
@@ -114,14 +98,13 @@ class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStra
     """
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self.shard(self.lightning_module)
+        module = self.lightning_module
+        self.shard(module)
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
-            if step not in vars(self.lightning_module):  # else it was registered in an earlier run
-                register_fsdp_forward_method(
-                    self.lightning_module, step
-                )  # does nothing to a module that is not an FSDP unit
+            if step not in vars(module):  # else an earlier run registered it
+                register_fsdp_forward_method(module, step)  # has no effect on a module that is not the FSDP root
         super().setup(trainer)
-        self.agree(self.lightning_module)
+        self.agree(module)
 
 
 class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelParallelStrategy):
