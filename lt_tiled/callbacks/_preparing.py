@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.strategies._deepspeed import adapt_tiles
-from lt_tiled.strategies._units import refuse_units_in_tiled_modules
+from lt_tiled.strategies.blocks import refuse_units_in_tiled_modules
+from lt_tiled.strategies.deepspeed import adapt_tiles
 
 
 class PreparingCallback(AppliesPolicies, Callback):

@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule
 
-from lt_tiled._log_offload import OffloadLog
 from lt_tiled.callbacks._preparing import PreparingCallback
 from lt_tiled.policies import Checkpointing, Tiers
+from lt_tiled.strategies.base import OffloadLog
 
 
 class OffloadedCheckpointing(PreparingCallback):

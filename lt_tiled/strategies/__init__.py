@@ -1,12 +1,9 @@
-"""The strategies for Trainer, and their names in Lightning's registry."""
+"""The strategies for Trainer. One file per engine holds its strategies for Trainer and for Fabric."""
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lt_tiled.strategies._names import register
 from lt_tiled.strategies.ddp import TiledDDPStrategy
 from lt_tiled.strategies.deepspeed import TiledDeepSpeedStrategy
 from lt_tiled.strategies.fsdp import TiledFSDPStrategy
-from lt_tiled.strategies.model_parallel import TiledModelParallelStrategy
+from lt_tiled.strategies.fsdp2 import TiledModelParallelStrategy
 from lt_tiled.strategies.single_device import TiledSingleDeviceStrategy
 
 __all__ = [
@@ -16,12 +13,3 @@ __all__ = [
     "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
 ]
-
-register(
-    StrategyRegistry,
-    single_device=TiledSingleDeviceStrategy,
-    ddp=TiledDDPStrategy,
-    fsdp=TiledFSDPStrategy,
-    model_parallel=TiledModelParallelStrategy,
-    deepspeed=TiledDeepSpeedStrategy,
-)

@@ -1,9 +1,17 @@
-"""Data parallel, for Trainer."""
+"""``DistributedDataParallel``."""
 
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 
-from lt_tiled.strategies._mixin import TiledStrategy
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledTrainerStrategy, register
 
 
-class TiledDDPStrategy(TiledStrategy, DDPStrategy):
-    """Tiling and checkpointing under ``DistributedDataParallel``, with all of :class:`DDPStrategy`'s arguments."""
+class TiledDDPStrategy(TiledTrainerStrategy, DDPStrategy):
+    """Tiling and activation checkpointing under DDP, with all arguments of :class:`DDPStrategy`."""
+
+
+class FabricTiledDDPStrategy(TiledFabricStrategy, FabricDDPStrategy):
+    """Tiling and activation checkpointing under DDP, with all arguments of Fabric's :class:`DDPStrategy`."""
+
+
+register(TiledDDPStrategy, FabricTiledDDPStrategy, "tiled_ddp", "Tiled modules under DDP")

@@ -1,41 +1,207 @@
-"""DeepSpeed ZeRO-1, 2 and 3, for Trainer."""
+"""DeepSpeed ZeRO-1, 2 and 3. DeepSpeed is imported only where it is used, because it is an optional dependency."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from typing_extensions import override
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
-from lt_tiled.strategies._deepspeed import DeepSpeedNeeds
-from lt_tiled.strategies._mixin import TiledStrategy
+from lt_tiled.modules.patch import get_mark
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.state import TileMark
 
 
-class TiledDeepSpeedStrategy(DeepSpeedNeeds, TiledStrategy, DeepSpeedStrategy):
-    """Tiling and checkpointing under DeepSpeed, with all of :class:`DeepSpeedStrategy`'s arguments.
+class _DeepSpeed(TiledStrategy):
+    """What DeepSpeed needs under Trainer and under Fabric.
+
+    Args:
+        zero3_leaf_modules: Make the tiled modules leaf modules of ZeRO-3, which then all-gathers their weights once per
+            pass, whatever the number of tiles. Turn it off only if a module around them is a leaf module already.
+    """
+
+    config: Any
+    parallel_devices: list[torch.device] | None
+    zero_stage_3: bool
+
+    def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
+        if find_spec("deepspeed") is None:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'."
+            )
+        super().__init__(*args, **kwargs)
+        self.zero3_leaf_modules = zero3_leaf_modules
+        self._hooks: list[Any] = []
+        self._filter: Any = None
+        if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
+            raise ValueError(
+                f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, which"
+                " both offload the same activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass"
+                " checkpointing=False."
+            )
+
+    def setup_environment(self) -> None:
+        """Let DeepSpeed run on the CPU too, which it supports and Lightning does not allow."""
+        if not self.on_cpu:
+            return super().setup_environment()
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        if get_accelerator().device_name() != "cpu":
+            set_accelerator(CPU_Accelerator())
+        # DeepSpeed would compile both for minutes at their first use; gloo and torch's optimizers do the same work.
+        # https://github.com/deepspeedai/DeepSpeed/pull/5391
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "offload_optimizer" in self.config.get("zero_optimization", {}):
+            self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
+        assert self.parallel_devices is not None
+        self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
+        parent: Any = DeepSpeedStrategy if isinstance(self, DeepSpeedStrategy) else FabricDeepSpeedStrategy
+        super(parent, self).setup_environment()  # not the parent's own, which accepts only CUDA devices
+        return None
+
+    def prepare_once(self, model: nn.Module) -> None:
+        """Apply the policies, and make tiled modules leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs."""
+        # DeepSpeed 0.19 calls functions that torch 2.13 deprecates in each step. The filter stays until release().
+        message = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+        warnings.filterwarnings("ignore", message, FutureWarning)
+        self._filter = warnings.filters[0]
+        before = len(self.prepared)
+        super().prepare_once(model)
+        if len(self.prepared) == before:
+            return
+        if self.zero_stage_3 and self.zero3_leaf_modules:
+            from deepspeed.utils import set_z3_leaf_module
+
+            for _, module, _ in tile_marks(model):
+                set_z3_leaf_module(module, True)  # stays after release, because the engine's hooks depend on it
+                self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
+        adapt_tiles(self, model)
+
+    def release(self) -> None:
+        """Restore every model, except for ZeRO-3's leaf modules, which its engine still needs."""
+        super().release()
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def sharded_context(self, inherited: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Build models sharded, and tell transformers about it.
+
+        Otherwise Hugging Face models start with torch's default weights, and ``from_pretrained`` loads none:
+        https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
+        """
+        with inherited():  # completes the config
+            known = None
+            if self.zero_stage_3 and find_spec("transformers") is not None:
+                if find_spec("accelerate") is not None:
+                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+                    known = HfDeepSpeedConfig(self.config)  # transformers refers to it weakly
+                else:
+                    remedy = "pip install 'lt-tiled[deepspeed]'"
+                    warn(f"transformers needs accelerate to initialize a model that ZeRO-3 shards: {remedy}.")
+            yield
+            del known
+
+
+class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy):
+    """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`.
 
     Raises:
         ModuleNotFoundError: If deepspeed is not installed.
         ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
     """
 
-    guarded = DeepSpeedStrategy
-
-    @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == TrainerFn.FITTING:
+        if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == "fit":
             warn(
-                f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are {batches} times smaller"
-                " than with other strategies, tiled or not (https://github.com/Lightning-AI/pytorch-lightning/issues/6170)."
+                f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are"
+                f" {batches} times smaller than with other strategies, with and without tiling"
+                " (https://github.com/Lightning-AI/pytorch-lightning/issues/6170)."
             )
         super().setup(trainer)
 
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with self.sharded_context(super().model_sharded_context):
-            yield
+    def model_sharded_context(self) -> Any:
+        return self.sharded_context(super().model_sharded_context)
+
+
+class FabricTiledDeepSpeedStrategy(_DeepSpeed, TiledFabricStrategy, FabricDeepSpeedStrategy):
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
+
+    def module_sharded_context(self) -> Any:
+        return self.sharded_context(super().module_sharded_context)
+
+
+def adapt_tiles(strategy: Any, model: nn.Module) -> None:
+    """Adapt the tiled modules of a model to DeepSpeed.
+
+    Raises:
+        ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
+    """
+    for _, _, mark in tile_marks(model):
+        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros. A norm
+        # stands outside of the leaf module of ZeRO-3, so its weights are not there while the tiles run.
+        mark.needs.zeros_for_unused, mark.needs.defer = True, not strategy.zero_stage_3
+    if not strategy.zero_stage_3:
+        return
+    from deepspeed.utils import get_z3_leaf_modules
+
+    whole = {part for leaf in get_z3_leaf_modules(model) for part in leaf.modules()}
+    for path, module, _ in tile_marks(model):
+        if module not in whole:
+            raise ValueError(
+                f"{path} ({type(module).__name__}) is tiled and not a leaf module of ZeRO-3, which would shard its"
+                " weights while its tiles run: use TiledDeepSpeedStrategy(stage=3), which makes it one; a callback runs"
+                " too late. Or call deepspeed.utils.set_z3_leaf_modules at the end of configure_model."
+            )
+
+
+def _arguments_for_a_leaf(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass tensors to a leaf module by position where possible, with hidden states that require a gradient.
+
+    ZeRO-3 reduces a leaf's gradients and frees its weights in hooks on the gradients of its positional inputs. Without
+    such a gradient, as after frozen embeddings, DeepSpeed fails: https://github.com/deepspeedai/DeepSpeed/pull/5074.
+    """
+    if kwargs:
+        mark = get_mark(module, TileMark)
+        forward = (mark and mark.replaced) or MethodType(type(module).forward, module)
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    hidden = next((t for t in tensors if t.is_floating_point()), None)
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    if not learns or hidden is None or any(t.requires_grad for t in tensors):
+        return args, kwargs
+    differentiable = hidden.detach().requires_grad_()
+    return pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args), kwargs
+
+
+_register = partial(register, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy)
+_OFFLOAD = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+_NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+_register("tiled_deepspeed", "Tiled modules under DeepSpeed, ZeRO stage 2")
+for _stage in (1, 2, 3):
+    _register(f"tiled_deepspeed_stage_{_stage}", f"Tiled modules under DeepSpeed, ZeRO stage {_stage}", stage=_stage)
+_register("tiled_deepspeed_stage_2_offload", "ZeRO-2 with the optimizer in CPU memory", stage=2, offload_optimizer=True)
+_register("tiled_deepspeed_stage_3_offload", "ZeRO-3 with weights and optimizer in CPU memory", **_OFFLOAD)
+_register("tiled_deepspeed_stage_3_offload_nvme", "ZeRO-3 with weights and optimizer on NVMe", **_OFFLOAD, **_NVME)

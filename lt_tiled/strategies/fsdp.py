@@ -1,44 +1,111 @@
-"""Fully sharded data parallel (FSDP1), for Trainer."""
+"""``FullyShardedDataParallel`` (FSDP1).
+
+Lightning 2.6 runs FSDP1 on CUDA devices only. These strategies run it on the CPU too. torch needs an explicit device
+there (https://github.com/Lightning-AI/pytorch-lightning/pull/21774), and a full state dict must not be offloaded to
+the CPU, because that frees the returned tensors (https://github.com/Lightning-AI/pytorch-lightning/pull/21804).
+"""
 
 from __future__ import annotations
 
+import shutil
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer
+import torch
+from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricFSDPStrategy
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
-from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from lt_tiled.strategies._device import on_cpu
-from lt_tiled.strategies._fsdp import FSDPNeeds, full_state_dict
-from lt_tiled.strategies._mixin import TiledStrategy
+from lt_tiled._log import warn
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.strategies.blocks import blocks_to_shard
 
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
-"""What LightningModules are wrapped in, as long as a strategy has it."""
+"""The FSDP root of each LightningModule, for as long as a strategy refers to it."""
+_FULL = StateDictOptions(full_state_dict=True)
 
 
-class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
-    """Tiling and checkpointing under ``FullyShardedDataParallel``, with all of :class:`FSDPStrategy`'s arguments.
+class _FSDP(TiledStrategy):
+    """What FSDP1 needs under Trainer and under Fabric."""
 
-    Without ``auto_wrap_policy`` each block is a unit. A model that was wrapped stays wrapped from ``fit`` to
-    ``validate``, ``test`` or ``predict``, and gradients are clipped by their norm over all ranks.
+    cpu_offload: Any
+    mixed_precision_config: Any
+    sharding_strategy: Any
+    _state_dict_type: Any  # Lightning has no public name for it
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The parent would warn that it ignores the policy on a model that is wrapped already.
+        self.auto_wrap_policy = self.fsdp_options.pop("auto_wrap_policy", None)
+        names = ("activation_checkpointing", "activation_checkpointing_policy")
+        if self.checkpointing is not None and (name := next(filter(kwargs.get, names), None)):
+            raise ValueError(
+                f"{type(self).__name__} was given {name} and checkpointing={self.checkpointing!r}, which would"
+                f" recompute blocks twice. Leave {name} out, or pass checkpointing=False."
+            )
+
+    @property
+    def fsdp_options(self) -> dict[str, Any]:
+        """The parent's keyword arguments for ``FullyShardedDataParallel``."""
+        options: dict[str, Any] = vars(self)["kwargs" if isinstance(self, FSDPStrategy) else "_fsdp_kwargs"]
+        return options
+
+    @property
+    def saves_full_on_cpu(self) -> bool:
+        return self.on_cpu and self._state_dict_type == "full"
+
+    def setup_environment(self) -> None:
+        shape = self.fsdp_options.get("device_mesh")
+        if self.on_cpu and isinstance(shape, tuple):
+            del self.fsdp_options["device_mesh"]  # the parent would create a mesh of CUDA devices
+        super().setup_environment()
+        if self.on_cpu and isinstance(shape, tuple):
+            self.fsdp_options["device_mesh"] = init_device_mesh("cpu", shape)
+
+    def unit_arguments(self) -> dict[str, Any]:
+        """Return the arguments of each FSDP unit."""
+        return {
+            "cpu_offload": None if self.on_cpu else self.cpu_offload,  # torch needs a device to offload from
+            "mixed_precision": self.mixed_precision_config,
+            "sharding_strategy": self.sharding_strategy,
+            "device_id": torch.device("cpu") if self.on_cpu else self.root_device.index,
+            "auto_wrap_policy": self.auto_wrap_policy,
+            **self.fsdp_options,
+        }
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap a model: by ``auto_wrap_policy`` or by blocks, or only around the FSDP units that it has already."""
+        policy = self.auto_wrap_policy
+        if units := FullyShardedDataParallel.fsdp_modules(model):
+            if policy is not None:
+                warn(f"{type(model).__name__} ignores auto_wrap_policy, because it contains FSDP units already.")
+            policy = None  # the parent would not shard the other weights, nor reduce their gradients
+            if {weight for unit in units for weight in unit.parameters()}.issuperset(model.parameters()):
+                return model
+        elif policy is None:
+            policy = CustomPolicy({block for _, block in blocks_to_shard(model, self.checkpointing)}.__contains__)
+        return FullyShardedDataParallel(model, **(self.unit_arguments() | {"auto_wrap_policy": policy}))
+
+
+class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
+    """Tiling and activation checkpointing under FSDP1, with all arguments of :class:`FSDPStrategy`.
+
+    Without ``auto_wrap_policy`` each block is an FSDP unit. A model stays wrapped from ``fit`` to ``validate``,
+    ``test`` or ``predict``. Gradients can be clipped by their norm over all ranks.
 
     Raises:
         ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled
-            module holds units.
+            module contains FSDP units.
     """
 
-    options_name = "kwargs"
-    _root: FullyShardedDataParallel | None = None
-
-    @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if isinstance(self.model, FullyShardedDataParallel):
@@ -46,7 +113,6 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
             # https://github.com/Lightning-AI/pytorch-lightning/issues/19235
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
 
-    @override
     def teardown(self) -> None:
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         super().teardown()
@@ -55,51 +121,85 @@ class TiledFSDPStrategy(FSDPNeeds, TiledStrategy, FSDPStrategy):
         assert isinstance(self.model, FullyShardedDataParallel)
         if len(self.optimizers) > 1:
             raise ValueError(
-                f"FSDP clips by the norm of all gradients, and there are {len(self.optimizers)} optimizers: clip by value, or use one."
+                f"FSDP clips by the norm of all gradients, and there are {len(self.optimizers)} optimizers: clip by"
+                " value, or use one optimizer."
             )
         self.model.clip_grad_norm_(clip_val)
 
-    @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         # The parent wraps a wrapped model again, or not at its root:
         # https://github.com/Lightning-AI/pytorch-lightning/issues/19015
-        if model in _ROOTS:
-            self._root = _ROOTS[model]()
-            if self._root is None:
-                raise ValueError(
-                    f"This {type(model).__name__} was wrapped by FSDP for a trainer that is gone: keep that trainer, or build the model"
-                    " anew and load a checkpoint."
-                )
-            return self._root
-        wrapped = super()._setup_model(self.wrap(model))
-        if isinstance(wrapped, FullyShardedDataParallel):
-            self._root = wrapped  # the trainer lets go of it between its runs
-            _ROOTS[model] = weakref.ref(wrapped)
-        return wrapped
+        root: nn.Module | None
+        if model not in _ROOTS:
+            root = super()._setup_model(self.wrap(model))
+            if isinstance(root, FullyShardedDataParallel):
+                _ROOTS[model] = weakref.ref(root)
+        elif (root := _ROOTS[model]()) is None:
+            raise ValueError(
+                f"This {type(model).__name__} was wrapped by FSDP for a trainer that no longer exists: keep that"
+                " trainer, or build a new model and load a checkpoint."
+            )
+        self._root = root  # the trainer drops its own reference between runs
+        return root
 
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.wrapper_arguments()):
-            yield
+    def model_sharded_context(self) -> Any:
+        return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments())
 
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._state_dict_type != "full" or self.kwargs["use_orig_params"]:
             return super().optimizer_state(optimizer)
-        # The parent numbers the weights, which have no numbers in a flat parameter; it loads the names as well.
+        # The parent replaces names by numbers, which weights in a flat parameter do not have. It loads names too.
         assert self.model is not None
-        config = FullOptimStateDictConfig(offload_to_cpu=not on_cpu(self), rank0_only=True)
+        config = FullOptimStateDictConfig(offload_to_cpu=not self.on_cpu, rank0_only=True)
         with FullyShardedDataParallel.state_dict_type(
             self.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config
         ):
-            inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-            return FullyShardedDataParallel.optim_state_dict(self.model, inner)
+            # A LightningOptimizer keeps the optimizer itself in `optimizer`.
+            return FullyShardedDataParallel.optim_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
 
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.saves_full_on_cpu:
             return super().lightning_module_state_dict()
         self.prepared.free_buffers()
         assert self.model is not None
-        return full_state_dict(self.model)
+        return get_model_state_dict(self.model, options=_FULL)
+
+
+class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
+
+    def module_sharded_context(self) -> Any:
+        return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments())
+
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        path = Path(self.broadcast(path))
+        models = [
+            value
+            for value in state.values()
+            if isinstance(value, nn.Module) and FullyShardedDataParallel.fsdp_modules(value)
+        ]
+        sharded = path.is_dir() and (path / "meta.pt").is_file()  # so Lightning identifies a sharded checkpoint
+        refused = len(models) != 1 or storage_options is not None or (path.is_dir() and not sharded)
+        if refused or not self.saves_full_on_cpu:
+            return super().save_checkpoint(path, state, storage_options, filter)
+        # This does what the parent does, with another source of the weights.
+        self.prepared.free_buffers()
+        full = dict(state)
+        for key, value in state.items():
+            if value is models[0]:
+                full[key] = get_model_state_dict(value, options=_FULL)
+            elif isinstance(value, Optimizer):
+                full[key] = FullyShardedDataParallel.optim_state_dict(models[0], value)
+        full = self._convert_stateful_objects_in_state(full, filter or {})
+        if self.global_rank == 0:
+            if sharded:
+                shutil.rmtree(path)
+            torch.save(full, path)
+        return None
+
+
+_register = partial(register, TiledFSDPStrategy, FabricTiledFSDPStrategy)
+_register("tiled_fsdp", "Tiled modules under FSDP")
+_register("tiled_fsdp_cpu_offload", "Tiled modules under FSDP, with weights in CPU memory", cpu_offload=True)

@@ -1,10 +1,48 @@
-"""One device, for Trainer."""
+"""One device."""
 
+from __future__ import annotations
+
+import torch
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lt_tiled.strategies._device import FollowsAccelerator
-from lt_tiled.strategies._mixin import TiledStrategy
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
 
 
-class TiledSingleDeviceStrategy(FollowsAccelerator, TiledStrategy, SingleDeviceStrategy):
-    """Tiling and checkpointing on one device, the one that the Trainer's ``accelerator`` and ``devices`` name."""
+class _FollowsAccelerator(TiledStrategy):
+    """Takes the device from ``accelerator`` and ``devices``; Lightning's own class ignores them in favor of ``device``.
+
+    Lightning's connectors set ``parallel_devices`` on a strategy that is passed as an object. Without them, ``device``
+    counts.
+    """
+
+    _root_device: torch.device
+    _devices: list[torch.device] | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices and len(devices) > 1:
+            raise ValueError(
+                f"{type(self).__name__} runs on one device and was given {len(devices)}: pass devices=1, or a strategy"
+                ' for several devices such as "tiled_ddp".'
+            )
+        self._devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._devices[0] if self._devices else self._root_device
+
+
+class TiledSingleDeviceStrategy(_FollowsAccelerator, TiledTrainerStrategy, SingleDeviceStrategy):
+    """Tiling and activation checkpointing on the one device that the Trainer's arguments name."""
+
+
+class FabricTiledSingleDeviceStrategy(_FollowsAccelerator, TiledFabricStrategy, FabricSingleDeviceStrategy):
+    """Tiling and activation checkpointing on the one device that Fabric's arguments name."""
+
+
+register(TiledSingleDeviceStrategy, FabricTiledSingleDeviceStrategy, "tiled", "Tiled modules on a single device")

@@ -51,12 +51,6 @@ class ShardsInside(LitTiny):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-class HoldsWeights(LitTiny):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-
 class Flat(LitTiny):
     """Holds the parts of its network itself, the blocks in a list."""
 
@@ -74,12 +68,21 @@ class Flat(LitTiny):
         return self.head(x)
 
 
-class TiesChildren(Flat):
-    """Its head is its embedding."""
+class TiesBlocks(LitTiny):
+    """Two blocks share a weight."""
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.head.weight = self.embed.weight
+        first, second = self.net.blocks
+        second.mlp.down.weight = first.mlp.down.weight
+
+
+class TiesHead(LitTiny):
+    """A block shares a weight with what is outside of the blocks."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.scale = self.net.blocks[0].norm1.weight
 
 
 def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> tuple[str, str, int]:
@@ -101,23 +104,17 @@ def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> t
             r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit",
         ),
         ("fsdp2", ShardsInside, {}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
-        (
-            "fsdp2",
-            HoldsWeights,
-            {},
-            "HoldsWeights holds scale itself, which no unit can: move what has weights into a module of its own",
-        ),
-        ("fsdp2", TiesChildren, {}, r"embed and head share a weight of shape \[32, 16\] and would be sharded apart"),
-        ("zero3", LitTiny, {"zero3_leaf_modules": False}, "is tiled and no leaf module of ZeRO-3"),
+        ("fsdp2", TiesBlocks, {}, r"net.blocks.0 and net.blocks.1 share a weight of shape \[16, 48\]"),
+        ("fsdp2", TiesHead, {}, r"net.blocks.0 and the rest of TiesHead share a weight of shape \[16\]"),
+        ("zero3", LitTiny, {"zero3_leaf_modules": False}, "is tiled and not a leaf module of ZeRO-3"),
     ],
 )
 def test_trainer_refuses(
     engine: str, model: type[LitTiny], options: dict[str, Any], message: str, on_ranks: OnRanks
 ) -> None:
-    """A unit inside a tiled module, by policy or by hand, and weights that no unit can hold, are errors before the
-    first step.
+    """A unit inside a tiled module, by policy or by hand, and weights that two units share, raise before a step.
 
-    The model is left unmarked.
+    The model is restored.
     """
     for kind, text, left in on_ranks(fit_refused, engine, model, options):
         assert kind == "ValueError"
@@ -166,7 +163,7 @@ def test_callback_under_zero3(deepspeed_world: World) -> None:
     """The callback comes too late for ZeRO-3 to gather a tiled module as a whole, and says so before the first step."""
     for kind, text, left in deepspeed_world(callback_refused, "zero3"):
         assert kind == "ValueError"
-        assert "use TiledDeepSpeedStrategy(stage=3), which marks it, and not a callback" in text
+        assert "use TiledDeepSpeedStrategy(stage=3), which makes it one; a callback runs too late" in text
         assert left == 0
 
 
@@ -235,7 +232,7 @@ def test_two_fsdp_strategies(world: World) -> None:
     assert world(fit_then_another, "fsdp", True) == [("", "no error")] * 2
     for kind, text in world(fit_then_another, "fsdp", False):
         assert kind == "ValueError"
-        assert "was wrapped by FSDP for a trainer that is gone: keep that trainer" in text
+        assert "was wrapped by FSDP for a trainer that no longer exists: keep that trainer" in text
 
 
 def test_parts_in_the_lightning_module(world: World) -> None:
@@ -414,7 +411,7 @@ def sizes_refused(options: dict[str, Any]) -> tuple[str, str]:
         ({"data_parallel_size": 1}, "tensor_parallel_size=2 needs a plan"),
         (
             {"parallelize_fn": tensor_parallel},
-            "no unit, so that nobody reduces its gradients over the 2 data-parallel ranks",
+            "no FSDP unit, so its gradients are not reduced over the 2 data-parallel ranks",
         ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 2 ranks"),
     ],

@@ -12,6 +12,7 @@ from lightning.fabric.accelerators import CPUAccelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+import lt_tiled
 from lt_tiled import Checkpointing
 from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
 from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
@@ -51,9 +52,9 @@ def test_registered_names() -> None:
     names = [name for name in STRATEGY_REGISTRY.available_strategies() if name.startswith("tiled")]
     assert names == [name for name in StrategyRegistry.available_strategies() if name.startswith("tiled")]
     for name in names:
-        assert type(Fabric(strategy=name, accelerator="cpu", devices=1).strategy).__module__.startswith(
-            "lt_tiled.fabric."
-        )
+        kind = type(Fabric(strategy=name, accelerator="cpu", devices=1).strategy)
+        assert kind is getattr(lt_tiled.fabric, kind.__name__)
+        assert str(kind) == f"<class 'lt_tiled.fabric.{kind.__name__}'>"
     assert isinstance(Fabric(strategy="tiled_ddp", accelerator="cpu", devices=1).strategy, TiledDDPStrategy)
 
 

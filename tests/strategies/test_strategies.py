@@ -109,7 +109,7 @@ def test_two_ways_to_checkpoint_are_refused() -> None:
 
 def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without deepspeed its strategy says how to install it; the others, and the package, do not need it."""
-    monkeypatch.setattr("lt_tiled.strategies._deepspeed.find_spec", lambda name: None)
+    monkeypatch.setattr("lt_tiled.strategies.deepspeed.find_spec", lambda name: None)
     for home in (lt_tiled, lt_tiled.fabric):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'lt-tiled\[deepspeed\]'"):
             home.TiledDeepSpeedStrategy()

@@ -1,0 +1,167 @@
+"""What all tiled strategies have in common, for Trainer and for Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._types import PositiveInt
+from lt_tiled.offload.offloader import Offloader
+from lt_tiled.policies import Checkpointing, Tiers, Tiling
+from lt_tiled.strategies.blocks import refuse_units_in_tiled_modules
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.strategy import Strategy as FabricBase
+    from lightning.pytorch.strategies import Strategy as TrainerBase
+
+    class Base(AppliesPolicies):
+        """What Lightning's strategies for Trainer and for Fabric have in common."""
+
+        @property
+        def root_device(self) -> torch.device: ...
+        def setup_environment(self) -> None: ...
+        def teardown(self) -> None: ...
+
+else:
+    Base, FabricBase, TrainerBase = AppliesPolicies, object, object
+
+_DEFAULT = Tiling()
+
+
+class TiledStrategy(Base):
+    """Base class of all tiled strategies, left of Lightning's own. It adds three arguments to those of the engine.
+
+    Args:
+        tiling: What runs tile by tile. A number is a shard count; ``None`` and ``False`` turn tiling off.
+        checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are kept. ``True`` is
+            the default policy; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns
+            activation checkpointing off.
+        loss: Whether models of transformers compute their loss in tiles: ``True``, or the number of tiles.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
+        checkpointing: bool | Tiers | Checkpointing | None = True,
+        loss: bool | PositiveInt | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_policies(tiling, checkpointing, loss)
+        self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the strategy trains on the CPU."""
+        return self.root_device.type == "cpu"
+
+    def prepare_once(self, model: nn.Module) -> None:
+        """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
+        ranks = len(getattr(self, "parallel_devices", None) or [None])  # on this node
+        self.prepared.add(model, self, ranks)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.release()
+
+
+class TiledTrainerStrategy(TiledStrategy, TrainerBase):
+    """Base class for Trainer: patches the model after ``configure_model`` and before the engine wraps it.
+
+    ``teardown`` restores the model. Lightning calls it after success, after an exception and after Ctrl-C.
+    """
+
+    lightning_module: pl.LightningModule  # connected before any hook runs
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._log = OffloadLog()
+        self.prepare_once(self.lightning_module)
+        super().setup(trainer)
+        refuse_units_in_tiled_modules(self.lightning_module)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._end_step()
+
+    def on_train_end(self) -> None:
+        self._end_step()
+        super().on_train_end()
+
+    def _end_step(self) -> None:
+        for prepared in self.prepared:
+            if prepared.offloader is not None and prepared.offloader.step:
+                self._log.step(self.lightning_module.trainer, prepared.offloader)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.prepared.free_buffers()  # a full state dict may need the memory
+        return super().lightning_module_state_dict()
+
+
+class TiledFabricStrategy(TiledStrategy, FabricBase):
+    """Base class for Fabric: patches the model before the engine wraps it, and restores it if that fails.
+
+    Fabric has no teardown hook; call :meth:`release` to restore the model.
+    """
+
+    def setup_module(self, module: nn.Module) -> Any:
+        with self._restored_on_error(module):
+            wrapped = super().setup_module(self.wrap(module))
+            refuse_units_in_tiled_modules(wrapped)
+            return wrapped
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *args: Any) -> Any:
+        with self._restored_on_error(module):  # DeepSpeed sets up both at once and does not call setup_module
+            return super().setup_module_and_optimizers(module, optimizers, *args)
+
+    @contextmanager
+    def _restored_on_error(self, module: nn.Module) -> Iterator[None]:
+        before = len(self.prepared)
+        try:
+            self.prepare_once(module)
+            yield
+        except BaseException:
+            self.prepared.release(keep=before)
+            raise
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Wrap the model where Lightning's own wrapping does not fit the engine."""
+        return module
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.prepared.free_buffers()  # a full state dict may need the memory
+        super().save_checkpoint(*args, **kwargs)
+
+
+class OffloadLog:
+    """Logs offload metrics once per optimizer step, summed over its micro-batches, when Lightning logs the step."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def step(self, trainer: pl.Trainer, offloader: Offloader) -> None:
+        """Log a step if the optimizer has stepped since the last call; call this between batches."""
+        if trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        stats = offloader.end_step()
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self._steps % every == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(stats.metrics(), step=self._steps - 1)  # Lightning counts from zero
+
+
+def register(trainer: type, fabric: type, name: str, description: str, **arguments: Any) -> None:
+    """Make a strategy known by name to ``Trainer(strategy=name)`` and ``Fabric(strategy=name)``."""
+    for registry, strategy in ((StrategyRegistry, trainer), (STRATEGY_REGISTRY, fabric)):
+        registry.register(name, strategy, description, override=True, **arguments)  # override: modules may be reloaded

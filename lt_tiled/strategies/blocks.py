@@ -1,0 +1,51 @@
+"""Blocks as FSDP units: which modules FSDP1 and FSDP2 shard by default, and which they must not."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from lt_tiled._log import warn
+from lt_tiled.checkpointing import find_checkpointable
+from lt_tiled.modules.find import find_blocks, unwrapped
+from lt_tiled.modules.patch import get_mark
+from lt_tiled.policies import Checkpointing
+from lt_tiled.tiling.api import NormMark, tile_marks
+
+
+def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of a model with their paths, each of which becomes an FSDP unit by default."""
+    blocks = find_blocks(model)
+    if not blocks and checkpointing is not None and checkpointing.targets != "auto":
+        blocks = find_checkpointable(model, checkpointing)
+    if not blocks:
+        warn(
+            f"{type(model).__name__} has no recognizable blocks and becomes one FSDP unit, so all its weights are"
+            " gathered at once: name its blocks in Checkpointing(targets=...), or shard it yourself (auto_wrap_policy,"
+            " fully_shard)."
+        )
+    return blocks
+
+
+def refuse_units_in_tiled_modules(model: nn.Module) -> None:
+    """Raise if a tiled module contains FSDP units, whose weights would be gathered once per tile.
+
+    A norm is not tiled with the MLP next to it where it is an FSDP unit by itself.
+
+    Raises:
+        ValueError: Names the FSDP unit and the remedy.
+    """
+    units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
+    marks = list(tile_marks(model)) if units else []
+    apart = any(get_mark(unit, NormMark) is not None for unit in units)
+    for path, module, mark in marks:
+        mark.needs.defer = mark.needs.defer and not apart
+        for name, part in module.named_modules():
+            if unwrapped(part) in units and part is not module:
+                kind = type(module).__name__
+                raise ValueError(
+                    f"{path} ({kind}) is tiled, and {name} inside it is an FSDP unit, whose weights would be gathered for"
+                    f" every tile. Make the block or the whole {kind} the unit (auto_wrap_policy={{MyBlock}},"
+                    " fully_shard(block)), leave the policy out for one unit per block, or leave the module out of"
+                    " Tiling(targets=...)."
+                )

@@ -1,0 +1,202 @@
+"""FSDP2 and tensor parallelism (``fully_shard``, ``parallelize_module``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lt_tiled._log import inform
+from lt_tiled.modules.find import plain_name
+from lt_tiled.policies import Tiling
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.strategies.blocks import blocks_to_shard
+from lt_tiled.tiling.api import tile_marks
+
+
+class _FSDP2(TiledStrategy):
+    """What FSDP2 needs under Trainer and under Fabric."""
+
+    device_mesh: DeviceMesh
+    num_nodes: int
+    num_processes: int
+    _data_parallel_size: Any
+    _tensor_parallel_size: Any
+
+    def setup_environment(self) -> None:
+        """Choose the ``"auto"`` sizes. The parents' sizes would leave a model that has no plan unsharded."""
+        ranks, data, tensor = self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size
+        for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
+            if size != "auto" and ranks % size:
+                raise ValueError(f"{name}={size} does not divide the {ranks} ranks: choose a divisor.")
+        if tensor == "auto":
+            tensor = 1 if data == "auto" else ranks // data
+        self._data_parallel_size, self._tensor_parallel_size = (ranks // tensor if data == "auto" else data), tensor
+        super().setup_environment()
+
+    def shard(self, model: nn.Module) -> None:
+        """Apply ``fully_shard`` to each block and to the model itself, the FSDP root, unless the user did."""
+        tensor, data = (self.device_mesh[name].size() for name in ("tensor_parallel", "data_parallel"))
+        name = type(model).__name__
+        if any(isinstance(m, FSDPModule) for m in model.modules()):
+            return
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            if data > 1:
+                raise ValueError(
+                    f"{name} has a tensor-parallel plan and no FSDP unit, so its gradients are not reduced over the"
+                    f" {data} data-parallel ranks: call fully_shard too, or pass tensor_parallel_size={tensor * data}."
+                )
+            return
+        if tensor > 1:
+            raise ValueError(
+                f"{name} was not parallelized, and tensor_parallel_size={tensor} needs a plan: apply parallelize_module"
+                " yourself (in configure_model, or parallelize_fn for Fabric), or pass tensor_parallel_size=1 to shard"
+                " the model by blocks."
+            )
+        blocks = blocks_to_shard(model, self.checkpointing)
+        _refuse_shared_weights(model, blocks)
+        for module in (*(block for _, block in blocks), model):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+        inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
+
+    def agree(self, model: nn.Module) -> None:
+        """Adapt the tiled modules to ranks that communicate; refuse tilings with which they would hang."""
+        if self.device_mesh.size() > 1:
+            for _, _, mark in tile_marks(model):
+                # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
+                mark.needs.zeros_for_unused = True
+        mesh = self.device_mesh["tensor_parallel"]
+        if mesh.size() > 1:
+            policies: list[Tiling | None] = [None] * mesh.size()
+            dist.all_gather_object(policies, self.tiling, group=mesh.get_group())
+            if any(policy != self.tiling for policy in policies):
+                raise ValueError(
+                    "The ranks of one tensor-parallel group communicate in every tile and have different tilings:"
+                    f" {policies}. Give them the same one."
+                )
+
+
+class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStrategy):
+    """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
+
+    If ``configure_model`` does not parallelize the model, each block becomes an FSDP unit, and the LightningModule
+    becomes the FSDP root: its own weights are gathered in its ``forward`` and in its steps. ``"auto"`` sizes use all
+    ranks for data parallelism, or what the other size leaves.
+
+    Raises:
+        ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
+            cannot be sharded by blocks.
+    """
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        self.shard(module)
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            if step not in vars(module):  # else an earlier run registered it
+                register_fsdp_forward_method(module, step)  # has no effect on a module that is not the FSDP root
+        super().setup(trainer)
+        self.agree(module)
+
+
+class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelParallelStrategy):
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
+
+    Args:
+        parallelize_fn: As in the parent. Without it, each block becomes an FSDP unit, and the model becomes the FSDP
+            root: its own weights are gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
+    """
+
+    def __init__(
+        self, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(parallelize_fn=self._parallelize, **kwargs)
+        self._plan = parallelize_fn
+
+    def _parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if self._plan is not None:
+            module = self._plan(module, mesh)
+        self.shard(module)
+        self.agree(module)
+        return module
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        module = super().setup_module(module)
+        return _Root(module) if isinstance(module, FSDPModule) else module
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
+        # fully_shard creates new parameters. An optimizer that keeps the old ones would have no effect.
+        before = {plain_name(name): weight for name, weight in module.named_parameters()}
+        result = super().setup_module_and_optimizers(module, optimizers, *args)
+        after = {plain_name(name): weight for name, weight in _without_root(result[0]).named_parameters()}
+        new: dict[Tensor, nn.Parameter] = {
+            weight: after[name] for name, weight in before.items() if after[name] is not weight
+        }
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [new.get(weight, weight) for weight in group["params"]]
+            for weight in [weight for weight in optimizer.state if weight in new]:
+                optimizer.state[new[weight]] = _sharded_state(optimizer.state.pop(weight), new[weight])
+        return result
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(path, {key: _without_root(value) for key, value in state.items()}, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if isinstance(state, dict):  # Fabric reads the loaded values from this very dictionary
+            state.update({key: _without_root(value) for key, value in state.items()})
+        return super().load_checkpoint(path, _without_root(state), *args, **kwargs)
+
+
+class _Root(nn.Module):
+    """Calls the FSDP root.
+
+    Fabric runs the steps of a LightningModule, and the methods given to ``mark_forward_method``, through ``forward``
+    and with it through FSDP's hooks, but only if what the strategy returns is another module than the user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _without_root(value: Any) -> Any:
+    return value.module if isinstance(value, _Root) else value
+
+
+def _sharded_state(state: dict[str, Any], weight: nn.Parameter) -> dict[str, Any]:
+    """Shard an optimizer's state of one weight as the weight is sharded."""
+    return {
+        name: distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+        if isinstance(weight, DTensor) and isinstance(value, Tensor) and value.shape == weight.shape
+        else value
+        for name, value in state.items()
+    }
+
+
+def _refuse_shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+    """Raise if a weight belongs to two FSDP units, blocks or the root, which has all weights outside of the blocks."""
+    inside = {part for _, block in blocks for part in block.modules()}
+    rest = (weight for m in model.modules() if m not in inside for weight in m.parameters(recurse=False))
+    owner: dict[nn.Parameter, str] = {}
+    for path, weights in [*((p, b.parameters()) for p, b in blocks), (f"the rest of {type(model).__name__}", rest)]:
+        for weight in weights:
+            if owner.setdefault(weight, path) != path:
+                raise ValueError(
+                    f"{owner[weight]} and {path} share a weight of shape {list(weight.shape)} and would shard it twice:"
+                    " put them into one module, or call fully_shard on both together."
+                )
+
+
+register(TiledModelParallelStrategy, FabricTiledModelParallelStrategy, "tiled_fsdp2", "Tiled modules under FSDP2")
