@@ -230,23 +230,25 @@ CASES: dict[str, Callable[[Tile], float | Cell]] = {
     "batch of 3": partial(trial, MLP, shape=(3, TOKENS, HIDDEN)),
     "input [tokens, hidden]": partial(trial, MLP, shape=(TOKENS, HIDDEN)),
     "non-contiguous, batch of 3": partial(trial, MLP, shape=(TOKENS, 3, HIDDEN), enter=lambda x: x.transpose(0, 1)),
-    "5 tokens, 4 tiles, two backwards": partial(trial, MLP, shape=(1, 5, HIDDEN), backwards=2),
+    "5 tokens, 4 tiles, two backward passes": partial(trial, MLP, shape=(1, 5, HIDDEN), backwards=2),
     "fewer tokens than tiles": partial(trial, MLP, shape=(1, 2, HIDDEN)),
     "no tokens": partial(trial, MLP, shape=(1, 0, HIDDEN)),
-    "gradients of two backwards add up": partial(trial, MLP, backwards=2),
-    "output width unlike input's": partial(trial, partial(MLP, out=48)),
+    "gradients of two backward passes add up": partial(trial, MLP, backwards=2),
+    "output size differs from input size": partial(trial, partial(MLP, out=48)),
     "input without gradient": partial(trial, MLP, needs_input_gradient=False),
     "frozen gate": partial(trial, MLP, change=lambda module: module.gate_proj.requires_grad_(False)),
     "all weights frozen": partial(trial, MLP, change=lambda module: module.requires_grad_(False)),
     "weight shared with the outside": partial(trial, MLP, call=_with_shared_weight),
-    "router logits beside the output": partial(trial, Routed),
+    "router logits as a second output": partial(trial, Routed),
     "second argument per token": partial(trial, Scaled, call=lambda module, x: module(x, x[..., :1].detach())),
     "dropout inside": dropout,
     "autocast in the recompute": autocast,
-    "inside torch's checkpoint": partial(trial, MLP, call=lambda module, x: checkpoint(module, x, use_reentrant=False)),
+    "inside torch.utils.checkpoint": partial(
+        trial, MLP, call=lambda module, x: checkpoint(module, x, use_reentrant=False)
+    ),
     "called twice in one graph": partial(trial, MLP, call=lambda module, x: module(module(x))),
     "torch.autograd.grad": by_autograd_grad,
-    "a weight's hook fires": hooks,
+    "hook of a weight fires": hooks,
 }
 
 
@@ -256,7 +258,7 @@ def correctness(everyone: list[Peer]) -> list[Sheet]:
     """
     here = [peer for peer in everyone if peer.tile is not None]
     sheet = Sheet("correctness", "tiled MLPs against the untiled one in float64", ["", *(peer.name for peer in here)])
-    sheet.notes = ["The greatest relative error of output and gradients; ✗ above 1e-5."]
+    sheet.notes = ["Largest relative error of output and gradients; ✗ above 1e-5."]
     for name, case in CASES.items():
         sheet.add(name, *(_cell(case, peer.tile) for peer in here if peer.tile is not None))
     sheet.add("a module that mixes tokens", *(_refused(peer.tile) for peer in here if peer.tile is not None))
@@ -285,7 +287,7 @@ def rounding(everyone: list[Peer], device: torch.device, counts: tuple[int, ...]
     """The error of bfloat16 weight gradients against the number of tiles."""
     sheet = Sheet("rounding", "error of bfloat16 weight gradients against float64", ["tiles", *map(str, counts)])
     sheet.notes = [
-        "A gated MLP on 4096 tokens, the worst weight, everyone at their defaults; ✗ above 1.5 times its error in one tile."
+        "A gated MLP on 4096 tokens, the weight with the largest error, each package at its defaults; ✗ above 1.5 times its error in one tile."
     ]
     for peer in everyone:
         if peer.tile is not None and not _cell(partial(trial, MLP), peer.tile).good:

@@ -71,15 +71,18 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 def costs(everyone: list[Peer], size: Size = Size()) -> list[Sheet]:
     """One row for each peer at hand."""
-    title = f"checkpointed Llama, {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
+    title = (
+        f"Llama with activation checkpointing, {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
+    )
     sheet = Sheet(
         "costs",
         title,
-        ["", "FLOPs", "of the MLP alone", "MLP forwards per token", "peak live bytes", "between forward and backward"],
+        ["", "FLOPs", "of the MLP", "forward passes of the MLP", "peak live bytes", "after the forward pass"],
     )
     sheet.notes = [
-        "Over the untiled step's, but for the forwards; exact, on the CPU. FLOPs are those of the whole model, attention and head"
-        " included, and of one checkpointed MLP. Bytes are those that the step makes, without weights; ✓ where nobody needs 2 % less."
+        "Relative to the untiled step, except for forward passes (per token); exact, on the CPU. FLOPs are those of the model"
+        " with attention and head, and of one MLP under activation checkpointing. Bytes are those that the step allocates,"
+        " without weights; ✓ if no other needs 2 % less."
     ]
     model = llama(size, torch.device("cpu"))
     ids = torch.randint(512, (1, size.tokens), generator=torch.Generator().manual_seed(0))

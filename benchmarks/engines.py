@@ -47,10 +47,10 @@ Ran = list[tuple[list[float], int]]
 
 ROWS = [
     Row("DDP", "ddp"),
-    Row("DDP, two backwards a step", "ddp", accumulate=2),
+    Row("DDP, two backward passes per step", "ddp", accumulate=2),
     Row("FSDP", "fsdp"),
     Row("FSDP, use_orig_params=False", "fsdp_flat"),
-    Row("FSDP2, blocks as units", "fsdp2", gathers=True),
+    Row("FSDP2, blocks as FSDP units", "fsdp2", gathers=True),
     Row("ZeRO-1", "zero1"),
     Row("ZeRO-2", "zero2"),
     Row("ZeRO-3", "zero3", gathers=True),
@@ -106,8 +106,8 @@ def engines(everyone: list[Peer], rows: list[Row] = ROWS) -> list[Sheet]:
     """One row for each engine, one column for each peer at hand; and the gathers."""
     here = [peer.name for peer in everyone if peer.tile is not None]
     grid = Sheet("engines", "tiled MLPs under the engines, two ranks", ["", *here])
-    grid.notes = ["The greatest relative difference of four losses from the untiled run's; ✗ above 1e-4."]
-    gathers = Sheet("gathers", "gathers of weights in a step, at 4 and at 16 tiles", ["", "untiled", *here])
+    grid.notes = ["Largest relative difference of four losses to the untiled run; ✗ above 1e-4."]
+    gathers = Sheet("gathers", "all-gathers of weights in a step, at 4 and at 16 tiles", ["", "untiled", *here])
     with closing(Ranks()) as ranks:
         for row in rows:
             untiled = ranks.run(row, "untiled")

@@ -1,7 +1,7 @@
-"""The longest sequence of Llama-8B on one H200, feature by feature: predicted, beside what ALST's authors published.
+"""Predict the longest sequence of Llama-8B on one H200, feature by feature, and print published lengths for comparison.
 
 Run ``python -m benchmarks.ladder`` (about ten minutes on two cores; nothing of the model is in memory). As theirs,
-every rung has checkpointed blocks, ZeRO-3 on one GPU, and weights and optimizer state in RAM. Published lengths:
+every step has activation checkpointing, ZeRO-3 on one GPU, and weights and optimizer state in CPU memory. Published lengths:
 arXiv:2506.13996, section 5.
 """
 
@@ -34,10 +34,10 @@ LLAMA_8B = {
 TILE = 32768
 HELD = "what holds the peak"
 RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
-    ("checkpointed", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
+    ("activation checkpointing", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
     ("+ tiled loss", {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing()}, True, "300K"),
     (
-        "+ inputs in RAM",
+        "+ block inputs in CPU memory",
         {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing(offload="cpu")},
         True,
         "650K",

@@ -34,10 +34,10 @@ from lt_tiled.policies import Tiers
 
 RUNGS: dict[str, tuple[bool, bool, Tiers | None, bool]] = {
     "plain": (False, False, None, False),
-    "checkpointed": (True, False, None, False),
+    "activation checkpointing": (True, False, None, False),
     "+ tiled loss": (True, True, None, False),
     "+ tiled MLPs": (True, True, None, True),
-    "+ inputs on disk": (True, True, "disk", True),
+    "+ block inputs on disk": (True, True, "disk", True),
 }
 """Checkpointing, tiled loss, offload, tiled MLPs."""
 
@@ -88,7 +88,9 @@ def longest(device: torch.device, quick: bool, directory: str, plot: str | None 
     if device.type == "cuda" and room.nbytes > 0.9 * torch.cuda.get_device_properties(device).total_memory:
         raise RuntimeError(f"this GPU has no room for {gib(room.nbytes)}")
     title = f"the longest sequence in {gib(room.nbytes)}: {room.model['num_hidden_layers']} layers of {room.model['hidden_size']}"
-    sheet = Sheet("longest", f"{title}, {room.model['vocab_size']} words", ["", "tokens", "over plain"])
+    sheet = Sheet(
+        "longest", f"{title}, {room.model['vocab_size']} entries in the vocabulary", ["", "tokens", "relative to plain"]
+    )
     sheet.notes = [f"Within {room.granule} tokens, {machine(device)}."]
     found: dict[str, int] = {}
     for rung in RUNGS:

@@ -55,8 +55,8 @@ def rates(tensors: list[Tensor], directory: str, rounds: int) -> Sheet:
         for name, way in ways.items():
             times[name].append(way())
     total = sum(t.nbytes for t in tensors) / GIB
-    title = f"disk, {len(tensors)} boundaries of {tensors[0].nbytes >> 20} MiB"
-    sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, over next line", "range"])
+    title = f"disk, {len(tensors)} block inputs of {tensors[0].nbytes >> 20} MiB"
+    sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, relative to next row", "range"])
     sheet.notes = [
         f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}. Only `O_DIRECT` reads the disk."
     ]
@@ -133,7 +133,7 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
         "no offload": Checkpointing(),
         "disk tier, `O_DIRECT`": Checkpointing(offload="disk", directory=directory),
         "disk tier, page cache": Checkpointing(offload="disk", directory=directory, direct_io=False),
-        **({"RAM": Checkpointing(offload="cpu")} if device.type == "cuda" else {}),
+        **({"CPU memory": Checkpointing(offload="cpu")} if device.type == "cuda" else {}),
         EACH: Checkpointing(),
     }
     with ExitStack() as stack:
@@ -149,7 +149,7 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
     sheet = Sheet(
         "offload_steps",
         f"a training step with offload, {tokens} tokens",
-        ["", "over no offload, median", "range", "stall, of all steps"],
+        ["", "relative to no offload, median", "range", "stalled, of all steps"],
     )
     sheet.notes = [f"{rounds} rounds, {machine(device)}."]
     for name in ways:

@@ -35,10 +35,10 @@ def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9, quick
         steps = {name: step_of(stack.enter_context(checkpointed(model, name, size.shards)), ids) for name in names}
         times = interleaved(steps, rounds)
         peaks = {name: device_peak(step, device) for name, step in steps.items()} if device.type == "cuda" else {}
-    title = f"a training step, {size.layers} checkpointed layers of {size.hidden}, {size.tokens} tokens in {size.shards} tiles"
-    headings = ["", "median [s]", "over untiled, median", "range", *(["peak allocated [GiB]"] if peaks else [])]
+    title = f"a training step, {size.layers} layers of {size.hidden} with activation checkpointing, {size.tokens} tokens in {size.shards} tiles"
+    headings = ["", "median [s]", "relative to untiled, median", "range", *(["peak allocated [GiB]"] if peaks else [])]
     sheet = Sheet("step_time", title, headings)
-    sheet.notes = [f"{rounds} rounds, {str(dtype)[6:]}, {machine(device)}; ✓ who is fastest of those that tile."]
+    sheet.notes = [f"{rounds} rounds, {str(dtype)[6:]}, {machine(device)}; ✓ fastest tiled MLP."]
     medians = {name: statistics.median(ratios(times, name, "untiled")) for name in names}
     for name in names:
         of = ratios(times, name, "untiled")
