@@ -253,9 +253,7 @@ CASES: dict[str, Callable[[Tile], float | Cell]] = {
 
 
 def correctness(everyone: list[Peer]) -> list[Sheet]:
-    """One row for each case, one column for each peer at hand. Always on the CPU, where nothing but the tiles
-    differs.
-    """
+    """Return a table of cases and packages. It runs on the CPU, so that only the tiles differ."""
     here = [peer for peer in everyone if peer.tile is not None]
     sheet = Sheet("correctness", "tiled MLPs against the untiled one in float64", ["", *(peer.name for peer in here)])
     sheet.notes = ["Largest relative error of output and gradients; ✗ above 1e-5."]
@@ -287,7 +285,8 @@ def rounding(everyone: list[Peer], device: torch.device, counts: tuple[int, ...]
     """The error of bfloat16 weight gradients against the number of tiles."""
     sheet = Sheet("rounding", "error of bfloat16 weight gradients against float64", ["tiles", *map(str, counts)])
     sheet.notes = [
-        "A gated MLP on 4096 tokens, the weight with the largest error, each package at its defaults; ✗ above 1.5 times its error in one tile."
+        "A gated MLP on 4096 tokens, the weight with the largest error, each package at its defaults;"
+        " ✗ above 1.5 times its error in one tile."
     ]
     for peer in everyone:
         if peer.tile is not None and not _cell(partial(trial, MLP), peer.tile).good:

@@ -80,9 +80,9 @@ def costs(everyone: list[Peer], size: Size = Size()) -> list[Sheet]:
         ["", "FLOPs", "of the MLP", "forward passes of the MLP", "peak live bytes", "after the forward pass"],
     )
     sheet.notes = [
-        "Relative to the untiled step, except for forward passes (per token); exact, on the CPU. FLOPs are those of the model"
-        " with attention and head, and of one MLP under activation checkpointing. Bytes are those that the step allocates,"
-        " without weights; ✓ if no other needs 2 % less."
+        "Relative to the untiled step, except for forward passes (per token); exact, on the CPU. FLOPs are those of"
+        " the model with attention and head, and of one MLP under activation checkpointing. Bytes are those that the"
+        " step allocates, without weights; ✓ if no other needs 2 % less."
     ]
     model = llama(size, torch.device("cpu"))
     ids = torch.randint(512, (1, size.tokens), generator=torch.Generator().manual_seed(0))
@@ -125,9 +125,7 @@ def mlp_flops(model: nn.Module, name: str, size: Size) -> int:
 
 
 def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
-    """FLOPs, tokens through all MLPs, peak bytes, and bytes between forward and backward, of a step after one that
-    warms up.
-    """
+    """Return FLOPs, tokens through MLPs, peak bytes and bytes after the forward pass of a step after a warm-up."""
 
     def clear() -> None:  # gradients of their own in each run, else who adds to old ones in place seems to need less
         model.zero_grad(set_to_none=True)

@@ -148,8 +148,9 @@ class Ranks:
         self.untiled: dict[str, Ran] = {}
 
     def run(self, row: Row, name: str, shards: int = SHARDS) -> Ran | str:
-        """What the ranks saw, or in words how they failed. Ranks on which one failed serve again only if they still
-        train as before.
+        """Return the losses of the ranks, or say how they failed.
+
+        Ranks on which one failed are used again only if they still train as before.
         """
         world = self.worlds[row.engine.startswith("zero")]
         ran = self._attempt(world, row, name, shards, WAIT_SECONDS if row.name in self.untiled else START_SECONDS)

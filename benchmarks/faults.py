@@ -1,5 +1,4 @@
-"""What becomes of offloaded tensors when things go wrong, here and in axolotl's disk store: ``python -m benchmarks
---only faults``.
+"""Compare offloading with axolotl's disk store when something fails: ``python -m benchmarks --only faults``.
 
 Each fault is made in a process of its own, ``python -m benchmarks.faults STORE FAULT DIRECTORY``, which prints what
 came of it; one that does not end in time hangs. Green is data as it was, or an error.

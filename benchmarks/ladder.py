@@ -1,8 +1,8 @@
 """Predict the longest sequence of Llama-8B on one H200, feature by feature, and print published lengths for comparison.
 
-Run ``python -m benchmarks.ladder`` (about ten minutes on two cores; nothing of the model is in memory). As theirs,
-every step has activation checkpointing, ZeRO-3 on one GPU, and weights and optimizer state in CPU memory. Published lengths:
-arXiv:2506.13996, section 5.
+Run ``python -m benchmarks.ladder`` (minutes on two cores; the weights are not in memory). Every row has activation
+checkpointing, ZeRO-3 on one GPU, and weights and optimizer state in CPU memory, as in the published runs
+(arXiv:2506.13996, section 5).
 """
 
 from __future__ import annotations

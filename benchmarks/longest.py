@@ -87,7 +87,8 @@ def longest(device: torch.device, quick: bool, directory: str, plot: str | None 
     room = ROOMS[size]
     if device.type == "cuda" and room.nbytes > 0.9 * torch.cuda.get_device_properties(device).total_memory:
         raise RuntimeError(f"this GPU has no room for {gib(room.nbytes)}")
-    title = f"the longest sequence in {gib(room.nbytes)}: {room.model['num_hidden_layers']} layers of {room.model['hidden_size']}"
+    size = f"{room.model['num_hidden_layers']} layers of {room.model['hidden_size']}"
+    title = f"the longest sequence in {gib(room.nbytes)}: {size}"
     sheet = Sheet(
         "longest", f"{title}, {room.model['vocab_size']} entries in the vocabulary", ["", "tokens", "relative to plain"]
     )

@@ -118,9 +118,7 @@ def drawn(
 
 
 def gradients(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], scale: float) -> list[Tensor]:
-    """Of the hidden states and the weight, of the loss times ``scale``, also where a way writes them to ``.grad``
-    itself.
-    """
+    """Return the gradients of hidden states and weight, of the loss times ``scale``."""
     hidden, weight, labels = inputs
     for leaf in (hidden, weight):
         leaf.grad = None
@@ -162,9 +160,7 @@ def no_grad_writes(loss: Loss, device: torch.device) -> Cell:
 
 
 def all_ignored(loss: Loss, device: torch.device) -> Cell:
-    """Whether the loss and the gradients of labels that are all ignored are those of full logits: ``nan`` and
-    zeros.
-    """
+    """Whether loss and gradients with all labels ignored are those of full logits: ``nan`` and zeros."""
     inputs = drawn(100, 64, 101, torch.float32, device, ignore=100)
     try:
         found = gradients(loss, inputs, 1.0)
@@ -211,10 +207,12 @@ def costs(
     runs = {name: partial(gradients, loss, inputs, 1.0) for name, loss in ways.items() if not isinstance(loss, str)}
     times = interleaved({name: partial(seconds_of, run, device) for name, run in runs.items()}, rounds)
     logits = 4 * sizes[0] * sizes[2]
-    title = f"the loss: {sizes[0]} tokens of {sizes[1]}, a vocabulary of {sizes[2]}, {str(dtype)[6:]}, {tiles} tiles, forward and backward"
+    size = f"{sizes[0]} tokens of {sizes[1]}, a vocabulary of {sizes[2]}"
+    title = f"the loss: {size}, {str(dtype)[6:]}, {tiles} tiles, forward and backward"
     sheet = Sheet("loss_costs", title, ["", "FLOPs", "peak / logits", "time, median", "range"])
     sheet.notes = [
-        f"FLOPs and time relative to full logits, peak relative to the {logits / 2**20:.0f} MiB of float32 logits; {rounds} rounds, {machine(device)}."
+        f"FLOPs and time relative to full logits, peak relative to the {logits / 2**20:.0f} MiB of float32 logits;"
+        f" {rounds} rounds, {machine(device)}."
     ]
     base = flops(runs["full logits"])
     unseen = "inside a kernel"

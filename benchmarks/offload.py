@@ -1,7 +1,6 @@
-"""The disk tier: rates, what it does to the step time, and what it does when things go wrong: ``python -m benchmarks
---only offload``.
+"""Measure rates of the disk tier and step times with it: ``python -m benchmarks --only offload``.
 
-First the same boundaries are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save``
+First the same block inputs are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save``
 and ``torch.load``, with and without ``fsync``, in turn. Then training steps are timed in interleaved rounds:
 checkpointed without offload, with the disk tier, and with one file for each tensor, as trainers have it.
 """
@@ -58,7 +57,8 @@ def rates(tensors: list[Tensor], directory: str, rounds: int) -> Sheet:
     title = f"disk, {len(tensors)} block inputs of {tensors[0].nbytes >> 20} MiB"
     sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, relative to next row", "range"])
     sheet.notes = [
-        f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}. Only `O_DIRECT` reads the disk."
+        f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}."
+        " Only `O_DIRECT` reads the disk."
     ]
     written = {name: [total / write for write, _ in pairs[1:]] for name, pairs in times.items()}
     read = {name: [total / back for _, back in pairs[1:]] for name, pairs in times.items()}
@@ -124,9 +124,7 @@ def _torch_save(tensors: list[Tensor], directory: str, sync: bool) -> Callable[[
 
 
 def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> Sheet:
-    """Step times, each over that of the same step without offload in the same round, and how long steps waited for the
-    disk.
-    """
+    """Return step times relative to the same step without offload, and the time that steps stalled."""
     size = Size(tokens=tokens, hidden=512, wide=1536, layers=4)
     ids = torch.randint(512, (1, size.tokens), device=device)
     policies = {
@@ -160,9 +158,7 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
 
 
 def _one_file_each(model: nn.Module, step: Callable[[], float], folder: Path) -> Callable[[], float]:
-    """The step with the inputs of all blocks but the last in files of their own, each written and read where it is
-    met.
-    """
+    """Run the step with the input of each block but the last in a file of its own."""
     count, wanted = 0, set[int]()
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -35,7 +35,8 @@ def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9, quick
         steps = {name: step_of(stack.enter_context(checkpointed(model, name, size.shards)), ids) for name in names}
         times = interleaved(steps, rounds)
         peaks = {name: device_peak(step, device) for name, step in steps.items()} if device.type == "cuda" else {}
-    title = f"a training step, {size.layers} layers of {size.hidden} with activation checkpointing, {size.tokens} tokens in {size.shards} tiles"
+    work = f"{size.layers} layers of {size.hidden} with activation checkpointing"
+    title = f"a training step, {work}, {size.tokens} tokens in {size.shards} tiles"
     headings = ["", "median [s]", "relative to untiled, median", "range", *(["peak allocated [GiB]"] if peaks else [])]
     sheet = Sheet("step_time", title, headings)
     sheet.notes = [f"{rounds} rounds, {str(dtype)[6:]}, {machine(device)}; ✓ fastest tiled MLP."]
@@ -93,9 +94,7 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def device_peak(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that the GPU's allocator had given out at once, beyond those before, where nothing of an earlier run may be
-    left.
-    """
+    """Return the peak of allocated GPU memory of a run, without what was allocated before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
