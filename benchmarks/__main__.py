@@ -88,7 +88,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
     """Return all benchmarks by name."""
     device = device_at_hand()
     rounds = 3 if quick else 9
-    few = Size(tokens=1024, hidden=128, wide=512, layers=2, shards=8)
+    few = Size(tokens=1024, hidden=128, intermediate=512, layers=2, shards=8)
     rows = [row for row in ROWS if row.lengths == (24, 24) and row.accumulate == 1] if quick else ROWS
     words = (2048, 128, 8192) if quick else (4096, 256, 16384)
     if device.type == "cuda":

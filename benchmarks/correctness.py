@@ -1,4 +1,4 @@
-"""Whose tiled MLP has the gradients of the untiled one: ``python -m benchmarks --only correctness``.
+"""Compare the gradients of tiled MLPs with those of the untiled MLP: ``python -m benchmarks --only correctness``.
 
 Every case runs one module whole in float64 and tiled in float32, with the same upstream gradient, and compares the
 output and the gradients of the input and of all weights. A cell is the greatest relative error of these, and green
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.peers import Peer, Tile
 from benchmarks.sheet import Cell, Sheet
 
-HIDDEN, WIDE, TOKENS, SHARDS = 32, 96, 60, 4
+HIDDEN, INTERMEDIATE, TOKENS, SHARDS = 32, 96, 60, 4
 EXACT = 1e-5
 
 
@@ -61,10 +61,13 @@ class MLP(nn.Module):
 
     def __init__(self, out: int = HIDDEN, dropout: bool = False) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, WIDE, bias=False), nn.Linear(HIDDEN, WIDE, bias=False)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(HIDDEN, INTERMEDIATE, bias=False),
+            nn.Linear(HIDDEN, INTERMEDIATE, bias=False),
+        )
         self.act_fn = Activation()
         self.drop = Dropout() if dropout else nn.Identity()
-        self.down_proj = nn.Linear(WIDE, out, bias=False)
+        self.down_proj = nn.Linear(INTERMEDIATE, out, bias=False)
 
     def forward(self, x: Tensor) -> Any:
         return self.down_proj(self.drop(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
@@ -173,7 +176,7 @@ def dropout(tile: Tile) -> float:
     assert isinstance(exact.drop, Dropout)
     module.drop.drawn.clear()
     out = module(x)
-    exact.drop.given = torch.cat(module.drop.drawn).view(1, TOKENS, WIDE).double()
+    exact.drop.given = torch.cat(module.drop.drawn).view(1, TOKENS, INTERMEDIATE).double()
     upstream((out,)).backward()
     y = x.detach().double().requires_grad_()
     upstream((exact(y),)).backward()
@@ -255,7 +258,9 @@ CASES: dict[str, Callable[[Tile], float | Cell]] = {
 def correctness(everyone: list[Peer]) -> list[Sheet]:
     """Return a table of cases and packages. It runs on the CPU, so that only the tiles differ."""
     here = [peer for peer in everyone if peer.tile is not None]
-    sheet = Sheet("correctness", "tiled MLPs against the untiled one in float64", ["", *(peer.name for peer in here)])
+    sheet = Sheet(
+        "correctness", "tiled MLPs compared with the untiled MLP in float64", ["", *(peer.name for peer in here)]
+    )
     sheet.notes = ["Largest relative error of output and gradients; ✗ above 1e-5."]
     for name, case in CASES.items():
         sheet.add(name, *(_cell(case, peer.tile) for peer in here if peer.tile is not None))

@@ -87,8 +87,8 @@ def longest(device: torch.device, quick: bool, directory: str, plot: str | None 
     room = ROOMS[size]
     if device.type == "cuda" and room.nbytes > 0.9 * torch.cuda.get_device_properties(device).total_memory:
         raise RuntimeError(f"this GPU has no room for {gib(room.nbytes)}")
-    size = f"{room.model['num_hidden_layers']} layers of {room.model['hidden_size']}"
-    title = f"the longest sequence in {gib(room.nbytes)}: {size}"
+    layers = f"{room.model['num_hidden_layers']} layers of {room.model['hidden_size']}"
+    title = f"the longest sequence in {gib(room.nbytes)}: {layers}"
     sheet = Sheet(
         "longest", f"{title}, {room.model['vocab_size']} entries in the vocabulary", ["", "tokens", "relative to plain"]
     )
@@ -124,9 +124,9 @@ def main() -> None:
     parser.add_argument("--directory", default=tempfile.gettempdir())
     args = parser.parse_args()
     room = ROOMS[args.size]
-    checkpointed, loss, offload, tiled = RUNGS[args.rung]
+    recompute, loss, offload, tiled = RUNGS[args.rung]
     checkpointing = (
-        Checkpointing(offload=offload, directory=args.directory if offload else None) if checkpointed else None
+        Checkpointing(offload=offload, directory=args.directory if offload else None) if recompute else None
     )
     model = CausalLM(room.model, tiled_loss=loss and (room.shards or True))
     finder = SequenceLengthFinder(start=room.start, granule=room.granule)

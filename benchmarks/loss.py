@@ -41,7 +41,7 @@ def loss(
 
 
 def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Whole logits, in float32 as transformers' models cast them."""
+    """Full logits, in float32 as transformers' models cast them."""
     return F.cross_entropy(
         F.linear(hidden, weight).float() if hidden.dtype != torch.float64 else F.linear(hidden, weight), labels
     )

@@ -1,8 +1,8 @@
 """Measure rates of the disk tier and step times with it: ``python -m benchmarks --only offload``.
 
 First the same block inputs are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save``
-and ``torch.load``, with and without ``fsync``, in turn. Then training steps are timed in interleaved rounds:
-checkpointed without offload, with the disk tier, and with one file for each tensor, as trainers have it.
+and ``torch.load``, with and without ``fsync``, in turn. Then training steps with activation checkpointing are timed in
+interleaved rounds: without offload, with the disk tier, and with one file for each tensor, as other trainers do it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ EACH = "`torch.save`, one file each"
 
 
 def offload(
-    device: torch.device, directory: str, boundaries: int = 32, mib: int = 8, tokens: int = 4096, rounds: int = 7
+    device: torch.device, directory: str, block_inputs: int = 32, mib: int = 8, tokens: int = 4096, rounds: int = 7
 ) -> list[Sheet]:
     """Rates on ``directory``, and step times."""
-    tensors = [torch.randn(mib * 2**18) for _ in range(boundaries)]
+    tensors = [torch.randn(mib * 2**18) for _ in range(block_inputs)]
     return [rates(tensors, directory, rounds), steps(device, tokens, directory, rounds)]
 
 
@@ -125,7 +125,7 @@ def _torch_save(tensors: list[Tensor], directory: str, sync: bool) -> Callable[[
 
 def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> Sheet:
     """Return step times relative to the same step without offload, and the time that steps stalled."""
-    size = Size(tokens=tokens, hidden=512, wide=1536, layers=4)
+    size = Size(tokens=tokens, hidden=512, intermediate=1536, layers=4)
     ids = torch.randint(512, (1, size.tokens), device=device)
     policies = {
         "no offload": Checkpointing(),

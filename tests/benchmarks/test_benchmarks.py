@@ -54,7 +54,7 @@ def test_flops(everyone: list[Peer]) -> None:
     """A checkpointed step in tiles has the untiled one's FLOPs and two forward passes of the MLP; DeepSpeed's has
     three.
     """
-    (sheet,) = costs(everyone, Size(tokens=512, hidden=64, wide=256, layers=2, shards=8))
+    (sheet,) = costs(everyone, Size(tokens=512, hidden=64, intermediate=256, layers=2, shards=8))
     untiled, ours, theirs = sheet.rows
     assert [cell.text for cell in ours[:4]] == ["lt_tiled", "1.00", "1.00", "2"]
     assert (untiled[3].text, theirs[2].text, theirs[3].text) == ("2", "1.36", "3")

@@ -81,7 +81,7 @@ def run(command: str, more: str, printed: Path) -> None:
 
 
 def _simplified(line: str) -> str:
-    """Return a line without its numbers and the widths of its columns."""
+    """Return a line without its numbers and without padding."""
     line = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", line)
     return re.sub(r"[━─]+", "─", re.sub(r"\s+", " ", line)).strip()
 
