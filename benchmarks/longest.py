@@ -125,9 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     room = ROOMS[args.size]
     recompute, loss, offload, tiled = RUNGS[args.rung]
-    checkpointing = (
-        Checkpointing(offload=offload, directory=args.directory if offload else None) if recompute else None
-    )
+    checkpointing = Checkpointing(offload=offload, directory=args.directory if offload else None) if recompute else None
     model = CausalLM(room.model, tiled_loss=loss and (room.shards or True))
     finder = SequenceLengthFinder(start=room.start, granule=room.granule)
 

@@ -1,7 +1,7 @@
 """Step times side by side: ``python -m benchmarks --only step_time``.
 
-Each round times one training step of a Llama with activation checkpointing, once untiled and once with the tiles of each
-package, in a rotating order. A ratio compares two steps of one round, so that other load on the machine affects both.
+Each round times one training step of a Llama with activation checkpointing, once untiled and once with the tiles of
+each package, in a rotating order. A ratio compares two steps of one round, so that other load affects both.
 """
 
 from __future__ import annotations
