@@ -1,10 +1,9 @@
-"""Everything that is measured, in one run: ``python -m benchmarks [--quick] [--only costs loss] [--json results.json]
-[--write]``.
+"""Run all benchmarks: ``python -m benchmarks [--quick] [--only costs loss] [--json results.json] [--write]``.
 
-Tables are printed as they are found, with a mark where a figure is a verdict. ``--json`` writes them with versions,
-seed and load. ``--write`` puts them as Markdown between the ``<!-- benchmark: NAME -->`` marks of README.md and of
-docs/. ``--quick`` takes about three minutes on two cores. Peers other than DeepSpeed are measured where they are
-installed: ``liger-kernel``, ``axolotl``, ``verl``, ``unsloth``, ``cut-cross-entropy``.
+Tables are printed as soon as they are measured; ✓ and ✗ mark verdicts. ``--json`` writes them with versions, seed and
+load. ``--write`` writes them as Markdown between the ``<!-- benchmark: NAME -->`` comments of docs/. ``--quick`` takes
+about three minutes on two cores. Peers other than DeepSpeed are measured if they are installed: ``liger-kernel``,
+``axolotl``, ``verl``, ``unsloth``, ``cut-cross-entropy``.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="of: " + ", ".join(sections(True, "", None, [])))
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="a picture of the longest sequences")
-    parser.add_argument("--write", action="store_true", help="into README.md and docs/")
+    parser.add_argument("--plot", metavar="FILE", help="draw the longest sequences")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/")
     parser.add_argument(
-        "--render", metavar="FILE", help="measure nothing: write what --json wrote, here or on another machine"
+        "--render", metavar="FILE", help="measure nothing, and write the tables of a file that --json wrote"
     )
     args = parser.parse_args()
     if args.render:
@@ -63,13 +62,13 @@ def main() -> None:
     chosen = sections(args.quick, args.directory, args.plot, peers())
     if unknown := set(args.only or ()) - set(chosen):
         parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(chosen)}")
-    logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables say how many tiles there are
+    logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables name the number of tiles
     console, found, start = Console(width=None if sys.stdout.isatty() else 160), [], time.perf_counter()
     for name in args.only or [name for name in chosen if not (args.quick and name == "longest")]:
         for sheet in _found(name, chosen[name]):
             console.print(sheet.table(), "")
             found.append(sheet)
-        if args.json:  # what was found is there if the next section ends the process
+        if args.json:  # keeps the results if the next section ends the process
             Path(args.json).write_text(json.dumps(record(found, args.quick), indent=1))
     console.print(f"{time.perf_counter() - start:.0f} s")
     if args.write:
@@ -79,17 +78,17 @@ def main() -> None:
 def _found(name: str, section: Section) -> list[Sheet]:
     try:
         return section()
-    except Exception as error:  # one section's failure is a table that says so, and the others are measured
+    except Exception as error:  # a failed section becomes a table, and the others run
         sheet = Sheet(f"{name}_failed", f"{name} was not measured", ["", ""])
         sheet.add(type(error).__name__, Cell(str(error).strip()[-500:], False))
         return [sheet]
 
 
 def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]) -> dict[str, Section]:
-    """All of the run, by name."""
+    """Return all benchmarks by name."""
     device = device_at_hand()
     rounds = 3 if quick else 9
-    few = Size(tokens=1024, hidden=128, wide=512, layers=2, shards=8)
+    few = Size(tokens=1024, hidden=128, intermediate=512, layers=2, shards=8)
     rows = [row for row in ROWS if row.lengths == (24, 24) and row.accumulate == 1] if quick else ROWS
     words = (2048, 128, 8192) if quick else (4096, 256, 16384)
     if device.type == "cuda":
@@ -108,7 +107,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
 
 
 def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
-    """The figures, and what they were measured with."""
+    """Return the figures with versions, machine and seed."""
     return {
         "versions": {package: version_of(package) for package in VERSIONS},
         "python": platform.python_version(),
@@ -121,7 +120,7 @@ def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
 
 
 def sheets_of(told: dict[str, Any]) -> list[Sheet]:
-    """The sheets of a record."""
+    """Read the tables of a record."""
     return [
         Sheet(**{**sheet, "rows": [[Cell(**cell) for cell in row] for row in sheet["rows"]]})
         for sheet in told["sheets"]
@@ -129,13 +128,13 @@ def sheets_of(told: dict[str, Any]) -> list[Sheet]:
 
 
 def write_all(found: list[Sheet]) -> None:
-    """Into the README and the documentation."""
-    for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    """Write the tables into the documentation."""
+    for file in sorted((ROOT / "docs").rglob("*.md")):
         write(file, found)
 
 
 def write(file: Path, found: list[Sheet]) -> None:
-    """Put each sheet between its marks in a file of Markdown, where it has any."""
+    """Write each table between its comments in a Markdown file, if the file has them."""
     text = file.read_text()
     for sheet in found:
         mark = rf"(<!-- benchmark: {re.escape(sheet.name)} -->\n).*?(<!-- end -->)"

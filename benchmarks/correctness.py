@@ -1,4 +1,4 @@
-"""Whose tiled MLP has the gradients of the untiled one: ``python -m benchmarks --only correctness``.
+"""Compare the gradients of tiled MLPs with those of the untiled MLP: ``python -m benchmarks --only correctness``.
 
 Every case runs one module whole in float64 and tiled in float32, with the same upstream gradient, and compares the
 output and the gradients of the input and of all weights. A cell is the greatest relative error of these, and green
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.peers import Peer, Tile
 from benchmarks.sheet import Cell, Sheet
 
-HIDDEN, WIDE, TOKENS, SHARDS = 32, 96, 60, 4
+HIDDEN, INTERMEDIATE, TOKENS, SHARDS = 32, 96, 60, 4
 EXACT = 1e-5
 
 
@@ -61,10 +61,13 @@ class MLP(nn.Module):
 
     def __init__(self, out: int = HIDDEN, dropout: bool = False) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, WIDE, bias=False), nn.Linear(HIDDEN, WIDE, bias=False)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(HIDDEN, INTERMEDIATE, bias=False),
+            nn.Linear(HIDDEN, INTERMEDIATE, bias=False),
+        )
         self.act_fn = Activation()
         self.drop = Dropout() if dropout else nn.Identity()
-        self.down_proj = nn.Linear(WIDE, out, bias=False)
+        self.down_proj = nn.Linear(INTERMEDIATE, out, bias=False)
 
     def forward(self, x: Tensor) -> Any:
         return self.down_proj(self.drop(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
@@ -173,7 +176,7 @@ def dropout(tile: Tile) -> float:
     assert isinstance(exact.drop, Dropout)
     module.drop.drawn.clear()
     out = module(x)
-    exact.drop.given = torch.cat(module.drop.drawn).view(1, TOKENS, WIDE).double()
+    exact.drop.given = torch.cat(module.drop.drawn).view(1, TOKENS, INTERMEDIATE).double()
     upstream((out,)).backward()
     y = x.detach().double().requires_grad_()
     upstream((exact(y),)).backward()
@@ -230,33 +233,35 @@ CASES: dict[str, Callable[[Tile], float | Cell]] = {
     "batch of 3": partial(trial, MLP, shape=(3, TOKENS, HIDDEN)),
     "input [tokens, hidden]": partial(trial, MLP, shape=(TOKENS, HIDDEN)),
     "non-contiguous, batch of 3": partial(trial, MLP, shape=(TOKENS, 3, HIDDEN), enter=lambda x: x.transpose(0, 1)),
-    "5 tokens, 4 tiles, two backwards": partial(trial, MLP, shape=(1, 5, HIDDEN), backwards=2),
+    "5 tokens, 4 tiles, two backward passes": partial(trial, MLP, shape=(1, 5, HIDDEN), backwards=2),
     "fewer tokens than tiles": partial(trial, MLP, shape=(1, 2, HIDDEN)),
     "no tokens": partial(trial, MLP, shape=(1, 0, HIDDEN)),
-    "gradients of two backwards add up": partial(trial, MLP, backwards=2),
-    "output width unlike input's": partial(trial, partial(MLP, out=48)),
+    "gradients of two backward passes add up": partial(trial, MLP, backwards=2),
+    "output size differs from input size": partial(trial, partial(MLP, out=48)),
     "input without gradient": partial(trial, MLP, needs_input_gradient=False),
     "frozen gate": partial(trial, MLP, change=lambda module: module.gate_proj.requires_grad_(False)),
     "all weights frozen": partial(trial, MLP, change=lambda module: module.requires_grad_(False)),
     "weight shared with the outside": partial(trial, MLP, call=_with_shared_weight),
-    "router logits beside the output": partial(trial, Routed),
+    "router logits as a second output": partial(trial, Routed),
     "second argument per token": partial(trial, Scaled, call=lambda module, x: module(x, x[..., :1].detach())),
     "dropout inside": dropout,
     "autocast in the recompute": autocast,
-    "inside torch's checkpoint": partial(trial, MLP, call=lambda module, x: checkpoint(module, x, use_reentrant=False)),
+    "inside torch.utils.checkpoint": partial(
+        trial, MLP, call=lambda module, x: checkpoint(module, x, use_reentrant=False)
+    ),
     "called twice in one graph": partial(trial, MLP, call=lambda module, x: module(module(x))),
     "torch.autograd.grad": by_autograd_grad,
-    "a weight's hook fires": hooks,
+    "hook of a weight fires": hooks,
 }
 
 
 def correctness(everyone: list[Peer]) -> list[Sheet]:
-    """One row for each case, one column for each peer at hand. Always on the CPU, where nothing but the tiles
-    differs.
-    """
+    """Return a table of cases and packages. It runs on the CPU, so that only the tiles differ."""
     here = [peer for peer in everyone if peer.tile is not None]
-    sheet = Sheet("correctness", "tiled MLPs against the untiled one in float64", ["", *(peer.name for peer in here)])
-    sheet.notes = ["The greatest relative error of output and gradients; ✗ above 1e-5."]
+    sheet = Sheet(
+        "correctness", "tiled MLPs compared with the untiled MLP in float64", ["", *(peer.name for peer in here)]
+    )
+    sheet.notes = ["Largest relative error of output and gradients; ✗ above 1e-5."]
     for name, case in CASES.items():
         sheet.add(name, *(_cell(case, peer.tile) for peer in here if peer.tile is not None))
     sheet.add("a module that mixes tokens", *(_refused(peer.tile) for peer in here if peer.tile is not None))
@@ -285,7 +290,8 @@ def rounding(everyone: list[Peer], device: torch.device, counts: tuple[int, ...]
     """The error of bfloat16 weight gradients against the number of tiles."""
     sheet = Sheet("rounding", "error of bfloat16 weight gradients against float64", ["tiles", *map(str, counts)])
     sheet.notes = [
-        "A gated MLP on 4096 tokens, the worst weight, everyone at their defaults; ✗ above 1.5 times its error in one tile."
+        "A gated MLP on 4096 tokens, the weight with the largest error, each package at its defaults;"
+        " ✗ above 1.5 times its error in one tile."
     ]
     for peer in everyone:
         if peer.tile is not None and not _cell(partial(trial, MLP), peer.tile).good:

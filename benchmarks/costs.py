@@ -1,6 +1,6 @@
 """What tiling costs, exactly: ``python -m benchmarks --only costs``.
 
-One training step of a Llama whose blocks are checkpointed, with its MLPs in tiles by each peer: floating point
+One training step of a Llama with activation checkpointing, with its MLPs tiled by each package: floating point
 operations, how often each token goes through an MLP, bytes alive at the peak and between forward and backward. These
 figures are the same in every run on a CPU.
 """
@@ -31,7 +31,7 @@ class Size:
 
     tokens: int = 2048
     hidden: int = 256
-    wide: int = 1024
+    intermediate: int = 1024
     layers: int = 4
     shards: int = 16
 
@@ -41,7 +41,7 @@ def llama(size: Size, device: torch.device, dtype: torch.dtype = torch.float32) 
     heads = size.hidden // 64
     config = LlamaConfig(
         hidden_size=size.hidden,
-        intermediate_size=size.wide,
+        intermediate_size=size.intermediate,
         num_hidden_layers=size.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
@@ -53,8 +53,8 @@ def llama(size: Size, device: torch.device, dtype: torch.dtype = torch.float32) 
 
 
 @contextmanager
-def checkpointed(model: nn.Module, name: str, shards: int) -> Iterator[nn.Module]:
-    """A copy of the model with its blocks checkpointed, and its MLPs in a peer's tiles; ``"untiled"`` has none."""
+def with_checkpointing(model: nn.Module, name: str, shards: int) -> Iterator[nn.Module]:
+    """Copy the model with activation checkpointing, and with the MLPs tiled by a package or ``"untiled"``."""
     model = copy.deepcopy(model)
     tiling = Tiling(num_shards=shards) if name == "lt_tiled" else None
     if tiling is None:
@@ -71,22 +71,25 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 def costs(everyone: list[Peer], size: Size = Size()) -> list[Sheet]:
     """One row for each peer at hand."""
-    title = f"checkpointed Llama, {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
+    title = (
+        f"Llama with activation checkpointing, {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
+    )
     sheet = Sheet(
         "costs",
         title,
-        ["", "FLOPs", "of the MLP alone", "MLP forwards per token", "peak live bytes", "between forward and backward"],
+        ["", "FLOPs", "of the MLP", "forward passes of the MLP", "peak live bytes", "after the forward pass"],
     )
     sheet.notes = [
-        "Over the untiled step's, but for the forwards; exact, on the CPU. FLOPs are those of the whole model, attention and head"
-        " included, and of one checkpointed MLP. Bytes are those that the step makes, without weights; ✓ where nobody needs 2 % less."
+        "Relative to the untiled step, except for forward passes (per token); exact, on the CPU. FLOPs are those of"
+        " the model with attention and head, and of one MLP under activation checkpointing. Bytes are those that the"
+        " step allocates, without weights; ✓ if no other needs 2 % less."
     ]
     model = llama(size, torch.device("cpu"))
     ids = torch.randint(512, (1, size.tokens), generator=torch.Generator().manual_seed(0))
     found: dict[str, tuple[int, ...] | str] = {}
     for name in ["untiled", *(peer.name for peer in everyone if peer.tile is not None)]:
         try:
-            with checkpointed(model, name, size.shards) as tiled:
+            with with_checkpointing(model, name, size.shards) as tiled:
                 found[name] = *measured(tiled, ids), mlp_flops(model, name, size)
         except Exception as error:  # a peer may raise anything
             found[name] = type(error).__name__
@@ -122,11 +125,9 @@ def mlp_flops(model: nn.Module, name: str, size: Size) -> int:
 
 
 def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
-    """FLOPs, tokens through all MLPs, peak bytes, and bytes between forward and backward, of a step after one that
-    warms up.
-    """
+    """Return FLOPs, tokens through MLPs, peak bytes and bytes after the forward pass of a step after a warm-up."""
 
-    def clear() -> None:  # gradients of their own in each run, else who adds to old ones in place seems to need less
+    def clear() -> None:  # each run allocates its own gradients; adding to old ones in place seems to need less
         model.zero_grad(set_to_none=True)
 
     loss_of(model, ids).backward()

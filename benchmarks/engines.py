@@ -38,22 +38,22 @@ class Row:
     engine: str
     lengths: tuple[int, int] = (24, 24)
     accumulate: int = 1
-    gathers: bool = False
-    """Whether its gathers are counted too."""
+    all_gathers: bool = False
+    """Whether its all-gathers are counted, too."""
 
 
 Ran = list[tuple[list[float], int]]
-"""Of each rank, its losses and gathers."""
+"""Of each rank, its losses and all-gathers."""
 
 ROWS = [
     Row("DDP", "ddp"),
-    Row("DDP, two backwards a step", "ddp", accumulate=2),
+    Row("DDP, two backward passes per step", "ddp", accumulate=2),
     Row("FSDP", "fsdp"),
     Row("FSDP, use_orig_params=False", "fsdp_flat"),
-    Row("FSDP2, blocks as units", "fsdp2", gathers=True),
+    Row("FSDP2, blocks as FSDP units", "fsdp2", all_gathers=True),
     Row("ZeRO-1", "zero1"),
     Row("ZeRO-2", "zero2"),
-    Row("ZeRO-3", "zero3", gathers=True),
+    Row("ZeRO-3", "zero3", all_gathers=True),
     Row("DDP, ranks of 5 and 24 tokens", "ddp", (5, 24)),
     Row("FSDP2, ranks of 5 and 24 tokens", "fsdp2", (5, 24)),
     Row("ZeRO-3, ranks of 5 and 24 tokens", "zero3", (5, 24)),
@@ -61,7 +61,7 @@ ROWS = [
 
 
 def train(row: Row, name: str, shards: int = SHARDS) -> tuple[list[float], int]:
-    """The losses of four steps on this rank, and the gathers of weights in the last one."""
+    """The losses of four steps on this rank, and the all-gathers of weights in the last one."""
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)
     chosen = strategy(
         lt_tiled.fabric, row.engine, tiling=Tiling(shards) if name == "lt_tiled" else None, checkpointing=None
@@ -103,11 +103,11 @@ def attempt(row: Row, name: str, shards: int = SHARDS) -> tuple[list[float], int
 
 
 def engines(everyone: list[Peer], rows: list[Row] = ROWS) -> list[Sheet]:
-    """One row for each engine, one column for each peer at hand; and the gathers."""
+    """One row for each engine, one column for each peer at hand, and a table of all-gathers."""
     here = [peer.name for peer in everyone if peer.tile is not None]
     grid = Sheet("engines", "tiled MLPs under the engines, two ranks", ["", *here])
-    grid.notes = ["The greatest relative difference of four losses from the untiled run's; ✗ above 1e-4."]
-    gathers = Sheet("gathers", "gathers of weights in a step, at 4 and at 16 tiles", ["", "untiled", *here])
+    grid.notes = ["Largest relative difference of four losses to the untiled run; ✗ above 1e-4."]
+    all_gathers = Sheet("all_gathers", "all-gathers of weights in a step, at 4 and at 16 tiles", ["", "untiled", *here])
     with closing(Ranks()) as ranks:
         for row in rows:
             untiled = ranks.run(row, "untiled")
@@ -115,9 +115,9 @@ def engines(everyone: list[Peer], rows: list[Row] = ROWS) -> list[Sheet]:
                 grid.add(row.name, *(Cell(f"not measured: the untiled run {untiled}") for _ in here))
                 continue
             grid.add(row.name, *(_cell(ranks.run(row, name), untiled) for name in here))
-            if row.gathers:
-                gathers.add(row.name, str(untiled[0][1]), *(_count(ranks, row, name) for name in here))
-    return [grid, gathers]
+            if row.all_gathers:
+                all_gathers.add(row.name, str(untiled[0][1]), *(_count(ranks, row, name) for name in here))
+    return [grid, all_gathers]
 
 
 def _cell(ran: Ran | str, untiled: Ran) -> Cell:
@@ -148,8 +148,9 @@ class Ranks:
         self.untiled: dict[str, Ran] = {}
 
     def run(self, row: Row, name: str, shards: int = SHARDS) -> Ran | str:
-        """What the ranks saw, or in words how they failed. Ranks on which one failed serve again only if they still
-        train as before.
+        """Return the losses of the ranks, or say how they failed.
+
+        Ranks on which one failed are used again only if they still train as before.
         """
         world = self.worlds[row.engine.startswith("zero")]
         ran = self._attempt(world, row, name, shards, WAIT_SECONDS if row.name in self.untiled else START_SECONDS)

@@ -1,5 +1,4 @@
-"""What becomes of offloaded tensors when things go wrong, here and in axolotl's disk store: ``python -m benchmarks
---only faults``.
+"""Compare offloading with axolotl's disk store when something fails: ``python -m benchmarks --only faults``.
 
 Each fault is made in a process of its own, ``python -m benchmarks.faults STORE FAULT DIRECTORY``, which prints what
 came of it; one that does not end in time hangs. Green is data as it was, or an error.
@@ -164,7 +163,7 @@ def _restored(store: Store, saved: list[Any], true: list[Tensor]) -> str:
 
 
 FAULTS: dict[str, Callable[[Store], str]] = {
-    "tensor written to after the save": overwritten,
+    "tensor changed in place after it was saved": overwritten,
     "a bit flips on the disk": flipped,
     "file cut short": cut,
     "no room for the file": bounded,
@@ -179,7 +178,7 @@ def faults(directory: str) -> list[Sheet]:
     missing = _missing()
     here = [name for name in STORES if name not in missing]
     sheet = Sheet("faults", "offloading to disk, when things go wrong", ["", *here])
-    sheet.notes = ["lt_tiled with `checksum=True`, without which a flipped bit is not looked for.", *missing.values()]
+    sheet.notes = ["lt_tiled with `checksum=True`; without it a flipped bit is not noticed.", *missing.values()]
     for title, fault in FAULTS.items():
         sheet.add(title, *(_outcome(name, fault.__name__, directory) for name in here))
     for kind in (signal.SIGTERM, signal.SIGKILL):

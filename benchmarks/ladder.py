@@ -1,8 +1,8 @@
-"""The longest sequence of Llama-8B on one H200, feature by feature: predicted, beside what ALST's authors published.
+"""Predict the longest sequence of Llama-8B on one H200, feature by feature, and print published lengths for comparison.
 
-Run ``python -m benchmarks.ladder`` (about ten minutes on two cores; nothing of the model is in memory). As theirs,
-every rung has checkpointed blocks, ZeRO-3 on one GPU, and weights and optimizer state in RAM. Published lengths:
-arXiv:2506.13996, section 5.
+Run ``python -m benchmarks.ladder`` (minutes on two cores; the weights are not in memory). Every row has activation
+checkpointing, ZeRO-3 on one GPU, and weights and optimizer state in CPU memory, as in the published runs
+(arXiv:2506.13996, section 5).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
 }
 TILE = 32768
-HELD = "what holds the peak"
+LARGEST = "largest parts at the peak"
 RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
-    ("checkpointed", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
+    ("activation checkpointing", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
     ("+ tiled loss", {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing()}, True, "300K"),
     (
-        "+ inputs in RAM",
+        "+ block inputs in CPU memory",
         {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing(offload="cpu")},
         True,
         "650K",
@@ -67,14 +67,14 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("lightning").setLevel(logging.WARNING)
     table = Table(title=f"Llama-8B, bfloat16, on {args.memory / 1e9:.0f} GB", caption_justify="left")
-    for heading in ("", "predicted", "published", HELD):
-        table.add_column(heading, justify="left" if heading in ("", HELD) else "right", no_wrap=heading != HELD)
+    for heading in ("", "predicted", "published", LARGEST):
+        table.add_column(heading, justify="left" if heading in ("", LARGEST) else "right", no_wrap=heading != LARGEST)
     for name, settings, tiled, published in RUNGS:
         job = job_of(tiled, args.layers)
         found = longest(job, int(args.memory), replace(job.settings, **settings), granule=4096, tokens=32768)
         parts = sorted(found.parts.items(), key=lambda item: -item[1])[:4]
-        held = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts)
-        table.add_row(name, f"{found.tokens / 1024:.0f}K", published, f"{held}; in the {found.phase}")
+        largest = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts)
+        table.add_row(name, f"{found.tokens / 1024:.0f}K", published, f"{largest}; in the {found.phase}")
     Console().print(table)
 
 

@@ -1,4 +1,4 @@
-"""The loss of a projection without whole logits, side by side: ``python -m benchmarks --only loss``.
+"""Compare losses of a projection without full logits: ``python -m benchmarks --only loss``.
 
 Every way computes the mean cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are relative, of
 the worse gradient, against float64; FLOPs and peak are exact, and times are medians of interleaved rounds over whole
@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def loss(
     device: torch.device, sizes: tuple[int, int, int] = (4096, 256, 16384), tiles: int = 16, rounds: int = 7
 ) -> list[Sheet]:
-    """Errors, and costs of ``sizes`` (tokens, width, words)."""
+    """Errors, and costs of ``sizes`` (tokens, hidden_size, vocab_size)."""
     ways = usable(candidates(tiles), device)
     return [errors(ways, device, tiles), costs(ways, device, sizes, tiles, rounds)]
 
@@ -41,7 +41,7 @@ def loss(
 
 
 def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Whole logits, in float32 as transformers' models cast them."""
+    """Full logits, in float32 as transformers' models cast them."""
     return F.cross_entropy(
         F.linear(hidden, weight).float() if hidden.dtype != torch.float64 else F.linear(hidden, weight), labels
     )
@@ -50,7 +50,7 @@ def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def candidates(tiles: int) -> dict[str, Callable[[torch.device], Loss]]:
     """For each way a function that returns its loss, or raises ``ImportError`` with what it needs."""
     return {
-        "whole logits": lambda device: whole,
+        "full logits": lambda device: whole,
         "lt_tiled": lambda device: partial(tiled_linear_cross_entropy, num_shards=tiles),
         "DeepSpeed": partial(_deepspeed, tiles),
         "Cut Cross-Entropy": _cut_cross_entropy,
@@ -118,9 +118,7 @@ def drawn(
 
 
 def gradients(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], scale: float) -> list[Tensor]:
-    """Of the hidden states and the weight, of the loss times ``scale``, also where a way writes them to ``.grad``
-    itself.
-    """
+    """Return the gradients of hidden states and weight, of the loss times ``scale``."""
     hidden, weight, labels = inputs
     for leaf in (hidden, weight):
         leaf.grad = None
@@ -162,9 +160,7 @@ def no_grad_writes(loss: Loss, device: torch.device) -> Cell:
 
 
 def all_ignored(loss: Loss, device: torch.device) -> Cell:
-    """Whether the loss and the gradients of labels that are all ignored are those of whole logits: ``nan`` and
-    zeros.
-    """
+    """Whether loss and gradients with all labels ignored are those of full logits: ``nan`` and zeros."""
     inputs = drawn(100, 64, 101, torch.float32, device, ignore=100)
     try:
         found = gradients(loss, inputs, 1.0)
@@ -180,7 +176,7 @@ def errors(ways: dict[str, Loss | str], device: torch.device, tiles: int) -> She
     headings = ["", "float32", "bfloat16", "loss / 24", "loss x 1024", "half ignored", "all ignored", "no_grad leaves"]
     sheet = Sheet("loss_errors", f"the loss: error of the worse gradient against float64, {tiles} tiles", headings)
     sheet.notes = [
-        f"1000 tokens, 1001 words, {machine(device)}.",
+        f"1000 tokens, a vocabulary of 1001, {machine(device)}.",
         *(f"{name}: {why}." for name, why in ways.items() if isinstance(why, str)),
     ]
     for name, way in ways.items():
@@ -205,26 +201,28 @@ def errors(ways: dict[str, Loss | str], device: torch.device, tiles: int) -> She
 def costs(
     ways: dict[str, Loss | str], device: torch.device, sizes: tuple[int, int, int], tiles: int, rounds: int
 ) -> Sheet:
-    """FLOPs and peak of one forward and backward, and the time over that of whole logits in the same round."""
+    """FLOPs and peak of one forward and backward, and the time over that of full logits in the same round."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = drawn(*sizes, dtype, device)
     runs = {name: partial(gradients, loss, inputs, 1.0) for name, loss in ways.items() if not isinstance(loss, str)}
     times = interleaved({name: partial(seconds_of, run, device) for name, run in runs.items()}, rounds)
     logits = 4 * sizes[0] * sizes[2]
-    title = f"the loss: {sizes[0]} tokens of {sizes[1]}, {sizes[2]} words, {str(dtype)[6:]}, {tiles} tiles, forward and backward"
+    size = f"{sizes[0]} tokens of {sizes[1]}, a vocabulary of {sizes[2]}"
+    title = f"the loss: {size}, {str(dtype)[6:]}, {tiles} tiles, forward and backward"
     sheet = Sheet("loss_costs", title, ["", "FLOPs", "peak / logits", "time, median", "range"])
     sheet.notes = [
-        f"FLOPs and time over whole logits, peak over the {logits / 2**20:.0f} MiB of float32 logits; {rounds} rounds, {machine(device)}."
+        f"FLOPs and time relative to full logits, peak relative to the {logits / 2**20:.0f} MiB of float32 logits;"
+        f" {rounds} rounds, {machine(device)}."
     ]
-    base = flops(runs["whole logits"])
-    unseen = "inside of a kernel"
+    base = flops(runs["full logits"])
+    unseen = "inside a kernel"
     for name, run in runs.items():
         compiled = name == "Cut Cross-Entropy"
         hidden = compiled and device.type == "cpu"
         for leaf in inputs[:2]:
             leaf.grad = None
         peak = 0 if hidden else peak_bytes(run) if device.type == "cpu" else device_peak(run, device)
-        of = ratios(times, name, "whole logits")
+        of = ratios(times, name, "full logits")
         sheet.add(
             name,
             unseen if compiled else f"{flops(run) / base:.2f}",

@@ -1,9 +1,8 @@
-"""The disk tier: rates, what it does to the step time, and what it does when things go wrong: ``python -m benchmarks
---only offload``.
+"""Measure rates of the disk tier and step times with it: ``python -m benchmarks --only offload``.
 
-First the same boundaries are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save``
-and ``torch.load``, with and without ``fsync``, in turn. Then training steps are timed in interleaved rounds:
-checkpointed without offload, with the disk tier, and with one file for each tensor, as trainers have it.
+First the same block inputs are written and read by the disk tier, with and without ``O_DIRECT``, and by ``torch.save``
+and ``torch.load``, with and without ``fsync``, in turn. Then training steps with activation checkpointing are timed in
+interleaved rounds: without offload, with the disk tier, and with one file for each tensor, as other trainers do it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ EACH = "`torch.save`, one file each"
 
 
 def offload(
-    device: torch.device, directory: str, boundaries: int = 32, mib: int = 8, tokens: int = 4096, rounds: int = 7
+    device: torch.device, directory: str, block_inputs: int = 32, mib: int = 8, tokens: int = 4096, rounds: int = 7
 ) -> list[Sheet]:
     """Rates on ``directory``, and step times."""
-    tensors = [torch.randn(mib * 2**18) for _ in range(boundaries)]
+    tensors = [torch.randn(mib * 2**18) for _ in range(block_inputs)]
     return [rates(tensors, directory, rounds), steps(device, tokens, directory, rounds)]
 
 
@@ -55,10 +54,11 @@ def rates(tensors: list[Tensor], directory: str, rounds: int) -> Sheet:
         for name, way in ways.items():
             times[name].append(way())
     total = sum(t.nbytes for t in tensors) / GIB
-    title = f"disk, {len(tensors)} boundaries of {tensors[0].nbytes >> 20} MiB"
-    sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, over next line", "range"])
+    title = f"disk, {len(tensors)} block inputs of {tensors[0].nbytes >> 20} MiB"
+    sheet = Sheet("offload_rates", title, ["", "write, GiB/s", "read, GiB/s", "write, relative to next row", "range"])
     sheet.notes = [
-        f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}. Only `O_DIRECT` reads the disk."
+        f"Medians of {rounds} rounds, {_filesystem(directory)}, {machine(torch.device('cpu'))}."
+        " Only `O_DIRECT` reads the disk."
     ]
     written = {name: [total / write for write, _ in pairs[1:]] for name, pairs in times.items()}
     read = {name: [total / back for _, back in pairs[1:]] for name, pairs in times.items()}
@@ -124,16 +124,14 @@ def _torch_save(tensors: list[Tensor], directory: str, sync: bool) -> Callable[[
 
 
 def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> Sheet:
-    """Step times, each over that of the same step without offload in the same round, and how long steps waited for the
-    disk.
-    """
-    size = Size(tokens=tokens, hidden=512, wide=1536, layers=4)
+    """Return step times relative to the same step without offload, and the time that steps stalled."""
+    size = Size(tokens=tokens, hidden=512, intermediate=1536, layers=4)
     ids = torch.randint(512, (1, size.tokens), device=device)
     policies = {
         "no offload": Checkpointing(),
         "disk tier, `O_DIRECT`": Checkpointing(offload="disk", directory=directory),
         "disk tier, page cache": Checkpointing(offload="disk", directory=directory, direct_io=False),
-        **({"RAM": Checkpointing(offload="cpu")} if device.type == "cuda" else {}),
+        **({"CPU memory": Checkpointing(offload="cpu")} if device.type == "cuda" else {}),
         EACH: Checkpointing(),
     }
     with ExitStack() as stack:
@@ -149,7 +147,7 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
     sheet = Sheet(
         "offload_steps",
         f"a training step with offload, {tokens} tokens",
-        ["", "over no offload, median", "range", "stall, of all steps"],
+        ["", "relative to no offload, median", "range", "stalled, of all steps"],
     )
     sheet.notes = [f"{rounds} rounds, {machine(device)}."]
     for name in ways:
@@ -160,9 +158,7 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
 
 
 def _one_file_each(model: nn.Module, step: Callable[[], float], folder: Path) -> Callable[[], float]:
-    """The step with the inputs of all blocks but the last in files of their own, each written and read where it is
-    met.
-    """
+    """Run the step with the input of each block but the last in a file of its own."""
     count, wanted = 0, set[int]()
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:

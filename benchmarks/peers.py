@@ -50,7 +50,7 @@ def tile_with(name: str, module: nn.Module, shards: int) -> None:
 
 
 def roll_call(everyone: list[Peer]) -> Sheet:
-    """Who is measured here, and who is not and why."""
+    """Return a table of the packages that are measured, and why others are not."""
     sheet = Sheet("peers", "tiled MLPs on this machine", ["", ""])
     for peer in everyone:
         sheet.add(

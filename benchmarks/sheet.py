@@ -1,4 +1,4 @@
-"""What a benchmark finds: a table for the terminal, for Markdown and for JSON."""
+"""Tables of benchmarks, for the terminal, for Markdown and for JSON."""
 
 from __future__ import annotations
 
@@ -14,36 +14,34 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure, and whether it is as it should be (``None`` where that is no question)."""
+    """A figure with its verdict: good, bad, or ``None`` for no verdict."""
 
     text: str
     good: bool | None = None
 
     @property
     def marked(self) -> str:
-        """The text, with a mark where it is a verdict."""
+        """Return the text, with a mark if it has a verdict."""
         return self.text if self.good is None else f"{'✓' if self.good else '✗'} {self.text}".rstrip()
 
 
 @dataclass
 class Sheet:
-    """One table. ``name`` is its place in the documentation: between ``<!-- benchmark: NAME -->`` and ``<!-- end
-    -->``.
-    """
+    """One table. It is written between ``<!-- benchmark: NAME -->`` and ``<!-- end -->`` of the documentation."""
 
     name: str
     title: str
     headings: list[str]
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Each a sentence, below the table."""
+    """Sentences below the table."""
 
     def add(self, *cells: Cell | str) -> None:
-        """One more row; plain strings are cells without a verdict."""
+        """Add a row. Plain strings are cells without a verdict."""
         self.rows.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in cells])
 
     def table(self) -> Table:
-        """For ``rich`` to print."""
+        """Return the table for ``rich``."""
         table = Table(
             title=self.title, caption=escape(" ".join(self.notes)), caption_justify="left", title_justify="left"
         )
@@ -54,7 +52,7 @@ class Sheet:
         return table
 
     def markdown(self) -> str:
-        """With its notes, and without its title."""
+        """Return the table with its notes and without its title."""
         lines = [self.headings, ["---"] * len(self.headings), *([cell.marked for cell in row] for row in self.rows)]
         table = "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
         return "\n\n".join([table, *([" ".join(self.notes)] if self.notes else [])])
@@ -66,7 +64,7 @@ def _colored(cell: Cell) -> str:
 
 
 def machine(device: torch.device) -> str:
-    """What was measured on."""
+    """Describe the machine."""
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -76,17 +74,17 @@ def machine(device: torch.device) -> str:
 
 
 def device_at_hand() -> torch.device:
-    """The GPU, or the CPU where there is none."""
+    """Return the GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, or its kind where it says nothing."""
+    """Return the first line of an error, or its class name if it has no message."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def version_of(package: str) -> str:
-    """That which is installed."""
+    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -94,5 +92,5 @@ def version_of(package: str) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """The least to the greatest."""
+    """Format the range of the values."""
     return f"{min(values):.2f} to {max(values):.2f}"

@@ -1,8 +1,7 @@
 """Step times side by side: ``python -m benchmarks --only step_time``.
 
-Each round times one training step (forward and backward) of a Llama with its blocks checkpointed, once untiled and once
-in each peer's tiles; the order turns round with every round. A ratio is that of two steps of one round, so that what
-else the machine does weighs on both.
+Each round times one training step of a Llama with activation checkpointing, once untiled and once with the tiles of
+each package, in a rotating order. A ratio compares two steps of one round, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.costs import Size, checkpointed, llama, loss_of
+from benchmarks.costs import Size, llama, loss_of, with_checkpointing
 from benchmarks.peers import Peer
 from benchmarks.sheet import Cell, Sheet, machine, spread
 
-QUICK = Size(tokens=2048, hidden=256, wide=1024, layers=2, shards=2)
-HERE = Size(tokens=4096, hidden=512, wide=1536, layers=2, shards=4)
-ON_GPU = Size(tokens=32768, hidden=4096, wide=14336, layers=2, shards=8)
+QUICK = Size(tokens=2048, hidden=256, intermediate=1024, layers=2, shards=2)
+HERE = Size(tokens=4096, hidden=512, intermediate=1536, layers=2, shards=4)
+ON_GPU = Size(tokens=32768, hidden=4096, intermediate=14336, layers=2, shards=8)
 
 
 def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9, quick: bool = False) -> list[Sheet]:
@@ -32,13 +31,16 @@ def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9, quick
     ids = torch.randint(512, (1, size.tokens), device=device)
     names = ["untiled", *(peer.name for peer in everyone if peer.tile is not None)]
     with ExitStack() as stack:
-        steps = {name: step_of(stack.enter_context(checkpointed(model, name, size.shards)), ids) for name in names}
+        steps = {
+            name: step_of(stack.enter_context(with_checkpointing(model, name, size.shards)), ids) for name in names
+        }
         times = interleaved(steps, rounds)
         peaks = {name: device_peak(step, device) for name, step in steps.items()} if device.type == "cuda" else {}
-    title = f"a training step, {size.layers} checkpointed layers of {size.hidden}, {size.tokens} tokens in {size.shards} tiles"
-    headings = ["", "median [s]", "over untiled, median", "range", *(["peak allocated [GiB]"] if peaks else [])]
+    work = f"{size.layers} layers of {size.hidden} with activation checkpointing"
+    title = f"a training step, {work}, {size.tokens} tokens in {size.shards} tiles"
+    headings = ["", "median [s]", "relative to untiled, median", "range", *(["peak allocated [GiB]"] if peaks else [])]
     sheet = Sheet("step_time", title, headings)
-    sheet.notes = [f"{rounds} rounds, {str(dtype)[6:]}, {machine(device)}; ✓ who is fastest of those that tile."]
+    sheet.notes = [f"{rounds} rounds, {str(dtype)[6:]}, {machine(device)}; ✓ fastest tiled MLP."]
     medians = {name: statistics.median(ratios(times, name, "untiled")) for name in names}
     for name in names:
         of = ratios(times, name, "untiled")
@@ -93,9 +95,7 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def device_peak(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that the GPU's allocator had given out at once, beyond those before, where nothing of an earlier run may be
-    left.
-    """
+    """Return the peak of allocated GPU memory of a run, without what was allocated before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()

@@ -1,11 +1,10 @@
-"""Train a GPT of your own, in plain torch, with Fabric on any engine.
+"""Train a GPT in plain PyTorch with Fabric on any engine.
 
-The name of the strategy is all that changes between one GPU and ZeRO-3, and between tiled and not: ``auto``, ``ddp``,
-``tiled``, ``tiled_ddp``, ``tiled_fsdp``, ``tiled_fsdp2``, ``tiled_deepspeed_stage_3``. Tokens are the bytes of a text
-file.
+Only the name of the strategy changes between one GPU and ZeRO-3, with and without tiling: ``auto``, ``ddp``, ``tiled``,
+``tiled_ddp``, ``tiled_fsdp``, ``tiled_fsdp2``, ``tiled_deepspeed_stage_3``. Tokens are the bytes of a text file.
 
-    python examples/gpt_fabric.py --text book.txt --strategy tiled_fsdp2 --devices 8 --seq-len 65536 --width 1024
-    --depth 24 python examples/gpt_fabric.py --strategy tiled_ddp --devices 2 --accelerator cpu
+    python examples/gpt_fabric.py --text book.txt --strategy tiled_fsdp2 --devices 8 --seq-len 65536 --depth 24
+    python examples/gpt_fabric.py --strategy tiled_ddp --devices 2 --accelerator cpu
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from lt_tiled.report import Report
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -41,12 +40,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """What is tiled: it works on each token by itself."""
+    """The module that is tiled: it is position-wise."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(x)))
@@ -54,12 +53,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """What is checkpointed, and what FSDP shards by itself."""
+    """A layer under activation checkpointing, and an FSDP unit."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2, self.mlp = nn.LayerNorm(width), MLP(width)
+        self.norm1, self.attention = nn.LayerNorm(hidden), Attention(hidden, heads)
+        self.norm2, self.mlp = nn.LayerNorm(hidden), MLP(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -68,30 +67,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Called with bytes, ``[B, S]``, it returns its loss on them."""
+    """A language model of bytes. It returns its loss on ``ids`` of shape ``[B, S]``."""
 
-    def __init__(self, width: int, depth: int, heads: int, seq_len: int) -> None:
+    def __init__(self, hidden: int, depth: int, heads: int, seq_len: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(seq_len, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.tokens, self.positions = nn.Embedding(256, hidden), nn.Embedding(seq_len, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 256, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        # In forward, because engines that shard weights gather the head's here.
+        # In forward, because engines that shard weights all-gather the head here.
         return tiled_linear_cross_entropy(self.norm(x), self.head.weight, ids, shift=True)
 
 
 def main() -> None:
     """Train, and save the weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="by default a source file of Python")
     parser.add_argument(
-        "--text", type=Path, default=Path(argparse.__file__), help="by default a text that every Python has"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("gpt.ckpt"), help="a file, or a directory where the engine shards"
+        "--output", type=Path, default=Path("gpt.ckpt"), help="a file, or a directory if the engine shards"
     )
     parser.add_argument("--strategy", default="tiled")
     parser.add_argument("--accelerator", default="auto")
@@ -100,7 +97,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -111,11 +108,11 @@ def main() -> None:
     )
     fabric.launch()
     fabric.seed_everything(1)
-    gpt = GPT(args.width, args.depth, args.heads, args.seq_len)
+    gpt = GPT(args.hidden_size, args.depth, args.heads, args.seq_len)
     model, optimizer = fabric.setup(gpt, torch.optim.AdamW(gpt.parameters(), lr=args.learning_rate))
 
     text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8)
-    draw = torch.Generator().manual_seed(fabric.global_rank)  # other text on each rank
+    draw = torch.Generator().manual_seed(fabric.global_rank)  # each rank draws other text
     memory = PeakMemory(fabric.device)
     for step in range(args.steps):
         starts = torch.randint(len(text) - args.seq_len, (args.batch_size,), generator=draw)

@@ -1,8 +1,8 @@
-"""Fine-tune a causal language model of Hugging Face with LoRA, on long sequences of your own text.
+"""Fine-tune a causal language model of Hugging Face with LoRA, on long context of your own text.
 
-The LightningModule is an ordinary one around transformers and peft. Only the strategy knows of tiles: it runs the MLPs
-and the loss tile by tile and keeps of each block its input. Model and tokenizer come from a local directory, as
-``save_pretrained`` writes them. It needs ``pip install 'lt-tiled[hf]' peft``.
+The LightningModule is an ordinary one with transformers and peft. The strategy runs the MLPs and the loss tile by tile
+and turns on activation checkpointing. Model and tokenizer come from a local directory, as ``save_pretrained`` writes
+them. It needs ``pip install 'lt-tiled[hf]' peft``.
 
     python examples/lora.py path/to/model "path/to/*.txt" --seq-len 32768
     python examples/lora.py path/to/model "path/to/*.txt" --seq-len 2048 --accelerator cpu --devices 2
@@ -20,13 +20,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lt_tiled import TiledDDPStrategy, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import TiledDDPStrategy, TiledSingleDeviceStrategy
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.lm import TextFiles
 
 
 class LoRA(L.LightningModule):
-    """A causal language model of which the adapters alone train."""
+    """A causal language model that trains only its adapters."""
 
     def __init__(self, directory: Path, rank: int, learning_rate: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class LoRA(L.LightningModule):
         )
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        # With labels the model computes its loss itself, and the strategy can tile it.
+        # With labels, the model computes its loss itself, and the strategy can tile it.
         loss: Tensor = self.model(**batch, labels=batch["input_ids"], use_cache=False).loss
         return loss
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a local directory with a model and its tokenizer")
     parser.add_argument("text", help="a file, a directory or a glob")
-    parser.add_argument("--output", type=Path, default=Path("adapter"), help="where the adapter goes")
+    parser.add_argument("--output", type=Path, default=Path("adapter"), help="directory for the adapter")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rank", type=int, default=16)
@@ -74,8 +74,8 @@ def main() -> None:
     data = TextFiles(args.text, tokenizer=str(args.model), seq_len=args.seq_len)
     tiled = TiledSingleDeviceStrategy if args.devices == 1 else TiledDDPStrategy
     trainer = L.Trainer(
-        # checkpointing="cpu" and "disk" also move the blocks' inputs off the device.
-        strategy="auto" if args.untiled else tiled(tiling=Tiling(loss=True), checkpointing=True),
+        # checkpointing="cpu" or "disk" also offloads the block inputs.
+        strategy="auto" if args.untiled else tiled(checkpointing=True, loss=True),
         accelerator=args.accelerator,
         devices=args.devices,
         max_steps=args.steps,

@@ -1,8 +1,7 @@
 """Train a vision-language model of Hugging Face on two devices, sharded by FSDP.
 
-An image becomes hundreds of tokens. The strategy runs the MLPs of both towers and the loss tile by tile; the rest stays
-as it is. The model is a LLaVA from a local directory, or a small one with random weights. It needs ``pip install
-'lt-tiled[hf]' pillow``.
+An image becomes hundreds of tokens. The strategy runs the MLPs of both towers and the loss tile by tile. The model is a
+LLaVA from a local directory, or a small one with random weights. It needs ``pip install 'lt-tiled[hf]' pillow``.
 
     python examples/vision_language.py --model path/to/llava
     python examples/vision_language.py --accelerator cpu
@@ -23,14 +22,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lt_tiled import TiledFSDPStrategy, Tiling
+from lt_tiled import TiledFSDPStrategy
 from lt_tiled.callbacks import TilingReport
 
 HALVES = {"left": (0, 0, 32, 64), "right": (32, 0, 64, 64), "upper": (0, 0, 64, 32), "lower": (0, 32, 64, 64)}
 
 
 class Pictures(Dataset[tuple[Image.Image, str]]):
-    """Drawings of one coloured half, each with a sentence about it: put your own images and texts here."""
+    """Drawings of one colored half, each with a sentence about it. Put your own images and texts here."""
 
     def __init__(self, seeds: range) -> None:
         self.seeds = seeds
@@ -40,14 +39,14 @@ class Pictures(Dataset[tuple[Image.Image, str]]):
 
     def __getitem__(self, index: int) -> tuple[Image.Image, str]:
         draw = random.Random(self.seeds[index])
-        colour, half = draw.choice(("red", "green", "blue", "black")), draw.choice(list(HALVES))
+        color, half = draw.choice(("red", "green", "blue", "black")), draw.choice(list(HALVES))
         image = Image.new("RGB", (64, 64), "white")
-        image.paste(colour, HALVES[half])
-        return image, f"The {half} half is {colour}."
+        image.paste(color, HALVES[half])
+        return image, f"The {half} half is {color}."
 
 
 class VisionLanguage(L.LightningModule):
-    """A LLaVA that learns to say the texts, with its vision tower frozen, as is usual for it."""
+    """A LLaVA that learns the texts. Its vision tower is frozen."""
 
     def __init__(self, model: hf.LlavaForConditionalGeneration, learning_rate: float) -> None:
         super().__init__()
@@ -70,8 +69,9 @@ class VisionLanguage(L.LightningModule):
 
 
 def build(directory: Path | None) -> tuple[hf.LlavaForConditionalGeneration, Any]:
-    """A LLaVA and its processor; without a directory a small one, with random weights, bytes for tokens and 256 patches
-    per image.
+    """Load a LLaVA and its processor.
+
+    Without a directory, build a small one with random weights, bytes as tokens and 256 patches per image.
     """
     if directory is not None:
         model = hf.LlavaForConditionalGeneration.from_pretrained(directory, local_files_only=True)
@@ -114,13 +114,13 @@ def main() -> None:
         texts = [f"{processor.image_token}\n{text}" for _, text in samples]
         batch = dict(processor(images=[image for image, _ in samples], text=texts, padding=True, return_tensors="pt"))
         said = batch["attention_mask"].bool() & (batch["input_ids"] != processor.image_token_id)
-        return batch | {"labels": batch["input_ids"].where(said, -100)}  # the loss is of the text alone
+        return batch | {"labels": batch["input_ids"].where(said, -100)}  # only the text counts in the loss
 
     train = DataLoader(Pictures(range(1000)), args.batch_size, shuffle=True, collate_fn=collate)
     held_out = DataLoader(Pictures(range(1000, 1032)), args.batch_size, collate_fn=collate)
     lit = VisionLanguage(model, args.learning_rate)
     trainer = L.Trainer(
-        strategy="ddp" if args.untiled else TiledFSDPStrategy(tiling=Tiling(loss=True)),
+        strategy="ddp" if args.untiled else TiledFSDPStrategy(loss=True),
         accelerator=args.accelerator,
         devices=args.devices,
         max_steps=args.steps,
@@ -132,7 +132,7 @@ def main() -> None:
     before = trainer.validate(lit, held_out, verbose=False)[0]["val_loss"]
     trainer.fit(lit, train, held_out)
     after = trainer.validate(lit, held_out, verbose=False)[0]["val_loss"]
-    trainer.save_checkpoint(args.output, weights_only=True)  # on every rank: each has its shard
+    trainer.save_checkpoint(args.output, weights_only=True)  # on every rank, because each has a shard
     trainer.print(f"held-out loss {before:.5f} -> {after:.5f}; the weights are in {args.output}")
 
 

@@ -1,84 +1,124 @@
-"""Every code block of the README and of the pages runs, as its reader would run it."""
+"""Every code block of the README and of the pages runs as its reader would run it."""
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
 import re
+import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.docs.conftest import Shell
-from tests.docs.documents import DOCUMENTS, ROOT, RUN, SHOWN, Block, blocks, having, name_of, script
+from tests.docs.documents import DOCUMENTS, ROOT, Block, blocks, name_of
 
-# Fails with the document's own line, and shows the command.
-_STRICT = """set -euo pipefail; trap 'echo "line $LINENO of the document: $BASH_COMMAND" >&2' ERR;"""
-
-
-def files_of(document: Path) -> None:
-    """Put the files that a document shows into this folder; beside them those of a checkout, but for pages that do
-    without.
-    """
-    named = [block for block in blocks(document) if block.file is not None]
-    assert len(named) == len({block.file for block in named}), "two blocks with one name"
-    for block in named:
-        assert block.file is not None
-        Path(block.file).write_text(script([block]) if block.file.endswith(".py") else block.code)
-    if "start" not in document.parts:
-        for name in ("configs", "constraints.txt", "pyproject.toml"):
-            Path(name).symlink_to(ROOT / name)
+FORKS = mp.get_context("forkserver")
+"""The server imports the package once, and each command runs in a fork of it."""
+FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"}
+LIMITS = ("limit_train_batches=1", "limit_val_batches=1", "val_check_interval=1.0", "max_epochs=1")
+SECONDS = 600
 
 
-def simplified(line: str) -> str:
-    """A line without its numbers, the widths of its columns and its ends."""
+def _start(words: list[str], printed: str) -> None:
+    """Become ``python`` or ``lt-tiled`` with the given arguments. Runs in a fork."""
+    os.environ.update(ENVIRONMENT)
+    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    module = words[2] if words[:2] == ["python", "-m"] else None
+    sys.argv = words[2:] if module else words[1:]
+    sys.path[0] = os.getcwd()
+    if words[0] == "lt-tiled":
+        import lt_tiled.cli
+
+        sys.argv = [str(Path(sys.executable).with_name("lt-tiled")), *words[1:]]
+        sys.modules["__main__"] = ModuleType("__main__")  # Lightning starts other ranks by what is the main module
+        lt_tiled.cli.main()
+    elif module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _exists(words: list[str]) -> bool:
+    """Whether what a command of this repository names is in the repository. The command does not run."""
+    if words[:3] == ["python", "-m", "lt_tiled"] or words[0] not in ("python", "pip", "pytest", "bash", "sphinx-build"):
+        return False
+    if words[0] == "python" and words[1] != "-m":
+        return False
+    if words[0] == "python":
+        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists() or (ROOT / words[2]).is_dir(), words[2]
+    for word in words[1:]:
+        if "/" in word and not word.startswith("-"):
+            assert (ROOT / word.partition("::")[0]).exists() or word.startswith("build/"), word
+    for extra in re.findall(r"(?:lt-tiled|\.)\[(\w+)\]", " ".join(words)):
+        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
+    return True
+
+
+def run(command: str, more: str, printed: Path) -> None:
+    """Run one command in this folder, and append what it prints."""
+    words = shlex.split(command, comments=True)
+    if not words or _exists(words):
+        return
+    if words[0] in ("python", "lt-tiled"):
+        if "fit" in words and not any("help" in word or "print_config" in word for word in words):
+            words += [f"--trainer.{limit}" for limit in LIMITS]
+        process = FORKS.Process(target=_start, args=([*words, *shlex.split(more)], str(printed)), daemon=True)
+        process.start()
+        process.join(SECONDS)
+        code = process.exitcode
+        process.kill()
+    else:
+        with printed.open("a") as file:
+            code = subprocess.run(command, shell=True, stdout=file, stderr=file, timeout=SECONDS).returncode
+    assert code == 0, f"{command}\n{printed.read_text()}"
+
+
+def _simplified(line: str) -> str:
+    """Return a line without its numbers and without padding."""
     line = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", line)
     return re.sub(r"[━─]+", "─", re.sub(r"\s+", " ", line)).strip()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_languages(document: Path) -> None:
-    """Every code block says its language, and it is one whose blocks are run, or one of output."""
-    found = {block.line: block.language for block in blocks(document) if block.file is None}
-    assert not {line: language for line, language in found.items() if language not in RUN + SHOWN}
+def _script(parts: list[Block]) -> str:
+    """Join blocks of Python, each on its own lines of the document, so that a traceback names them."""
+    lines: list[str] = []
+    for block in parts:
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("document", having("python"), ids=name_of)
-def test_python(document: Path, shell: Shell) -> None:
-    """The Python blocks of a document run, one after the other, as one script."""
-    files_of(document)
-    program = Path(document.stem + ".py")
-    program.write_text(script(b for b in blocks(document) if b.language == "python" and b.file is None))
-    Path("run.sh").write_text(f"python {program}\n")
-    shell(Path("run.sh"))
-
-
-@pytest.mark.parametrize("document", having("sh"), ids=name_of)
-def test_commands(document: Path, shell: Shell) -> None:
-    """The commands of a document run, on the files that it shows, and print what it says that they print, but for
-    numbers.
-    """
-    files_of(document)
-    program = Path("run.sh")
-    lines = script(b for b in blocks(document) if b.language == "sh").splitlines()
-    program.write_text("\n".join([_STRICT, *lines[1:], ""]))
-    printed = {simplified(line) for line in shell(program).splitlines()}
-    expected = [simplified(line) for b in blocks(document) if b.output for line in b.code.splitlines()]
-    missing = [line for line in expected if line not in ("", "...") and not any(line in other for other in printed)]
-    assert not missing, "\n".join(["not printed:", *missing, "but:", *sorted(printed)])
-
-
-def _unnamed(document: Path) -> list[Block]:
-    return [b for b in blocks(document) if b.language == "yaml" and b.file is None]
-
-
-@pytest.mark.parametrize("document", having("yaml"), ids=name_of)
-def test_yaml(document: Path, shell: Shell) -> None:
-    """A YAML block that is no file for the commands of its document is a configuration that the command line
-    understands.
-    """
-    files_of(document)
-    lines = []
-    for block in _unnamed(document):
-        Path(f"line_{block.line}.yaml").write_text(block.code)
-        lines.append(f"lt-tiled fit --config line_{block.line}.yaml --print_config > /dev/null")
-    Path("run.sh").write_text("\n".join([_STRICT, *lines, ""]))
-    shell(Path("run.sh"))
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d)], ids=name_of)
+def test_code_blocks(document: Path) -> None:
+    """The commands, the Python and the configurations of a document run, and print what it says that they print."""
+    if "start" not in document.parts:  # those begin in an empty folder
+        for name in ("configs", "constraints.txt", "pyproject.toml"):
+            Path(name).symlink_to(ROOT / name)
+    found = blocks(document)
+    assert {block.language for block in found} <= {"python", "sh", "yaml", "text"}
+    for block in found:
+        if block.direction == "file":
+            Path(block.argument).write_text(block.code)
+    printed = Path("printed.txt")
+    printed.touch()
+    if python := [block for block in found if block.runs and block.language == "python"]:
+        Path("blocks.py").write_text(_script(python))
+        run("python blocks.py", "", printed)
+    for block in found:
+        if block.runs and block.language == "yaml":
+            Path("block.yaml").write_text(block.code)
+            run("lt-tiled fit --config block.yaml --print_config", "", printed)
+        if block.runs and block.language == "sh":
+            for line in block.code.splitlines():
+                for command in line.split(" && "):
+                    run(command, block.argument, printed)
+    lines = {_simplified(line) for line in printed.read_text().splitlines()}
+    expected = [_simplified(line) for b in found if b.direction == "output" for line in b.code.splitlines()]
+    missing = [line for line in expected if line and not any(line in other for other in lines)]
+    assert not missing, "\n".join(["not printed:", *missing, "but:", *sorted(lines)])

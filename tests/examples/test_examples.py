@@ -90,7 +90,7 @@ def lora(llama: Path) -> tuple[Run, Run]:
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    args = ["--devices=2", "--seq-len=2048", "--width=64", "--depth=2", "--steps=5", "--learning-rate=0.01"]
+    args = ["--devices=2", "--seq-len=2048", "--hidden-size=64", "--depth=2", "--steps=5", "--learning-rate=0.01"]
     return run_both(
         "gpt_fabric.py",
         tmp_path_factory.mktemp("gpt"),
