@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled import Checkpointing, OffloadDiskFull, OffloadError
-from lt_tiled.errors import hooks
+from lt_tiled.offload import offloader as hooks
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Boundary, Offloader
 from tests.offload.faults import each_call, fail, nothing, nth_call

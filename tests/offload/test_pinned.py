@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from lt_tiled.errors import pinned
+from lt_tiled.offload import pinned
 from lt_tiled.offload.pinned import Slabs
 
 
