@@ -14,7 +14,6 @@ import pytest
 from tests.docs.documents import ROOT
 from tests.docs.shim import COMMANDS, WARM
 
-START_SECONDS = 120
 Shell = Callable[[Path], str]
 
 
@@ -36,10 +35,10 @@ def _commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     warm = subprocess.Popen(
         [sys.executable, "-m", "tests.docs.warm", address], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL
     )
-    end = time.monotonic() + START_SECONDS
+    end = time.monotonic() + LIMIT
     while not Path(address).exists():
         assert warm.poll() is None, "the process that runs the commands has ended"
-        assert time.monotonic() < end, f"the process that runs the commands has not started within {START_SECONDS} s"
+        assert time.monotonic() < end, f"the process that runs the commands has not started within {LIMIT} s"
         time.sleep(0.05)
     yield environment
     warm.kill()
@@ -57,7 +56,7 @@ def shell(_commands: dict[str, str]) -> Shell:
             ["/bin/bash", str(script)],
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=LIMIT,
             env=_commands,
             stdin=subprocess.DEVNULL,
             check=False,
