@@ -1,4 +1,4 @@
-"""Fixtures: worlds of ranks, a clean place for what runs write, and the GPU mark."""
+"""Tiers of tests, worlds of ranks, and a clean folder and environment for each test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,42 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import guard
 from tests.world import World
+
+TESTS = Path(__file__).parent
+ON_RANKS = {"world", "deepspeed_world", "on_ranks"}
+"""Fixtures that run ranks."""
+SLOW = (
+    "benchmarks/",
+    "callbacks/test_sequence_length_finder.py::test_memory_that_really_ends",
+    "docs/",
+    "engines/test_launch.py",
+    "engines/test_setup.py::test_one_device",
+    "examples/",
+    "lm/test_causal.py::test_flex_attention",
+    "offload/test_processes.py",
+    "planner/test_auto.py",
+    "planner/test_command.py",
+    "planner/test_plan.py::test_cheapest",
+    "planner/test_plan.py::test_longest",
+    "planner/test_prediction.py",
+    "strategies/test_strategies.py::test_compiled_lightning_module",
+    "strategies/test_strategies.py::test_deepspeed_is_not_installed",
+    "test_cli.py::test_configs_differ_in_the_strategy_alone",
+    "test_cli.py::test_every_config_on_two_cpu_ranks",
+    "test_cli.py::test_help_shows_all_arguments",
+    "test_cli.py::test_offload_configs",
+    "test_cli.py::test_quickstart",
+    "test_release.py",
+    "test_world.py",
+    "tiling/test_architectures.py",
+)
+"""Starts of the names of tests outside the quick tier: they start processes, or take seconds."""
+
+
+def pytest_configure() -> None:
+    guard()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,23 +55,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports made stays: collecting garbage need not look at it again, and the package's and the tests' own
-    calls are many.
-    """
+    """Exempt what the imports made from garbage collection, which tests call often."""
     gc.collect()
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
+    """Mark the quick tier, and skip the GPU tests on a machine without a GPU."""
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if item.get_closest_marker("gpu"):
+            if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            continue
+        name = f"{os.path.relpath(item.path, TESTS)}::{item.name}"
+        if not ON_RANKS & set(item.fixturenames) and not name.startswith(SLOW):
+            item.add_marker("quick")
 
 
 @pytest.fixture(autouse=True)
 def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test runs in a folder of its own, and what Lightning leaves in the environment is put back."""
+    """Run each test in its own folder, and restore the environment that Lightning changes."""
     before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     yield
@@ -60,11 +100,11 @@ def _two_deepspeed_ranks() -> Iterator[World]:
 
 @pytest.fixture
 def deepspeed_world(_two_deepspeed_ranks: World) -> World:
-    """Two more: ZeRO-3 leaves ``torch.nn.functional.linear`` replaced in its process."""
+    """Return two more ranks, because ZeRO-3 leaves ``torch.nn.functional.linear`` replaced in its process."""
     return _two_deepspeed_ranks
 
 
 @pytest.fixture
 def world(_two_ranks: World) -> World:
-    """Two gloo ranks that live for the session."""
+    """Return two gloo ranks that live for the session."""
     return _two_ranks

@@ -1,37 +1,78 @@
-"""Scripts that tests start as users do, with ranks of their own: every wait has a limit, and nothing is left of
-them.
-"""
+"""Start scripts as users do, and end every process of a run of the tests, however the run ends."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
+import sys
+import time
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+LIMIT = 900
+"""Seconds that a wait may take. A machine under load stays below it; a hang reaches it and fails the test."""
+RUNS = "LT_TILED_TEST_RUNS"
+"""The environment variable that processes inherit: the tokens of the runs that started them, outermost first."""
 
 
-def start(*command: str, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
-    """On one thread for each rank, with the repository on its path, in a session of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=pipe, stderr=both, text=True, start_new_session=True
-    )
+class Script(subprocess.Popen[str]):
+    """A command with one thread per rank, the repository on its path, and a session of its own."""
+
+    def __init__(self, *command: str, cwd: Path | None = None, **env: str) -> None:
+        self.token = uuid.uuid4().hex
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+        environment[RUNS] = os.environ.get(RUNS, "") + self.token
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        super().__init__(command, cwd=cwd, env=environment, stdout=pipe, stderr=both, text=True, start_new_session=True)
 
 
-def finish(runs: Sequence[subprocess.Popen[str]], limit: float) -> tuple[list[int], list[str]]:
-    """Exit codes and what each printed; whatever is left of the runs after the limit, in seconds, their children too,
-    is killed.
-    """
+def finish(runs: Sequence[Script], limit: float = LIMIT) -> tuple[list[int], list[str]]:
+    """Return the exit codes and outputs of scripts; kill what is left of them, and of their children, at the end."""
     try:
         printed = [run.communicate(timeout=limit)[0] for run in runs]
     finally:
         for run in runs:
-            try:
-                os.killpg(run.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            kill(run.token)
     return [run.returncode for run in runs], printed
+
+
+def alive(token: str) -> list[int]:
+    """Return the ids of the other processes that inherited a token, zombies excluded."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            if token.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+def kill(token: str) -> None:
+    """Kill the processes that inherited a token, and those that they start meanwhile."""
+    while found := alive(token):
+        for process in found:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+@functools.cache
+def guard() -> subprocess.Popen[bytes]:
+    """Start a process that kills all descendants of this process when this process ends, even by SIGKILL."""
+    token = uuid.uuid4().hex
+    command = [sys.executable, "-IS", __file__, str(os.getpid()), token]
+    quiet = subprocess.DEVNULL
+    guardian = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    os.environ[RUNS] = os.environ.get(RUNS, "") + token
+    return guardian
+
+
+if __name__ == "__main__":
+    parent, inherited = int(sys.argv[1]), sys.argv[2]
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    kill(inherited)

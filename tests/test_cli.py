@@ -16,6 +16,7 @@ import yaml
 
 from lt_tiled.cli import main
 from tests.models import tiny_llama
+from tests.processes import LIMIT
 from tests.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -163,7 +164,7 @@ def test_both_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "num_shards=4 and tile_tokens=512" in printed
 
 
-def run(*command: str, timeout: float = 150) -> str:
+def run(*command: str, timeout: float = LIMIT) -> str:
     """Run a command with the interpreter of the tests, and return what it prints."""
     # One thread: several ranks share the machine's cores. No colours and a wide terminal, to read what is printed.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}

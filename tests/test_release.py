@@ -23,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     (built,) = folder.glob("*.whl")
     return built
@@ -48,7 +48,7 @@ def test_quickstart_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)],
         check=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     command = f"import sys, lt_tiled.cli; print(lt_tiled.__file__); sys.argv[1:] = {SHORT!r}; lt_tiled.cli.main()"
     done = subprocess.run(
@@ -57,7 +57,7 @@ def test_quickstart_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(site), "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(site))

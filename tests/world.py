@@ -1,6 +1,4 @@
-"""Persistent worlds of gloo ranks: imports and the process group are paid once per session, and a world that failed is
-replaced.
-"""
+"""Persistent worlds of gloo ranks: a session imports and starts a process group once, and replaces a failed world."""
 
 from __future__ import annotations
 
@@ -15,20 +13,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 90
-COLLECTIVE_SECONDS = 60
+from tests.processes import LIMIT, guard
 
 
 class RanksFailed(AssertionError):
-    """What the ranks of a world said."""
+    """The tracebacks of the ranks that failed."""
 
 
 class World:
-    """``world(fn, *args)`` runs ``fn(*args)`` on every rank and returns the ranks' results; ``fn`` is a function of a
-    module.
+    """Two or more ranks: ``world(fn, *args)`` runs ``fn(*args)`` on each and returns the results in rank order.
 
-    The ranks find each other through a file, so no port is taken. A failure on any rank is raised with every rank's
-    traceback, and the ranks, some of which may wait in a collective, are killed and started anew for the next test.
+    ``fn`` is a function of a module, so that it can be pickled. The ranks find each other through a file and take no
+    port. If a rank fails, the call raises the tracebacks of all ranks and kills them, because some may wait in a
+    collective; the next call starts new ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,7 +34,7 @@ class World:
         self._ranks: list[Any] = []
         self._meeting: tempfile.TemporaryDirectory[str] | None = None
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
         if not self._ranks:
             self._start()
         for pipe in self._pipes:
@@ -46,12 +43,12 @@ class World:
         if all(answer is not None and answer[0] for answer in answers):
             return [answer[1] for answer in answers if answer is not None]
         self.kill()
-        told = [
+        failures = [
             f"rank {rank}: {a[1] if a else f'no answer within {timeout} s'}"
             for rank, a in enumerate(answers)
             if not (a and a[0])
         ]
-        raise RanksFailed("\n".join(told))
+        raise RanksFailed("\n".join(failures))
 
     def _collect(self, timeout: float) -> list[tuple[bool, Any] | None]:
         answers: list[tuple[bool, Any] | None] = [None] * self.size
@@ -71,6 +68,7 @@ class World:
         return answers
 
     def _start(self) -> None:
+        guard()
         context = mp.get_context("spawn")
         self._meeting = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(self.size)]
@@ -82,14 +80,14 @@ class World:
         ]
         for rank in self._ranks:
             rank.start()
-        if any(answer is None for answer in self._collect(START_SECONDS)):
+        if any(answer is None for answer in self._collect(LIMIT)):
             self.kill()
-            raise RanksFailed(f"the {self.size} ranks did not start within {START_SECONDS} s")
+            raise RanksFailed(f"the {self.size} ranks did not start within {LIMIT} s")
 
     def kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
-            rank.join(10)
+            rank.join(LIMIT)
         self._forget()
 
     def close(self) -> None:
@@ -107,7 +105,7 @@ class World:
 
 
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
-    # The variables by which Lightning sees that its processes were created for it; the port is never used.
+    # Lightning reads these variables to learn that its processes exist already. No process uses the port.
     os.environ.update(
         LOCAL_RANK=str(rank),
         RANK=str(rank),
@@ -120,9 +118,8 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
-    )
+    limit = timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
     pipe.send((True, None))
     while (job := pipe.recv()) is not None:
         fn, args = job

@@ -158,7 +158,7 @@ def test_memory_that_really_ends() -> None:
     root = str(Path(__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=170, env=env, check=False
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=LIMIT, env=env, check=False
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("found ")[1]) >= 512

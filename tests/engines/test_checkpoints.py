@@ -24,6 +24,7 @@ from tests.engines.cells import draw, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss
+from tests.processes import LIMIT
 
 FORMATS = {
     "ddp": {},
@@ -196,7 +197,7 @@ def test_consolidated_checkpoint(case: str, tool: str, on_ranks: OnRanks, tmp_pa
         "--output_file",
         str(whole),
     )
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, check=True, timeout=LIMIT, capture_output=True)
     assert on_ranks(validate_from, "ddp", str(whole), str(tmp_path)) == [
         pytest.approx(losses, rel=1e-6) for losses in validated
     ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ import pytest
 
 from tests.engines.cells import in_trainer
 from tests.engines.conftest import OnRanks
-from tests.processes import finish, start
+from tests.processes import Script, finish
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-LIMIT = 120
-"""Seconds for a whole run."""
 
 
 def told(directory: Path) -> list[dict[str, Any]]:
@@ -39,10 +36,10 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def on_two_nodes(engine: str, directory: Path) -> list[subprocess.Popen[str]]:
+def on_two_nodes(engine: str, directory: Path) -> list[Script]:
     meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return [
-        start(*TORCHRUN, *meet, f"--node-rank={node}", PROGRAM, engine, str(directory), "--nodes=2", "--devices=1")
+        Script(*TORCHRUN, *meet, f"--node-rank={node}", PROGRAM, engine, str(directory), "--nodes=2", "--devices=1")
         for node in range(2)
     ]
 
@@ -58,10 +55,10 @@ def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRank
     if launcher == "two nodes":
         runs = on_two_nodes(engine, directory)
     elif launcher == "torchrun":
-        runs = [start(*TORCHRUN, "--standalone", "--nproc-per-node=2", PROGRAM, engine, str(directory))]
+        runs = [Script(*TORCHRUN, "--standalone", "--nproc-per-node=2", PROGRAM, engine, str(directory))]
     else:
-        runs = [start(sys.executable, PROGRAM, engine, str(directory))]
-    codes, printed = finish(runs, LIMIT)
+        runs = [Script(sys.executable, PROGRAM, engine, str(directory))]
+    codes, printed = finish(runs)
     assert set(codes) == {0}, "".join(printed)
     ranks = told(directory)
     assert [rank["rank"] for rank in ranks] == [0, 1]
@@ -86,7 +83,7 @@ def test_one_rank_fails(engine: str, launcher: str, directory: Path) -> None:
         if launcher == "torchrun"
         else (sys.executable, *program)
     )
-    (code,), (printed,) = finish([start(*command)], LIMIT)
+    (code,), (printed,) = finish([Script(*command)])
     assert code != 0
     assert "this rank fails" in printed
     assert told(directory) == []

@@ -46,14 +46,14 @@ def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses(on_ranks: OnRanks, engine: str) -> None:
     """Three steps have the losses of whole logits, with labels ignored unevenly over tiles and ranks."""
-    true = on_ranks(losses, engine, False, False)
+    true = on_ranks.once(losses, engine, False, False)
     assert on_ranks(losses, engine, True, False) == [pytest.approx(values, rel=1e-5) for values in true]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_tied_embeddings(on_ranks: OnRanks, engine: str) -> None:
     """The same where the head's weight is the embedding's."""
-    true = on_ranks(losses, engine, False, True)
+    true = on_ranks.once(losses, engine, False, True)
     assert on_ranks(losses, engine, True, True) == [pytest.approx(values, rel=1e-5) for values in true]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.cells import ENGINES, MODES, SHARDED, Ran, in_fabric, in_trainer
+from tests.engines.cells import ENGINES, MODES, SHARDED, in_fabric, in_trainer
 from tests.engines.conftest import OnRanks
 
 LOOPS = {"trainer": in_trainer, "fabric": in_fabric}
@@ -17,26 +17,17 @@ NEAR = 2e-6
 """The relative difference that rounding may cause in a loss after a few optimizer steps in fp32."""
 
 
-@pytest.fixture(scope="module")
-def untiled() -> dict[tuple[str, str], list[Ran]]:
-    """The untiled runs, each made once."""
-    return {}
-
-
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_losses_are_the_untiled_ones(
-    loop: str, engine: str, mode: str, on_ranks: OnRanks, untiled: dict[tuple[str, str], list[Ran]], tmp_path: Path
-) -> None:
+def test_losses_are_the_untiled_ones(loop: str, engine: str, mode: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """Losses of several optimizer steps and of validation equal the untiled run's, on sequences of unequal length in
     Fabric.
     """
-    if (loop, engine) not in untiled:
-        untiled[loop, engine] = on_ranks(LOOPS[loop], engine, "untiled", str(tmp_path))
+    untiled = on_ranks.once(LOOPS[loop], engine, "untiled", "")
     shards = (4, 4) if loop == "trainer" else (5, 2)
     for rank, (plain, tiled) in enumerate(
-        zip(untiled[loop, engine], on_ranks(LOOPS[loop], engine, mode, str(tmp_path)), strict=True)
+        zip(untiled, on_ranks(LOOPS[loop], engine, mode, str(tmp_path)), strict=True)
     ):
         assert len(plain.losses) >= 3
         assert plain.losses[-1] != plain.losses[0]
@@ -55,6 +46,6 @@ def test_losses_are_the_untiled_ones(
 def test_engines_agree(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """A sharded engine with everything on has the losses of DDP with everything off."""
     alike = {"built": True} if loop == "trainer" else {"accumulate": False}  # zero.Init has initial weights of its own
-    plain = on_ranks(partial(LOOPS[loop], **alike), "ddp", "untiled", str(tmp_path))
+    plain = on_ranks.once(partial(LOOPS[loop], **alike), "ddp", "untiled", "")
     sharded = on_ranks(partial(LOOPS[loop], **alike), engine, "loss", str(tmp_path))
     assert [r.losses for r in sharded] == [pytest.approx(r.losses, rel=1e-5) for r in plain]

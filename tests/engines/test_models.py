@@ -65,7 +65,7 @@ def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
     """Tiled and checkpointed, with other lengths on each rank, three steps have the losses of the engine's own untiled
     run.
     """
-    untiled = on_ranks(losses, engine, kind, None, {})
+    untiled = on_ranks.once(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, Tiling(3), {})
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)
@@ -75,7 +75,7 @@ def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_recorded_router_logits(on_ranks: OnRanks, engine: str) -> None:
     """With recorded router logits, and the auxiliary loss of them, the losses are the untiled ones too."""
-    untiled = on_ranks(losses, engine, "Mixtral", None, {"output_router_logits": True})
+    untiled = on_ranks.once(losses, engine, "Mixtral", None, {"output_router_logits": True})
     tiled = on_ranks(losses, engine, "Mixtral", Tiling(3), {"output_router_logits": True})
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)
@@ -157,7 +157,7 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
     """With compiled tiles the losses are the untiled ones under every engine, and none falls back to uncompiled
     ones.
     """
-    untiled = on_ranks(losses, engine, "Llama", None, {})
+    untiled = on_ranks.once(losses, engine, "Llama", None, {})
     tiled = on_ranks(losses, engine, "Llama", Tiling(3, compile={"backend": "aot_eager"}), {})
     for (true, *_), (found, all_tiled, compiled) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)
@@ -171,7 +171,7 @@ def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -
     """With ``Tiling(loss=True)`` the losses of three steps are those of the engine's own untiled run with whole
     logits.
     """
-    untiled = on_ranks(losses, engine, kind, None, {})
+    untiled = on_ranks.once(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, Tiling(3, loss=True), {})
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)

@@ -30,7 +30,7 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
     Six steps on one batch: without the gradients of the MLPs the last loss is 16 % off.
     """
     on_one_batch = partial(in_trainer, precision=precision, overfit_batches=1, max_steps=6)
-    plain = on_ranks(on_one_batch, engine, "untiled", str(tmp_path))
+    plain = on_ranks.once(on_one_batch, engine, "untiled", "")
     tiled = on_ranks(on_one_batch, engine, "disk", str(tmp_path))
     for before, after in zip(plain, tiled, strict=True):
         assert len(after.losses) == 6
@@ -48,10 +48,10 @@ def test_steps(engine: str, kwargs: dict[str, Any], on_ranks: OnRanks, tmp_path:
     accumulates untiled.
     """
     like = engine if engine.startswith("zero") and "accumulate_grad_batches" in kwargs else "ddp"
-    plain = on_ranks(partial(in_trainer, built=True, max_steps=2, **kwargs), like, "untiled", str(tmp_path))
+    plain = on_ranks.once(partial(in_trainer, built=True, max_steps=2, **kwargs), like, "untiled", "")
     tiled = on_ranks(partial(in_trainer, built=True, max_steps=2, **kwargs), engine, "disk", str(tmp_path))
     assert [r.losses for r in tiled] == [pytest.approx(r.losses, rel=1e-5) for r in plain]
-    free = on_ranks(partial(in_trainer, built=True, max_steps=2), engine, "untiled", str(tmp_path))
+    free = on_ranks.once(partial(in_trainer, built=True, max_steps=2), engine, "untiled", "")
     assert [r.losses for r in tiled] != [r.losses for r in free]  # the option did something
 
 
@@ -114,7 +114,7 @@ def train_model(
 @pytest.mark.parametrize("engine", WHOLE_WEIGHTS)
 def test_models(engine: str, build: Callable[[], nn.Module], on_ranks: OnRanks, tmp_path: Path) -> None:
     """Frozen parts, unused weights and LoRA train as untiled, also where a ZeRO-3 leaf's input needs no gradient."""
-    plain = on_ranks(train_model, "ddp", "untiled", str(tmp_path), build)
+    plain = on_ranks.once(train_model, "ddp", "untiled", "", build)
     tiled = on_ranks(train_model, engine, "disk", str(tmp_path), build)
     for (losses, _), (tiled_losses, tiles) in zip(plain, tiled, strict=True):
         assert tiled_losses == pytest.approx(losses, rel=1e-5)

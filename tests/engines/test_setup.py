@@ -205,7 +205,7 @@ def fit_validate_fit(engine: str) -> tuple[list[float], list[float], int]:
 @pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])
 def test_fit_then_validate_then_fit(engine: str, on_ranks: OnRanks) -> None:
     """One model goes through ``fit``, ``validate`` and ``fit`` as under DDP, though FSDP has wrapped it by then."""
-    plain = on_ranks(fit_validate_fit, "ddp")
+    plain = on_ranks.once(fit_validate_fit, "ddp")
     for (losses, val_losses, _), (sharded, sharded_val, left) in zip(
         plain, on_ranks(fit_validate_fit, engine), strict=True
     ):
@@ -333,7 +333,7 @@ def test_arguments_by_keyword(engine: str, on_ranks: OnRanks) -> None:
     """Hidden states passed by keyword train as untiled DDP does, also where ZeRO-3 looks at positional arguments
     alone.
     """
-    plain = on_ranks(keyword_losses, "ddp", "untiled")
+    plain = on_ranks.once(keyword_losses, "ddp", "untiled")
     assert on_ranks(keyword_losses, engine, "checkpointed") == [pytest.approx(losses, rel=1e-5) for losses in plain]
 
 

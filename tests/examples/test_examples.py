@@ -18,10 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from lt_tiled.lm import TextFiles
-from tests.processes import ROOT, finish, start
-
-LIMIT = 120
-"""Seconds for a run."""
+from tests.processes import ROOT, Script, finish
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ def run_both(
     """Run a script tiled and untiled, side by side; whatever is left of them, their other ranks too, is killed."""
     command = (sys.executable, str(ROOT / "examples" / script), "--accelerator=cpu")
     both = (("tiled", tiled), ("untiled", untiled))
-    runs = [start(*command, f"--output={output}", *args, *more, cwd=directory, COLUMNS="160") for output, more in both]
-    codes, printed = finish(runs, LIMIT)
+    runs = [Script(*command, f"--output={output}", *args, *more, cwd=directory, COLUMNS="160") for output, more in both]
+    codes, printed = finish(runs)
     assert codes == [0, 0], "\n".join(printed)
     return Run(printed[0], directory / "tiled"), Run(printed[1], directory / "untiled")
 

@@ -23,6 +23,7 @@ from lt_tiled.offload import prefetch
 from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from tests.offload.faults import each_call, fail, nothing, nth_call
+from tests.processes import LIMIT
 
 Make = Callable[..., Offloader]
 
@@ -37,7 +38,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             fields.setdefault("directory", str(tmp_path))
         fields = {"min_bytes": 0, "keep_last": 0, **fields}
         made.append(build_offloader(Checkpointing(offload=offload, **fields)))
-        made[-1].wait_seconds = 20
+        made[-1].wait_seconds = LIMIT
         return made[-1]
 
     yield build
@@ -46,7 +47,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         settle(offloader)
         assert not offloader._live
         if offloader.disk is not None:
-            end = time.monotonic() + 20
+            end = time.monotonic() + LIMIT
             while offloader.disk.spill.used and time.monotonic() < end:  # a prefetch frees its space when it ends
                 time.sleep(0.001)
             assert offloader.disk.spill.used == 0
@@ -56,7 +57,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def settle(offloader: Offloader) -> None:
     """Wait until every tensor is stored."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + LIMIT
     while offloader._leaving:
         assert time.monotonic() < end
         with offloader._lock, suppress(OffloadError):
@@ -66,7 +67,7 @@ def settle(offloader: Offloader) -> None:
 
 def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
     """Return whether it is freed within a limit: the writing thread drops it just after its future is done."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + LIMIT
     while storage() is not None and time.monotonic() < end:
         time.sleep(0.001)
     return storage() is None
@@ -123,7 +124,7 @@ def test_in_flight_is_returned_from_memory(make: Make, monkeypatch: pytest.Monke
     gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
     real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(20), real(*a)))
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
     packed = offloader.pack(tensor, "block")
     assert torch.equal(offloader.unpack(packed), tensor)
     assert offloader.stats.from_memory == 1
@@ -150,7 +151,7 @@ def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.
     gate = threading.Event()
     offloader = make()
     offloader.wait_seconds = 0.1
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: gate.wait(20))
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: gate.wait(LIMIT))
     packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(offloading.IN_FLIGHT)]
     with pytest.raises(
         OffloadError,
@@ -190,7 +191,7 @@ def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.Monkey
     gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
     real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(20), real(*a)))
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
     packed = offloader.pack(tensor.detach(), "layers.3")
     tensor.add_(1)
     gate.set()
@@ -405,7 +406,7 @@ def test_an_older_live_graph_does_not_stop_prefetching(make: Make) -> None:
             offloader.unpack(p)
             for q in packed:
                 if q.loading is not None:
-                    q.loading.wait(20)
+                    q.loading.wait(LIMIT)
         del packed, p, q
         assert offloader.stats.prefetch_hits == 5  # all but the first one asked for
     assert [float(offloader.unpack(p)[0]) for p in reversed(older)] == [4.0, 3.0, 2.0, 1.0, 0.0]

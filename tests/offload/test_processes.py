@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,29 +13,27 @@ import torch
 
 from lt_tiled import Checkpointing, prepare
 from tests.models import TinyLM, lm_loss
+from tests.processes import LIMIT, Script, kill
 
-ROOT = Path(__file__).parent.parent.parent
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 
 
-Start = Callable[[str, Path], "subprocess.Popen[str]"]
+Start = Callable[[str, Path], Script]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts one of the programs; whatever still runs when the test is over is killed."""
-    started: list[subprocess.Popen[str]] = []
+    """Start one of the programs; kill what still runs when the test is over."""
+    started: list[Script] = []
 
-    def run(program: str, directory: Path) -> subprocess.Popen[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.offload.programs", program, str(directory)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
+    def run(program: str, directory: Path) -> Script:
+        started.append(Script(sys.executable, "-m", "tests.offload.programs", program, str(directory)))
         return started[-1]
 
     yield run
     for process in started:
-        process.kill()
-        process.communicate(timeout=30)
+        kill(process.token)
+        process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -51,7 +47,7 @@ def test_killed_in_mid_write(tmp_path: Path, start: Start, number: signal.Signal
         assert line, "the program ended before it wrote"
     time.sleep(0.3)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT)
     assert process.returncode != 0
     assert list(scratch.iterdir()) == []
 
@@ -59,7 +55,7 @@ def test_killed_in_mid_write(tmp_path: Path, start: Start, number: signal.Signal
 def test_exit_with_io_in_flight(tmp_path: Path, start: Start) -> None:
     """The interpreter ends in time and in order while writes run and others wait."""
     process = start("exit_in_flight", tmp_path)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, printed
     assert "2 in flight" in printed
     assert "Error" not in printed
@@ -69,7 +65,7 @@ def test_exit_with_io_in_flight(tmp_path: Path, start: Start) -> None:
 def test_fork_after_start(tmp_path: Path, start: Start) -> None:
     """Offloading in a forked child raises, and the child exits normally; the parent's data is untouched."""
     process = start("fork_after_start", tmp_path)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, printed
     assert "child: this process is a fork" in printed
     assert "child left with 7" in printed
@@ -93,7 +89,7 @@ def test_two_processes_in_one_directory(tmp_path: Path, start: Start) -> None:
     ):
         loss = lm_loss(model(IDS), IDS)
         other.kill()
-        other.communicate(timeout=30)
+        other.communicate(timeout=LIMIT)
         loss.backward()
     assert torch.equal(model.embed.weight.grad, plain)
     assert list(tmp_path.iterdir()) == []

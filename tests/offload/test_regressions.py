@@ -18,6 +18,7 @@ from lt_tiled.offload.pinned import SLAB, Slabs
 from tests.models import Block, H, TinyLM, lm_loss
 from tests.offload.test_offloader import away, freed, settle
 from tests.parity import randn
+from tests.processes import LIMIT
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 
@@ -32,7 +33,7 @@ def test_a_tensor_is_not_freed_while_it_is_copied(tmp_path: Path, monkeypatch: p
     """Torchtune #1867: the source lives until its copy has ended, even without another reference."""
     offloader, gate = disk(tmp_path), threading.Event()
     real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(20), real(*a)))
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
     tensor = torch.randn(1000)
     expected, storage = tensor.clone(), weakref.ref(tensor.untyped_storage())
     packed = offloader.pack(tensor, "block")
@@ -49,7 +50,7 @@ def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(tmp_path: Path, mon
     """The slot of a graph that is gone goes to no other tensor while its write still runs."""
     offloader, gate = disk(tmp_path), threading.Event()
     real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(20), real(*a)))
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
     first = offloader.pack(torch.randn(1000), "block")
     offset = first.stored.offset
     del first

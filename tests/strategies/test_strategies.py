@@ -115,7 +115,7 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
             home.TiledDeepSpeedStrategy()
     code = "import sys; sys.modules['deepspeed'] = None; import lt_tiled; lt_tiled.TiledFSDPStrategy(); print('fine')"
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True).stdout
         == "fine\n"
     )
 
