@@ -18,8 +18,8 @@ from rich.table import Table
 
 from lt_tiled import Checkpointing, TiledDeepSpeedStrategy, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.planner.job import Job, make_job
 from lt_tiled.memory import gib
+from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.search import longest
 
 LLAMA_8B = {
@@ -35,23 +35,24 @@ TILE = 32768
 LARGEST = "largest parts at the peak"
 RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
     ("activation checkpointing", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
-    ("+ tiled loss", {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing()}, True, "300K"),
+    ("+ tiled loss", {"loss": "auto", "tiling": None, "checkpointing": Checkpointing()}, True, "300K"),
     (
         "+ block inputs in CPU memory",
-        {"tiling": Tiling(targets=[], loss=True), "checkpointing": Checkpointing(offload="cpu")},
+        {"loss": "auto", "tiling": None, "checkpointing": Checkpointing(offload="cpu")},
         True,
         "650K",
     ),
     (
         "+ tiled MLP",
-        {"tiling": Tiling(tile_tokens=TILE, loss=True), "checkpointing": Checkpointing(offload="cpu")},
+        {"loss": "auto", "tiling": Tiling(tile_tokens=TILE), "checkpointing": Checkpointing(offload="cpu")},
         True,
         "1.2M",
     ),
     (
         "+ tiled norms",
         {
-            "tiling": Tiling(tile_tokens=TILE, loss=True, targets=["auto", "*norm*"]),
+            "loss": "auto",
+            "tiling": Tiling(tile_tokens=TILE, targets=["auto", "*norm*"]),
             "checkpointing": Checkpointing(offload="cpu"),
         },
         True,

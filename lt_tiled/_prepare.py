@@ -166,7 +166,7 @@ class AppliesPolicies:
     """What the engine needs of tiled modules; a strategy sets it."""
     tiling_is_default = False
     """Whether a model without an MLP that can be tiled is trained without tiling."""
-    prepared: PreparedModels
+    _models: PreparedModels
 
     def set_policies(self, tiling: Any, checkpointing: Any, loss: Any) -> None:
         """Read the policies or their short forms.
@@ -176,11 +176,11 @@ class AppliesPolicies:
         """
         self.tiling, self.checkpointing = as_tiling(tiling), as_checkpointing(checkpointing)
         self.loss = as_loss(loss, self.tiling)
-        self.needs, self.prepared = EngineNeeds(), PreparedModels()
+        self.needs, self._models = EngineNeeds(), PreparedModels()
 
     def release(self) -> None:
         """Restore every model."""
-        self.prepared.release()
+        self._models.release()
 
 
 def prepare(

@@ -19,6 +19,7 @@ MODULES = {
     "lt_tiled.tiling.loss": "lt_tiled.loss.functional",
     "lt_tiled.tiling.model_loss": "lt_tiled.loss.transformers",
     "lt_tiled.tiling.modules": "lt_tiled.tiling.api",
+    "lt_tiled.tiling.work": "lt_tiled.errors",
 }
 
 

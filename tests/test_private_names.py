@@ -164,6 +164,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_activation_checkpointing_kwargs": sets(FSDPStrategy, "_activation_checkpointing_kwargs"),
     "_batches_that_stepped": lambda: trainer().fit_loop.epoch_loop._batches_that_stepped == 0,
     "_combined_loader": loops("_combined_loader"),
+    "_convert_stateful_objects_in_state": sets(FabricFSDP, "_convert_stateful_objects_in_state"),
     "_data_parallel_size": sets(ModelParallelStrategy, "_data_parallel_size"),
     "_data_source": loops("_data_source"),
     "_ddp_kwargs": lambda: DDPStrategy(bucket_cap_mb=1)._ddp_kwargs == {"bucket_cap_mb": 1},

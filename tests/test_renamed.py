@@ -32,7 +32,7 @@ def test_old_modules(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert warned[0].filename == __file__
 
 
-@pytest.mark.filterwarnings("ignore:lt_tiled.offload.errors is now")
+@pytest.mark.filterwarnings("ignore:lt_tiled.offload.errors is now", "ignore:lt_tiled.tiling.work is now")
 @pytest.mark.parametrize(("module", "old", "new"), NAMES)
 def test_old_names(module: str, old: str, new: str) -> None:
     """An old name is the renamed class, and warns where it is used."""

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
-from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.strategies.blocks import refuse_units_in_tiled_modules
 from lt_tiled.strategies.deepspeed import adapt_tiles
 
@@ -25,6 +25,11 @@ class PreparingCallback(AppliesPolicies, Callback):
 
     def __init__(self, tiling: Any = None, checkpointing: Any = None, loss: bool | int | None = None) -> None:
         self.set_policies(tiling, checkpointing, loss)
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """The model that was prepared last, until it is released."""
+        return self._models[-1] if self._models else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._prepare(pl_module, trainer.strategy, trainer.num_devices)
@@ -43,12 +48,12 @@ class PreparingCallback(AppliesPolicies, Callback):
         self._prepare(module, fabric.strategy, len(devices))
 
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
-        before = len(self.prepared)
-        self.prepared.add(model, self, ranks_per_node)
+        before = len(self._models)
+        self._models.add(model, self, ranks_per_node)
         try:
             if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
                 adapt_tiles(strategy, model)
             refuse_units_in_tiled_modules(model)
         except BaseException:
-            self.prepared.release(keep=before)
+            self._models.release(keep=before)
             raise

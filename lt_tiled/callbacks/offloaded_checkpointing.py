@@ -32,8 +32,8 @@ class OffloadedCheckpointing(PreparingCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.prepared and self.prepared[-1].offloader is not None:
-            self._log.step(trainer, self.prepared[-1].offloader)
+        if self.prepared is not None and self.prepared.offloader is not None:
+            self._log.step(trainer, self.prepared.offloader)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.prepared.free_buffers()  # the last checkpoint of the run may need the memory
+        self._models.free_buffers()  # the last checkpoint of the run may need the memory

@@ -24,4 +24,5 @@ class TiledMLP(PreparingCallback):
         loss: bool | PositiveInt | None = None,
         **tiling: Any,
     ) -> None:
-        super().__init__(tiling=Tiling(num_shards, **tiling), loss=loss)
+        only_loss = loss and tiling.get("targets") == []
+        super().__init__(tiling=None if only_loss else Tiling(num_shards, **tiling), loss=loss)

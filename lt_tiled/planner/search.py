@@ -6,6 +6,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from lt_tiled._log import warn_once
+from lt_tiled._renamed import deprecated
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses, untiled_losses
 from lt_tiled.memory import gib
@@ -14,6 +15,8 @@ from lt_tiled.planner.plan import Plan, describe
 from lt_tiled.planner.simulate import Settings
 from lt_tiled.policies import Checkpointing, LossShards, Tiling
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
+
+__getattr__ = deprecated(__name__, {"DoesNotFit": "lt_tiled.errors.DoesNotFitError"})
 
 LIMIT = 2**24
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""

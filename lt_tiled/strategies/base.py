@@ -12,7 +12,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._prepare import AppliesPolicies, PreparedModels
 from lt_tiled._types import PositiveInt
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import Checkpointing, Tiers, Tiling
@@ -58,6 +58,11 @@ class TiledStrategy(Base):
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, checkpointing, loss)
         self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
+
+    @property
+    def prepared(self) -> PreparedModels:
+        """The models that the policies were applied to."""
+        return self._models
 
     @property
     def on_cpu(self) -> bool:

@@ -35,12 +35,14 @@ def built(kind: str, tied: bool) -> Any:
     return replace(architecture, fields={**architecture.fields, "tie_word_embeddings": tied}).build(torch.float32)
 
 
-def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]) -> tuple[list[float], bool, bool]:
+def losses(
+    engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any], loss: bool = False
+) -> tuple[list[float], bool, bool]:
     """The losses of three steps on other tokens on each rank, whether all that is tiled ran in tiles, and whether all
     were compiled.
     """
     rank = dist.get_rank()
-    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
+    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing(), loss=loss)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
     fabric.launch()
     net = built(kind, tied=engine == "ddp")
@@ -48,13 +50,13 @@ def losses(engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any]
     found = []
     for step in range(3):
         ids = torch.randint(3, 64, (2, 40 + 6 * rank), generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = model(input_ids=ids, labels=ids, **inputs).loss
-        fabric.backward(loss)
+        value = model(input_ids=ids, labels=ids, **inputs).loss
+        fabric.backward(value)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss.detach()))
+        found.append(float(value.detach()))
     rows = Report.of(net).tiled
-    compiled = all(bool(tiling and tiling.compile) and not mark.plain for _, _, mark in tile_marks(net))
+    compiled = all(bool(tiling and tiling.compile) and not mark.learned.uncompiled for _, _, mark in tile_marks(net))
     fabric.strategy.release()
     return found, bool(rows) and all(row.tiles > 1 for row in rows), compiled
 
@@ -168,11 +170,9 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
 @pytest.mark.parametrize("kind", ["Llama", "Gemma 2"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -> None:
-    """With ``Tiling(loss=True)`` the losses of three steps are those of the engine's own untiled run with whole
-    logits.
-    """
+    """With ``loss=True`` the losses of three steps are those of the engine's own untiled run with full logits."""
     untiled = on_ranks.once(losses, engine, kind, None, {})
-    tiled = on_ranks(losses, engine, kind, Tiling(3, loss=True), {})
+    tiled = on_ranks(losses, engine, kind, Tiling(3), {}, True)
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)
         assert all_tiled

@@ -116,11 +116,11 @@ def test_no_full_logits(call: str, data: TextFiles) -> None:
 
 
 def test_a_strategy_says_how_many_tiles(data: TextFiles) -> None:
-    """The number of tiles in a strategy's ``Tiling(loss=...)``, or a callback's, counts while it holds the model; the
+    """The number of tiles in a strategy's ``loss=...``, or a callback's, counts while it holds the model; the
     report tells it.
     """
     model, report = CausalLM(LLAMA), TilingReport()
-    fifth = TiledSingleDeviceStrategy(tiling=Tiling(loss=5))
+    fifth = TiledSingleDeviceStrategy(loss=5)
     ways = [(fifth, [], 5), ("tiled", [], 1), ("auto", [TiledMLP(targets=[], loss=2)], 2)]
     for strategy, callbacks, tiles in ways:
         trainer(strategy, callbacks=[report, *callbacks], limit_val_batches=0).fit(model, datamodule=data)
@@ -150,7 +150,7 @@ def test_the_schedule_warms_up_and_falls() -> None:
         ({}, "exactly one of config"),
         ({"config": LLAMA, "path": "x"}, "exactly one of config"),
         ({"config": {"hidden_size": 8}}, r"config has no model_type, only \['hidden_size'\]"),
-        ({"config": LLAMA, "tiled_loss": 0}, "loss=0 must be False or True or a whole number of at least 1"),
+        ({"config": LLAMA, "tiled_loss": 0}, "loss=0 must be None or False or True or a whole number of at least 1"),
         ({"path": "no/model"}, "path='no/model' is not a directory with a config.json"),
     ],
 )

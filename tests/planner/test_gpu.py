@@ -30,7 +30,7 @@ LLAMA_8B = {
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_four_layers_of_llama_8b(tokens: int, offload: Any) -> None:
     """``max_memory_allocated`` of real steps is within 5 % of the prediction."""
-    policies: dict[str, Any] = {"tiling": Tiling(loss=True), "checkpointing": Checkpointing(offload=offload)}
+    policies: dict[str, Any] = {"tiling": Tiling(), "checkpointing": Checkpointing(offload=offload), "loss": True}
     data, monitor = TextFiles(seq_len=tokens), MemoryMonitor()
     with torch.device("meta"):
         planned = CausalLM(LLAMA_8B)

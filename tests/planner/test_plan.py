@@ -61,7 +61,7 @@ def test_features_lower_the_part_that_they_are_for() -> None:
         run = plan(base, 8192, base.settings.__class__(**settings), full_logits).simulation
         return max(run.over_time()[part]), run.peak
 
-    plain, loss = held("loss", full_logits=True), held("loss", tiling=Tiling(targets=[], loss=8))
+    plain, loss = held("loss", full_logits=True), held("loss", loss=8)
     assert loss[0] <= plain[0] / 2
     assert held("attention", checkpointing=Checkpointing())[0] <= held("attention")[0] * 2 / 3
     recompute, tiled = (
@@ -76,8 +76,8 @@ def test_flops_are_exact() -> None:
     """Recompute adds one forward of the blocks to the FLOPs, tiles and a tiled loss nothing."""
     base = job()
     plain, recompute, tiled = (
-        plan(base, 2048, base.settings.__class__(tiling=t, checkpointing=c)).simulation.flops
-        for t, c in ((None, None), (None, Checkpointing()), (Tiling(8, loss=4), Checkpointing()))
+        plan(base, 2048, base.settings.__class__(tiling=t, checkpointing=c, loss=n)).simulation.flops
+        for t, c, n in ((None, None, None), (None, Checkpointing(), None), (Tiling(8), Checkpointing(), 4))
     )
     head = 3 * 2 * 2048 * LLAMA["hidden_size"] * LLAMA["vocab_size"]
     last = (
@@ -131,7 +131,7 @@ def test_cheapest() -> None:
     if fewer > 1:
         assert (
             plan(
-                base, tokens, tight.settings.__class__(tiling=Tiling(fewer, loss=True), checkpointing=Checkpointing())
+                base, tokens, tight.settings.__class__(tiling=Tiling(fewer), checkpointing=Checkpointing(), loss="auto")
             ).peak
             > needed[1] * 3 // 4
         )

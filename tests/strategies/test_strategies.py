@@ -44,7 +44,7 @@ def test_losses_are_the_stock_strategys() -> None:
     trainer(tiled()).fit(model)
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
     assert model.val_losses == pytest.approx(plain.val_losses, rel=1e-5)
-    assert model.forwards_replaced == {4}
+    assert model.forwards_replaced == {6}
     assert replaced(model) == 0
 
 
@@ -175,7 +175,7 @@ def test_an_exception_in_training_leaves_the_model_plain() -> None:
     assert replaced(model) == 0
     model.steps_fail_at = None
     trainer(tiled()).fit(model)
-    assert model.forwards_replaced == {4}
+    assert model.forwards_replaced == {6}
     assert replaced(model) == 0
 
 
