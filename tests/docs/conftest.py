@@ -13,6 +13,7 @@ import pytest
 
 from tests.docs.documents import ROOT
 from tests.docs.shim import COMMANDS, WARM
+from tests.processes import LIMIT
 
 Shell = Callable[[Path], str]
 
