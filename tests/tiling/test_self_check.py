@@ -90,7 +90,7 @@ def test_batch_norm_is_refused_when_it_is_marked() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("module", [GatedMLP(), PlainMLP(dropout=0.5), RoutedMLP(), nn.RMSNorm(H)])
 def test_token_wise_modules_pass(module: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Position-wise modules pass in every dtype, with dropout and in a mixture of experts; only the first call checks."""
+    """Position-wise modules pass in every dtype, also with dropout or experts, and only the first call is checked."""
     calls, forward = [], type(module).forward
     monkeypatch.setattr(type(module), "forward", lambda self, x: calls.append(x.numel() // H) or forward(self, x))
     module = copy.deepcopy(module).to(dtype).train()
