@@ -24,6 +24,7 @@ SLOW = (
     "engines/test_setup.py::test_one_device",
     "examples/",
     "lm/test_causal.py::test_flex_attention",
+    "offload/test_blocks.py::test_bit_identical",
     "offload/test_processes.py",
     "planner/test_auto.py",
     "planner/test_command.py",
@@ -33,13 +34,19 @@ SLOW = (
     "strategies/test_strategies.py::test_compiled_lightning_module",
     "strategies/test_strategies.py::test_deepspeed_is_not_installed",
     "test_cli.py::test_configs_differ_in_the_strategy_alone",
+    "test_cli.py::test_compile_options",
     "test_cli.py::test_every_config_on_two_cpu_ranks",
     "test_cli.py::test_help_shows_all_arguments",
+    "test_cli.py::test_list_of_targets",
     "test_cli.py::test_offload_configs",
+    "test_cli.py::test_own_",
     "test_cli.py::test_quickstart",
+    "test_cli.py::test_tiled_loss",
     "test_release.py",
     "test_world.py",
     "tiling/test_architectures.py",
+    "tiling/test_compiled.py::test_inductor",
+    "tiling/test_compiled.py::test_two_graphs",
 )
 """Starts of the names of tests outside the quick tier: they start processes, or take seconds."""
 

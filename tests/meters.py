@@ -1,15 +1,17 @@
-"""Exact measures on a CPU: FLOPs, and the peak of live bytes."""
+"""Exact measures on a CPU: FLOPs, and the peak of live bytes by the package's ledger and by torch's profiler."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from lt_tiled.planner.ledger import Ledger as LiveBytes
 
-__all__ = ["LiveBytes", "flops", "peak_bytes"]
+__all__ = ["LiveBytes", "flops", "peak_bytes", "profiled_peak_bytes"]
 
 
 def flops(run: Callable[[], Any]) -> int:
@@ -24,3 +26,12 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     with LiveBytes() as meter:
         run()
     return meter.peak
+
+
+def profiled_peak_bytes(run: Callable[[], Any]) -> int:
+    """Return the peak of the bytes that torch's CPU allocator hands out while ``run`` works, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))

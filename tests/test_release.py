@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lt_tiled
+from tests.processes import LIMIT
 
 ROOT = Path(__file__).parent.parent
 

@@ -29,6 +29,7 @@ from lt_tiled import (
 )
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import TinyLM
+from tests.processes import LIMIT
 
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:

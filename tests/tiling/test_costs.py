@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import Checkpointing, Tiling, prepare, tile
-from tests.meters import LiveBytes, flops, peak_bytes
-from tests.models import Block, GatedMLP, PlainMLP, tiny_llama
+from tests.meters import LiveBytes, flops, peak_bytes, profiled_peak_bytes
+from tests.models import Block, GatedMLP, PlainMLP, TinyLM, lm_loss, tiny_llama
 from tests.parity import randn
 
 TOKENS, HIDDEN, WIDE, TILES = 512, 32, 96, 8
@@ -97,6 +97,7 @@ def test_peak_of_the_forward(dtype: torch.dtype) -> None:
     )
     with torch.no_grad():
         peak = peak_bytes(lambda: module(x))
+        assert profiled_peak_bytes(lambda: module(x)) == peak
     output = TOKENS * HIDDEN
     one_tile = 3 * TILE * WIDE  # act(gate), up, their product
     assert peak == (output + one_tile) * x.element_size()
@@ -112,9 +113,14 @@ def test_peak_of_forward_and_backward(dtype: torch.dtype) -> None:
         randn(1, TOKENS, HIDDEN, dtype=dtype),
     )
     step(module, x)
-    x.grad, element = None, x.element_size()
-    module.zero_grad(set_to_none=True)
-    peak = peak_bytes(lambda: step(module, x))
+    peaks = []
+    for meter in (peak_bytes, profiled_peak_bytes):
+        x.grad = None
+        module.zero_grad(set_to_none=True)
+        peaks.append(meter(lambda: step(module, x)))
+    peak, element = peaks[0], x.element_size()
+    scratch = 0 if dtype == torch.float32 else 8 * 1024  # memory of 16-bit products that no tensor holds
+    assert peak <= peaks[1] <= peak + scratch
     output_and_gradient = 2 * TOKENS * HIDDEN * element
     input_gradient = TOKENS * HIDDEN * element
     saved = 4 * TILE * WIDE * element  # gate, act(gate), up, their product
@@ -122,6 +128,37 @@ def test_peak_of_forward_and_backward(dtype: torch.dtype) -> None:
     sums = 3 * HIDDEN * WIDE * 4  # one for each weight, in float32
     scalars = 64
     assert peak <= output_and_gradient + input_gradient + saved + gradients + sums + scalars
+
+
+def test_profiler_sees_the_same_peaks() -> None:
+    """The ledger's peaks of a checkpointed block, untiled and tiled, are those of torch's profiler, byte for byte.
+
+    The profiler also sees the states of the random numbers, which no operation makes: ``checkpoint`` saves one, and
+    the tiled call another.
+    """
+    block, x = Block(HIDDEN, WIDE), randn(1, TOKENS, HIDDEN)
+    peaks: dict[bool, list[int]] = {}
+    for tiled in (False, True):
+        if tiled:
+            tile(block.mlp, num_shards=TILES, self_check=False)
+        for meter in (flops, peak_bytes, profiled_peak_bytes):
+            x.grad = None
+            block.zero_grad(set_to_none=True)
+            peaks.setdefault(tiled, []).append(meter(lambda: step(block, x, checkpointed=True)))
+        assert peaks[tiled][1] + (1 + tiled) * torch.get_rng_state().nbytes == peaks[tiled][2]
+    assert peaks[True][1] < peaks[False][1]
+
+
+def test_profiler_sees_the_same_saving() -> None:
+    """Tiling lowers the peak of a language model's step by as many bytes in the ledger as in torch's profiler."""
+    model, ids = TinyLM(), torch.arange(256).view(2, 128) % 32
+    peaks = []
+    for tiling in (None, Tiling(4, self_check=False)):
+        with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+            for meter in (flops, peak_bytes, profiled_peak_bytes):
+                model.zero_grad(set_to_none=True)
+                peaks.append(meter(lambda: lm_loss(model(ids), ids).backward()))
+    assert peaks[1] - peaks[4] == peaks[2] - peaks[5] > 0
 
 
 def test_intermediates_do_not_grow_with_the_tokens() -> None:

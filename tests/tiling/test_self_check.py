@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Tiling, prepare, tile
+from lt_tiled import Tiling, prepare, tile, untile
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import randn
 
@@ -89,28 +89,47 @@ def test_batch_norm_is_refused_when_it_is_marked() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("module", [GatedMLP(), PlainMLP(dropout=0.5), RoutedMLP(), nn.RMSNorm(H)])
-def test_token_wise_modules_pass(module: nn.Module, dtype: torch.dtype) -> None:
-    """Token-wise modules pass in every dtype, with dropout on and before a mixture of experts."""
+def test_token_wise_modules_pass(module: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Position-wise modules pass in every dtype, also with dropout or experts, and only the first call is checked."""
+    calls, forward = [], type(module).forward
+    monkeypatch.setattr(type(module), "forward", lambda self, x: calls.append(x.numel() // H) or forward(self, x))
     module = copy.deepcopy(module).to(dtype).train()
     tile(module, num_shards=4)
     module(randn(1, 64, H, dtype=dtype))
+    assert calls[0] == 8  # the check runs first
+    assert calls[-4:] == [16] * 4
+    assert len(calls) >= 7
+    calls.clear()
+    module(randn(1, 64, H, dtype=dtype))
+    assert calls == [16] * 4
 
 
 def test_the_check_leaves_no_trace() -> None:
-    """The check draws no random numbers and puts every submodule back into its own mode."""
+    """The check leaves the random numbers to the call, and each submodule in its own mode."""
+    x, states, outputs = randn(1, 40, H), [], []
+    torch.manual_seed(0)
     module = PlainMLP(dropout=0.5)
     module.act.eval()
-    tile(module, num_shards=4)
-    before, modes = torch.get_rng_state(), [m.training for m in module.modules()]
-    with torch.random.fork_rng():
-        module(randn(1, 40, H))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [m.training for m in module.modules()] == modes
+    modes = [m.training for m in module.modules()]
+    for self_check in (False, True):
+        tile(module, num_shards=4, self_check=self_check)
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        outputs.append(module(x))
+        states.append(torch.get_rng_state())
+        assert [m.training for m in module.modules()] == modes
+        untile(module)
+    assert not torch.equal(states[0], before)  # dropout has drawn
+    assert torch.equal(*states)
+    assert torch.equal(*outputs)
 
 
 def test_self_check_off() -> None:
-    """``self_check=False`` takes the user's word."""
-    tile(Positions(), num_shards=4, self_check=False)(randn(1, 40, H))
+    """With ``self_check=False`` a module that is not position-wise runs in tiles: each one starts at position 0."""
+    module, x = Positions(), randn(1, 40, H)
+    tiles = [module(x[:, start : start + 10]) for start in range(0, 40, 10)]
+    y = tile(module, num_shards=4, self_check=False)(x)
+    torch.testing.assert_close(y, torch.cat(tiles, 1))
 
 
 def test_prepared_model_names_the_path() -> None:

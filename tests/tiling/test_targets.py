@@ -234,7 +234,8 @@ def test_plain_transformer_encoder(norm_first: bool) -> None:
         with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
             assert worst(gradients(model, x), true) <= 1e-10
             costs.append((flops(run), peak_bytes(run)))
-            assert tiling is None or (rows(model) and len(paths(model)) == 2)
+            assert len(paths(model)) == (0 if tiling is None else 2)
+            assert rows(model)
     assert costs[1][0] - costs[0][0] == (0 if norm_first else 2 * (2 * 64 * H * 96))
     assert costs[1][1] < costs[0][1]
 
@@ -339,8 +340,7 @@ def test_replaced_forwards_are_kept(when: str, monkeypatch: pytest.MonkeyPatch) 
         if when == "instance, after":
             mlp.forward = MethodType(kernel, mlp)
         model(IDS)
-        assert calls
-        assert when == "instance, after" or set(calls) <= {2, 3, 5, 8, 24}
+        assert set(calls) == ({48} if when == "instance, after" else {3, 5, 8, 24})
     calls.clear()
     model(IDS)
     assert set(calls) == {48}
