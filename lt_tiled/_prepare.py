@@ -11,23 +11,23 @@ from torch import nn
 
 from lt_tiled._log import inform, warn
 from lt_tiled.checkpointing import (
-    BlockMark,
     BlockOffload,
+    BlockPatch,
     OwnCheckpointingOff,
     find_checkpointable,
     patch_block,
     restore_block,
 )
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.transformers import find_losses, mark_losses, unmark_losses
+from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import get_mark
+from lt_tiled.modules.patch import get_patch
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import Checkpointing, LossShards, Tiers, Tiling, as_checkpointing, as_loss, as_tiling
 from lt_tiled.report import Report
-from lt_tiled.tiling.api import mark_tiled, unmark
-from lt_tiled.tiling.state import EngineNeeds, TileMark
+from lt_tiled.tiling.api import patch_tiled, restore_tiled
+from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 
 Build = Callable[[Checkpointing, int | None], Offloader]
 
@@ -72,13 +72,13 @@ class Prepared(AbstractContextManager["Prepared"]):
             if checkpointing is not None and checkpointing.offload is not None:
                 self.offloader = build(checkpointing, ranks_per_node)
             for tileable in tiled:
-                if get_mark(tileable.module, TileMark, tileable.method) is None:  # else it keeps what it has
+                if get_patch(tileable.module, TiledPatch, tileable.method) is None:  # else it keeps what it has
                     assert tiling is not None
-                    mark_tiled(tileable, tiling, needs or EngineNeeds(), self._owner)
+                    patch_tiled(tileable, tiling, needs or EngineNeeds(), self._owner)
             if loss is not None:
-                mark_losses(losses, loss, self._owner)
+                patch_losses(losses, loss, self._owner)
             for path, block in blocks:
-                if get_mark(block, BlockMark) is None:
+                if get_patch(block, BlockPatch) is None:
                     patch_block(block, self._offload_of(path, checkpointing))
                     self._blocks.append(block)
             if self.offloader is not None and checkpointing is not None and not self._blocks:
@@ -108,8 +108,8 @@ class Prepared(AbstractContextManager["Prepared"]):
             self._own.undo()
         for block in self._blocks:
             restore_block(block)
-        unmark(self.model, self._owner)
-        unmark_losses(self.model, self._owner)
+        restore_tiled(self.model, self._owner)
+        restore_losses(self.model, self._owner)
         self._own, self._blocks = None, []
         if self.offloader is not None:
             self.offloader.close()

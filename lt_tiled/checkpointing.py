@@ -16,7 +16,7 @@ from lt_tiled._arguments import split_arguments
 from lt_tiled._log import inform_once, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
-from lt_tiled.modules.patch import Mark, remove_mark, set_mark
+from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import storage_key, view_key
 from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.offloader import Offloader
@@ -37,7 +37,7 @@ class BlockOffload:
     """Offload the tensors that the block saves instead of recomputing them."""
 
 
-class BlockMark(Mark):
+class BlockPatch(Patch):
     """The state of a block with activation checkpointing."""
 
     attribute = "_lt_tiled_checkpointing"
@@ -48,20 +48,20 @@ class BlockMark(Mark):
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace the forward of a block. Pickle looks the name up on the block's class."""
-    mark = self.__dict__[BlockMark.attribute]
-    if not mark.active or not torch.is_grad_enabled() or _checkpoints_itself(self):
-        return mark.inner(self, *args, **kwargs)
-    return run_checkpointed(mark.inner, self, args, _without_cache(self, kwargs), mark.offload)
+    patch = self.__dict__[BlockPatch.attribute]
+    if not patch.active or not torch.is_grad_enabled() or _checkpoints_itself(self):
+        return patch.inner(self, *args, **kwargs)
+    return run_checkpointed(patch.inner, self, args, _without_cache(self, kwargs), patch.offload)
 
 
 def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
     """Run the block with activation checkpointing, and offload its inputs if ``offload`` is given."""
-    set_mark(module, BlockMark(offload), forward)
+    set_patch(module, BlockPatch(offload), forward)
 
 
 def restore_block(module: nn.Module) -> None:
     """Undo :func:`patch_block`."""
-    remove_mark(module, BlockMark, forward)
+    remove_patch(module, BlockPatch, forward)
 
 
 def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[str, nn.Module]]:

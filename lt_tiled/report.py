@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from rich.table import Table
 from torch import nn
 
-from lt_tiled.checkpointing import BlockMark
-from lt_tiled.loss.transformers import HeadMark
+from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import get_mark, get_marks
+from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.tiling.state import TileMark
+from lt_tiled.tiling.state import TiledPatch
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class Report:
         """Return the report of a model."""
         tiled, blocks, losses, offloaded = [], [], [], None
         for path, module in [("", model), *walk(model)]:
-            for mark in get_marks(module, TileMark):
-                if not mark.learned.untiled:
-                    found, method = mark.found, "" if mark.method == "forward" else f".{mark.method}"
+            for patch in get_patches(module, TiledPatch):
+                if not patch.learned.untiled:
+                    found, method = patch.found, "" if patch.method == "forward" else f".{patch.method}"
                     where = (path + method).lstrip(".")
-                    row = TiledModule(where, found.kind, *mark.learned.largest, found.widths, found.weight_bytes)
+                    row = TiledModule(where, found.kind, *patch.learned.largest, found.widths, found.weight_bytes)
                     tiled.append(row)
-            if (head := get_mark(module, HeadMark)) is not None:
+            if (head := get_patch(module, HeadPatch)) is not None:
                 losses.append(TiledLoss(path, head.name, *head.learned.largest))
-            if (block := get_mark(module, BlockMark)) is not None:
+            if (block := get_patch(module, BlockPatch)) is not None:
                 blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()

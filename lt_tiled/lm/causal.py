@@ -19,9 +19,9 @@ from lt_tiled._log import inform, inform_once, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.cross_entropy import shifted
-from lt_tiled.loss.transformers import LossMark, find_losses, mark_losses
+from lt_tiled.loss.transformers import LossPatch, find_losses, patch_losses
 from lt_tiled.modules.find import plain_name
-from lt_tiled.modules.patch import get_mark
+from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import CompileOptions, as_loss, check_compile
 
 
@@ -101,7 +101,7 @@ class CausalLM(LightningModule):
         self.model.train()
         if self._loss_shards is not None:
             try:
-                mark_losses(find_losses(self.model), self._loss_shards, object())
+                patch_losses(find_losses(self.model), self._loss_shards, object())
             except NothingFoundError:
                 kind = type(self.model).__name__
                 inform(f"the loss of {kind} is not tiled: the model does not compute it from labels and a linear head")
@@ -207,7 +207,7 @@ def _flex_attention(options: Mapping[str, Any] | None) -> str:
 @contextmanager
 def _loss_function(model: Any, function: Any) -> Iterator[None]:
     """Set the loss function of a transformers model, also inside of an adapter, and restore it."""
-    inner = next((m for m in model.modules() if get_mark(m, LossMark) is not None), model)
+    inner = next((m for m in model.modules() if get_patch(m, LossPatch) is not None), model)
     before = vars(inner).get("_loss_function")
     inner.loss_function = function
     try:

@@ -25,7 +25,7 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Mark, get_mark, get_marks, remove_mark, set_mark
+from lt_tiled.modules.patch import Patch, get_patch, get_patches, remove_patch, set_patch
 from lt_tiled.policies import LossShards
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
@@ -33,7 +33,7 @@ from lt_tiled.tiling.state import Learned, Work
 from lt_tiled.tiling.weights import substituted, trainable_weights
 
 
-class SharedMark(Mark):
+class SharedPatch(Patch):
     """A patch that several owners may set, and that is there until the last of them removes it."""
 
     def __init__(self, name: str) -> None:
@@ -42,13 +42,13 @@ class SharedMark(Mark):
         self.owners: dict[object, LossShards] = {}
         """The owners, and how many tiles each asked for."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         copy.__dict__["owners"] = dict(self.owners)
         return copy
 
 
-class LossMark(SharedMark):
+class LossPatch(SharedPatch):
     """On a model that computes its own loss from the logits of its head."""
 
     attribute = "_lt_tiled_loss"
@@ -58,7 +58,7 @@ class LossMark(SharedMark):
         return module.get_output_embeddings()  # type: ignore[operator,no-any-return]
 
 
-class HeadMark(SharedMark):
+class HeadPatch(SharedPatch):
     """On that head."""
 
     attribute = "_lt_tiled_head"
@@ -72,7 +72,7 @@ class HeadMark(SharedMark):
         super().__init__(name)
         self.learned = Learned()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         copy.__dict__["learned"] = Learned(self.learned.largest)
         return copy
@@ -112,7 +112,7 @@ class DeferredLogits(Deferred):
             RuntimeError: If gradients were on when the head was called and are off now, so that its graph would be lost.
         """
         if self._full is None:
-            name = _mark_of(self.head).name
+            name = _patch_of(self.head).name
             if self.grad_mode != torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{name}: a custom autograd Function, or code without gradients, uses the full logits ({because}),"
@@ -180,23 +180,25 @@ class DeferredLogits(Deferred):
             steps = steps[:-1]
 
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
-            own, mark = _own(head), _mark_of(head)
+            own, patch = _own(head), _patch_of(head)
             work = Work(own, (head,))
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-                before = {} if mark.checked else kept_tensors(work)
+                before = {} if patch.checked else kept_tensors(work)
                 with substituted(weights, leaves):
                     found = _applied(own(rows), steps)
-                if found.requires_grad and not mark.checked:
-                    check_closed(found, [cast("Tensor", rows._base), *leaves], work, before, f"the head of {mark.name}")
-                    mark.checked = True
+                if found.requires_grad and not patch.checked:
+                    check_closed(
+                        found, [cast("Tensor", rows._base), *leaves], work, before, f"the head of {patch.name}"
+                    )
+                    patch.checked = True
                 return found
 
             rows = hidden.reshape(-1, hidden.shape[-1])
-            bounds = loss_bounds(mark.num_shards, len(rows), vocabulary)
-            mark.learned.note(len(rows), bounds, f"the loss of {mark.name}")
-            tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, mark.num_shards)
+            bounds = loss_bounds(patch.num_shards, len(rows), vocabulary)
+            patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
+            tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             loss = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocabulary)
             return loss.view(target.shape) if reduction == "none" else loss
 
@@ -251,13 +253,13 @@ _ENTRYWISE |= {Tensor.mul, Tensor.div, Tensor.true_divide}
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten}
 
 
-def _mark_of(head: nn.Module) -> HeadMark:
-    mark: HeadMark = head.__dict__[HeadMark.attribute]
-    return mark
+def _patch_of(head: nn.Module) -> HeadPatch:
+    patch: HeadPatch = head.__dict__[HeadPatch.attribute]
+    return patch
 
 
 def _own(head: nn.Module) -> Callable[[Tensor], Tensor]:
-    return partial(_mark_of(head).inner, head)
+    return partial(_patch_of(head).inner, head)
 
 
 def _applied(logits: Tensor, steps: Sequence[Step]) -> Tensor:
@@ -287,15 +289,15 @@ class AbsentLogits:
 
 
 def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    mark = _mark_of(self)
+    patch = _patch_of(self)
     if len(args) == 2 and isinstance(args[1], OnHead):
         return args[1].function(self, args[0])
-    if not mark.wanted or kwargs or len(args) != 1 or torch.compiler.is_compiling():
-        return mark.inner(self, *args, **kwargs)
+    if not patch.wanted or kwargs or len(args) != 1 or torch.compiler.is_compiling():
+        return patch.inner(self, *args, **kwargs)
     hooks = [h for place in _HOOKS for h in getattr(self, place).values()]
     if any(not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(_ENGINES) for h in hooks):
-        inform_once(f"hooks {mark.name}", f"the loss of {mark.name} is not tiled: hooks on its head need full logits")
-        return mark.inner(self, *args, **kwargs)
+        inform_once(f"hooks {patch.name}", f"the loss of {patch.name} is not tiled: hooks on its head need full logits")
+        return patch.inner(self, *args, **kwargs)
     (hidden,) = args
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -309,17 +311,17 @@ _ENGINES = ("torch.distributed", "deepspeed", "lt_tiled")
 
 
 def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    mark = self.__dict__[LossMark.attribute]
-    head = get_mark(mark.head(self), HeadMark)
+    patch = self.__dict__[LossPatch.attribute]
+    head = get_patch(patch.head(self), HeadPatch)
     given = inspect.signature(type(self).forward).bind_partial(self, *args, **kwargs).arguments if args else kwargs
     if head is None:
-        return mark.inner(self, *args, **kwargs)
+        return patch.inner(self, *args, **kwargs)
     before, head.wanted = head.wanted, given.get("labels") is not None and not torch.compiler.is_compiling()
     try:
-        output = mark.inner(self, *args, **kwargs)
+        output = patch.inner(self, *args, **kwargs)
     finally:
         head.wanted = before
-    return _without_logits(output, mark.name)
+    return _without_logits(output, patch.name)
 
 
 def _without_logits(output: Any, name: str) -> Any:
@@ -365,37 +367,37 @@ def _head_of(module: nn.Module) -> nn.Module | None:
     return head if isinstance(getattr(head, "out_features", None), int) else None
 
 
-def mark_losses(found: Sequence[tuple[str, nn.Module]], num_shards: LossShards, owner: object) -> None:
+def patch_losses(found: Sequence[tuple[str, nn.Module]], num_shards: LossShards, owner: object) -> None:
     """Let these models compute their losses in tiles, for the owner to undo. The last number of tiles counts."""
     for _, module in found:
         head, name = _head_of(module), type(module).__name__
         assert head is not None
-        if get_mark(module, LossMark) is None:
-            set_mark(module, LossMark(name), _model_forward, innermost=True)
-        if get_mark(head, HeadMark) is None:
-            set_mark(head, HeadMark(name), _head_forward)
-        for mark in (*get_marks(module, LossMark), *get_marks(head, HeadMark)):
-            mark.owners[owner] = num_shards
+        if get_patch(module, LossPatch) is None:
+            set_patch(module, LossPatch(name), _model_forward, innermost=True)
+        if get_patch(head, HeadPatch) is None:
+            set_patch(head, HeadPatch(name), _head_forward)
+        for patch in (*get_patches(module, LossPatch), *get_patches(head, HeadPatch)):
+            patch.owners[owner] = num_shards
 
 
-def unmark_losses(model: nn.Module, owner: object) -> None:
-    """Undo :func:`mark_losses`."""
+def restore_losses(model: nn.Module, owner: object) -> None:
+    """Undo :func:`patch_losses`."""
     for _, module in [("", model), *walk(model)]:
-        for kind, function in ((LossMark, _model_forward), (HeadMark, _head_forward)):
-            for mark in get_marks(module, kind):
-                mark.owners.pop(owner, None)
-                if not mark.owners:
-                    remove_mark(module, kind, function)
+        for kind, function in ((LossPatch, _model_forward), (HeadPatch, _head_forward)):
+            for patch in get_patches(module, kind):
+                patch.owners.pop(owner, None)
+                if not patch.owners:
+                    remove_patch(module, kind, function)
 
 
 @contextmanager
 def untiled_losses(model: nn.Module) -> Iterator[None]:
     """Let the models compute their losses from full logits for a while."""
-    marks = [mark for _, m in [("", model), *walk(model)] for mark in get_marks(m, HeadMark)]
-    for mark in marks:
-        mark.active = False
+    patches = [patch for _, m in [("", model), *walk(model)] for patch in get_patches(m, HeadPatch)]
+    for patch in patches:
+        patch.active = False
     try:
         yield
     finally:
-        for mark in marks:
-            mark.active = True
+        for patch in patches:
+            patch.active = True

@@ -17,21 +17,21 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-MarkType = TypeVar("MarkType", bound="Mark")
+PatchType = TypeVar("PatchType", bound="Patch")
 
 
-class Mark:
-    """What a marked module carries. One subclass for each way of running a module differently."""
+class Patch:
+    """What a patched module carries. One subclass for each way of running a module differently."""
 
     attribute: ClassVar[str]
-    """Where the mark of ``forward`` hangs on the module."""
+    """Where the patch of ``forward`` hangs on the module."""
     method = "forward"
     """What is replaced."""
     replaced: Callable[..., Any] | None = None
     """An instance-level ``forward`` that was there before (Liger, kernels): kept, called, and put back."""
     active = True
     owner: object = None
-    """Who set the mark and takes it off again."""
+    """Who set the patch and takes it off again."""
 
     def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own method, without the module's hooks."""
@@ -39,7 +39,7 @@ class Mark:
             return self.replaced(*args, **kwargs)
         return getattr(type(module), self.method)(module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__, replaced=deepcopy(self.replaced, memo))
@@ -49,63 +49,63 @@ class Mark:
         return type(None), ()  # a pickled module must load where lt_tiled is not installed
 
 
-def place_of(kind: type[Mark], method: str = "forward") -> str:
-    """The name under which the mark of a method hangs on the module."""
+def place_of(kind: type[Patch], method: str = "forward") -> str:
+    """The name under which the patch of a method hangs on the module."""
     return kind.attribute if method == "forward" else f"{kind.attribute}_{method}"
 
 
-def get_mark(module: nn.Module, kind: type[MarkType], method: str = "forward") -> MarkType | None:
-    """The mark of that kind on one of the module's methods, if there is one."""
-    mark: MarkType | None = module.__dict__.get(place_of(kind, method))
-    return mark if mark is not None and mark.active else None
+def get_patch(module: nn.Module, kind: type[PatchType], method: str = "forward") -> PatchType | None:
+    """The patch of that kind on one of the module's methods, if there is one."""
+    patch: PatchType | None = module.__dict__.get(place_of(kind, method))
+    return patch if patch is not None and patch.active else None
 
 
-def get_marks(module: nn.Module, kind: type[MarkType]) -> list[MarkType]:
-    """The marks of that kind on any of the module's methods."""
-    return [mark for mark in module.__dict__.values() if isinstance(mark, kind) and mark.active]
+def get_patches(module: nn.Module, kind: type[PatchType]) -> list[PatchType]:
+    """The patches of that kind on any of the module's methods."""
+    return [patch for patch in module.__dict__.values() if isinstance(patch, kind) and patch.active]
 
 
-def set_mark(module: nn.Module, mark: Mark, function: Callable[..., Any], innermost: bool = False) -> None:
-    """Hang ``mark`` on the module and let ``function``, which has the name of the method that it replaces, run it.
+def set_patch(module: nn.Module, patch: Patch, function: Callable[..., Any], innermost: bool = False) -> None:
+    """Hang ``patch`` on the module and let ``function``, which has the name of the method that it replaces, run it.
 
     Args:
         module: The module.
-        mark: What it carries.
+        patch: What it carries.
         function: Runs in place of the method.
-        innermost: Put it below another mark's function that stands there already, instead of above.
+        innermost: Put it below another patch's function that stands there already, instead of above.
     """
-    place, method = place_of(type(mark), function.__name__), function.__name__
+    place, method = place_of(type(patch), function.__name__), function.__name__
     current, old = module.__dict__.get(method), module.__dict__.get(place)
-    module.__dict__[place], mark.method = mark, method
+    module.__dict__[place], patch.method = patch, method
     if old is not None and current is not None:  # somebody's forward stands before ours, which is still in place
-        mark.replaced = old.replaced
+        patch.replaced = old.replaced
         return
-    above = [m for m in get_marks(module, Mark) if m is not mark and m.method == method] if innermost else []
+    above = [m for m in get_patches(module, Patch) if m is not patch and m.method == method] if innermost else []
     if above:
-        mark.replaced = above[0].replaced
-        above[0].replaced = _bound(function, module, mark.replaced)
+        patch.replaced = above[0].replaced
+        above[0].replaced = _bound(function, module, patch.replaced)
         return
-    mark.replaced = current
+    patch.replaced = current
     module.__dict__[method] = _bound(function, module, current)
 
 
-def remove_mark(module: nn.Module, kind: type[Mark], function: Callable[..., Any]) -> None:
-    """Take the mark off again; nothing is left behind unless somebody replaced the method since."""
+def remove_patch(module: nn.Module, kind: type[Patch], function: Callable[..., Any]) -> None:
+    """Take the patch off again; nothing is left behind unless somebody replaced the method since."""
     method = function.__name__
-    mark = get_mark(module, kind, method)
-    if mark is None:
+    patch = get_patch(module, kind, method)
+    if patch is None:
         return
     if _is(module.__dict__.get(method), function):
-        if mark.replaced is None:
+        if patch.replaced is None:
             del module.__dict__[method]
         else:
-            module.__dict__[method] = mark.replaced
+            module.__dict__[method] = patch.replaced
     else:
-        above = [m for m in module.__dict__.values() if isinstance(m, Mark) and _is(m.replaced, function)]
+        above = [m for m in module.__dict__.values() if isinstance(m, Patch) and _is(m.replaced, function)]
         if not above:
-            mark.active = False  # theirs may call ours, which from now on only passes the call through
+            patch.active = False  # theirs may call ours, which from now on only passes the call through
             return
-        above[0].replaced = mark.replaced
+        above[0].replaced = patch.replaced
     del module.__dict__[place_of(kind, method)]
 
 

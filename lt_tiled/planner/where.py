@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lt_tiled._arguments import split_arguments
-from lt_tiled.checkpointing import BlockMark
+from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.modules.find import find_blocks, plain_name, unwrapped
-from lt_tiled.modules.patch import get_mark
+from lt_tiled.modules.patch import get_patch
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.api import tiled_patches
 
 _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""
@@ -89,7 +89,7 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         # A module outside of the model, such as a loss, belongs to its caller.
         self._stack.append(id(module) if id(module) in self._paths else self._stack[-1] if self._stack else 0)
         self._note()
-        if self.ledger is not None and id(module) in self._blocks and get_mark(module, BlockMark) is not None:
+        if self.ledger is not None and id(module) in self._blocks and get_patch(module, BlockPatch) is not None:
             for tensor in split_arguments(args, {})[0]:
                 if tensor.is_floating_point() and tensor.dim() > 1:
                     self.ledger.name(tensor, "block inputs")
@@ -102,7 +102,7 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
 
 
 def _mlps(model: nn.Module) -> list[nn.Module]:
-    found = [m for _, m, _ in tile_marks(model)]
+    found = [m for _, m, _ in tiled_patches(model)]
     with suppress(NothingFoundError):
         found += [m for t in find_tileable(model, Tiling()) for m in (t.module, *t.before, *t.behind)]
     return [part for m in found for part in m.modules()]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lt_tiled._training_step import stepped_on
 from lt_tiled.modules.find import walk
 from lt_tiled.planner.shards import FSDP2, EngineMemory, Unit
-from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.api import tiled_patches
 
 
 class _DeepSpeed(EngineMemory):
@@ -48,7 +48,7 @@ class Zero3(_DeepSpeed, FSDP2):
     shard = _DeepSpeed.copy_of
 
     def find_fsdp_units(self) -> list[Unit]:
-        leaves = [(path, m) for path, m, _ in tile_marks(self.model)]
+        leaves = [(path, m) for path, m, _ in tiled_patches(self.model)]
         inside = {id(part) for _, leaf in leaves for part in leaf.modules()}
         alone = [(path, m) for path, m in walk(self.model) if id(m) not in inside and [*m.parameters(recurse=False)]]
         return [Unit(path, m, list(m.parameters())) for path, m in [*leaves, *alone]] + [Unit("", self.model, [])]

@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from lt_tiled._log import warn
 from lt_tiled.checkpointing import find_checkpointable
 from lt_tiled.modules.find import find_blocks, unwrapped
-from lt_tiled.modules.patch import get_mark
+from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import Checkpointing
-from lt_tiled.tiling.api import NormMark, tile_marks
+from lt_tiled.tiling.api import NormPatch, tiled_patches
 
 
 def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> list[tuple[str, nn.Module]]:
@@ -36,10 +36,10 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
         ValueError: Names the FSDP unit and the remedy.
     """
     units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
-    marks = list(tile_marks(model)) if units else []
-    apart = any(get_mark(unit, NormMark) is not None for unit in units)
-    for path, module, mark in marks:
-        mark.needs.defer = mark.needs.defer and not apart
+    patches = list(tiled_patches(model)) if units else []
+    apart = any(get_patch(unit, NormPatch) is not None for unit in units)
+    for path, module, patch in patches:
+        patch.needs.defer = patch.needs.defer and not apart
         for name, part in module.named_modules():
             if unwrapped(part) in units and part is not module:
                 kind = type(module).__name__

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
-from lt_tiled.modules.patch import get_mark
+from lt_tiled.modules.patch import get_patch
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
-from lt_tiled.tiling.api import tile_marks
-from lt_tiled.tiling.state import TileMark
+from lt_tiled.tiling.api import tiled_patches
+from lt_tiled.tiling.state import TiledPatch
 
 
 class _DeepSpeed(TiledStrategy):
@@ -88,7 +88,7 @@ class _DeepSpeed(TiledStrategy):
         if self.zero_stage_3 and self.zero3_leaf_modules:
             from deepspeed.utils import set_z3_leaf_module
 
-            for _, module, _ in tile_marks(model):
+            for _, module, _ in tiled_patches(model):
                 set_z3_leaf_module(module, True)  # stays after release, because the engine's hooks depend on it
                 self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
         adapt_tiles(self, model)
@@ -156,16 +156,16 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     Raises:
         ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
     """
-    for _, _, mark in tile_marks(model):
+    for _, _, patch in tiled_patches(model):
         # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros. A norm
         # stands outside of the leaf module of ZeRO-3, so its weights are not there while the tiles run.
-        mark.needs.zeros_for_unused, mark.needs.defer = True, not strategy.zero_stage_3
+        patch.needs.zeros_for_unused, patch.needs.defer = True, not strategy.zero_stage_3
     if not strategy.zero_stage_3:
         return
     from deepspeed.utils import get_z3_leaf_modules
 
     whole = {part for leaf in get_z3_leaf_modules(model) for part in leaf.modules()}
-    for path, module, _ in tile_marks(model):
+    for path, module, _ in tiled_patches(model):
         if module not in whole:
             raise ValueError(
                 f"{path} ({type(module).__name__}) is tiled and not a leaf module of ZeRO-3, which would shard its"
@@ -183,8 +183,8 @@ def _arguments_for_a_leaf(
     such a gradient, as after frozen embeddings, DeepSpeed fails: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
     if kwargs:
-        mark = get_mark(module, TileMark)
-        forward = (mark and mark.replaced) or MethodType(type(module).forward, module)
+        patch = get_patch(module, TiledPatch)
+        forward = (patch and patch.replaced) or MethodType(type(module).forward, module)
         bound = inspect.signature(forward).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]

@@ -20,7 +20,7 @@ from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import Tiling
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
 from lt_tiled.strategies.blocks import blocks_to_shard
-from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.api import tiled_patches
 
 
 class _FSDP2(TiledStrategy):
@@ -71,9 +71,9 @@ class _FSDP2(TiledStrategy):
     def agree(self, model: nn.Module) -> None:
         """Adapt the tiled modules to ranks that communicate; refuse tilings with which they would hang."""
         if self.device_mesh.size() > 1:
-            for _, _, mark in tile_marks(model):
+            for _, _, patch in tiled_patches(model):
                 # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
-                mark.needs.zeros_for_unused = True
+                patch.needs.zeros_for_unused = True
         mesh = self.device_mesh["tensor_parallel"]
         if mesh.size() > 1:
             policies: list[Tiling | None] = [None] * mesh.size()

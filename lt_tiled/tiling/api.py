@@ -17,12 +17,12 @@ from lt_tiled._log import warn
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Mark, get_mark, get_marks, place_of, remove_mark, set_mark
+from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, values
 from lt_tiled.tiling.self_check import RecordedError, check_first, refuse_recorded
-from lt_tiled.tiling.state import EngineNeeds, Found, TileMark, Work
+from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch, Work
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -57,7 +57,7 @@ def tile(target: Target, **tiling: Any) -> Target:
     if owner is None:
         return TiledCallable(target, policy)  # type: ignore[return-value]
     kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
-    mark_tiled(Tileable(kind, owner, kind, method), policy, EngineNeeds(), None)
+    patch_tiled(Tileable(kind, owner, kind, method), policy, EngineNeeds(), None)
     return target if owner is target else getattr(owner, method)
 
 
@@ -70,11 +70,11 @@ def untile(target: Target) -> Target:
     owner, method = _owner(target)
     if owner is None:
         return target.function if isinstance(target, TiledCallable) else target  # type: ignore[return-value]
-    mark = get_mark(owner, TileMark, method)
-    if mark is not None:
-        remove_mark(owner, TileMark, tiled_method(method))
+    patch = get_patch(owner, TiledPatch, method)
+    if patch is not None:
+        remove_patch(owner, TiledPatch, tiled_method(method))
         parts = dict(walk(owner))
-        for path in mark.found.below if mark.learned.untiled else ():
+        for path in patch.found.below if patch.learned.untiled else ():
             untile(parts[path])
     return target if owner is target else getattr(owner, method)
 
@@ -98,11 +98,11 @@ class TiledCallable:
     def __init__(self, function: Callable[..., Any], tiling: Tiling) -> None:
         name = getattr(function, "__name__", type(function).__name__)
         self.function = function
-        self.mark = TileMark(Found(name, name), tiling, EngineNeeds(), None)
+        self.patch = TiledPatch(Found(name, name), tiling, EngineNeeds(), None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = values((args, kwargs))
-        made = TiledCall.of(Work(self.function, modules_of(self.function)), self.mark, args, kwargs)
+        made = TiledCall.of(Work(self.function, modules_of(self.function)), self.patch, args, kwargs)
         if made is None:
             return self.function(*args, **kwargs)
         check_first(*made)
@@ -126,14 +126,14 @@ def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...]:
     return tuple(v for v in values if isinstance(v, nn.Module))
 
 
-def mark_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TileMark:
+def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TiledPatch:
     """Tile what was found, for its owner to undo.
 
     Raises:
         ValueError: If it is tiled already, or is known not to be position-wise.
     """
     module, name = tileable.module, tileable.name
-    if get_mark(module, TileMark, tileable.method) is not None:
+    if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
     parts = _parts(module, tileable.parts)
     for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
@@ -153,15 +153,15 @@ def mark_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: ob
         has_norm_before=bool(tileable.before),
         has_norm_behind=bool(tileable.behind),
     )
-    mark = TileMark(found, tiling, needs, owner)
-    set_mark(module, mark, tiled_method(tileable.method))
+    patch = TiledPatch(found, tiling, needs, owner)
+    set_patch(module, patch, tiled_method(tileable.method))
     for place, norms in (("before", tileable.before), ("behind", tileable.behind)):
         for norm in norms:
-            if get_mark(norm, NormMark) is None:
-                set_mark(norm, NormMark(place, mark, owner), _norm_forward)
-    if tileable.parent is not None and get_mark(tileable.parent, ParentMark) is None:
-        set_mark(tileable.parent, ParentMark(owner), _parent_forward, innermost=True)
-    return mark
+            if get_patch(norm, NormPatch) is None:
+                set_patch(norm, NormPatch(place, patch, owner), _norm_forward)
+    if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
+        set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
+    return patch
 
 
 def _parts(module: nn.Module, names: tuple[str, ...] | None) -> tuple[nn.Module, ...]:
@@ -173,22 +173,22 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters() if not is_lazy(p))
 
 
-def unmark(model: nn.Module, owner: object) -> None:
-    """Undo :func:`mark_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
+def restore_tiled(model: nn.Module, owner: object) -> None:
+    """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
     for _, module in [("", model), *walk(model)]:
-        for mark in get_marks(module, TileMark):
-            if mark.owner is owner:
-                remove_mark(module, TileMark, tiled_method(mark.method))
-        for kind, function in ((NormMark, _norm_forward), (ParentMark, _parent_forward)):
-            if any(mark.owner is owner for mark in get_marks(module, kind)):
-                remove_mark(module, kind, function)
+        for patch in get_patches(module, TiledPatch):
+            if patch.owner is owner:
+                remove_patch(module, TiledPatch, tiled_method(patch.method))
+        for kind, function in ((NormPatch, _norm_forward), (ParentPatch, _parent_forward)):
+            if any(patch.owner is owner for patch in get_patches(module, kind)):
+                remove_patch(module, kind, function)
 
 
-def tile_marks(model: nn.Module) -> Iterator[tuple[str, nn.Module, TileMark]]:
-    """Yield path, module and mark of each tiled module."""
+def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
+    """Yield path, module and patch of each tiled module."""
     for path, module in [("", model), *walk(model)]:
-        for mark in get_marks(module, TileMark):
-            yield path, module, mark
+        for patch in get_patches(module, TiledPatch):
+            yield path, module, patch
 
 
 # What runs in place of a tiled module's method
@@ -197,55 +197,55 @@ def tile_marks(model: nn.Module) -> Iterator[tuple[str, nn.Module, TileMark]]:
 @cache
 def tiled_method(name: str) -> Callable[..., Any]:
     """Return what runs in place of a method of that name, which is the name that pickle looks up on the class."""
-    place = place_of(TileMark, name)
+    place = place_of(TiledPatch, name)
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mark = self.__dict__[place]
-        if not mark.active or mark.learned.untiled:
-            return mark.inner(self, *args, **kwargs)
-        return _call(self, mark, args, kwargs)
+        patch = self.__dict__[place]
+        if not patch.active or patch.learned.untiled:
+            return patch.inner(self, *args, **kwargs)
+        return _call(self, patch, args, kwargs)
 
     method.__name__ = name
     return method
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call(module: nn.Module, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work, traces = Work(partial(mark.inner, module), _parts(module, mark.found.parts)), list[Trace]()
-    made = _with_neighbor(work, mark, args, kwargs, traces)
+def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    work, traces = Work(partial(patch.inner, module), _parts(module, patch.found.parts)), list[Trace]()
+    made = _with_neighbor(work, patch, args, kwargs, traces)
     if made is None:
         args, kwargs = values((args, kwargs))
-        made = TiledCall.of(work, mark, args, kwargs)
+        made = TiledCall.of(work, patch, args, kwargs)
         if made is None:
             return work.function(*args, **kwargs)
         try:
             refuse_recorded(made[0])
             check_first(*made)
         except NotPositionWiseError as error:
-            if not (mark.found.below or isinstance(error, RecordedError)):
+            if not (patch.found.below or isinstance(error, RecordedError)):
                 raise
-            _tile_below(module, mark, error)
-            return mark.inner(module, *args, **kwargs)
-    if mark.found.has_norm_behind and _may_defer(made, mark):
+            _tile_below(module, patch, error)
+            return patch.inner(module, *args, **kwargs)
+    if patch.found.has_norm_behind and _may_defer(made, patch):
         deferred = defer(*made, traces)
         if deferred is not None:
             return deferred
     return run_tiled(*made, traces)
 
 
-def _tile_below(module: nn.Module, mark: TileMark, reason: NotPositionWiseError) -> None:
+def _tile_below(module: nn.Module, patch: TiledPatch, reason: NotPositionWiseError) -> None:
     """Run a mixture of experts untiled, and its experts, below the router, in tiles.
 
     From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
     """
-    mark.learned.untiled = True
+    patch.learned.untiled = True
     parts = dict(walk(module))
-    for path in mark.found.below:
-        if get_mark(part := parts[path], TileMark) is None:
-            below = Tileable(f"{mark.name}.{path}", part, type(part).__name__)
-            mark_tiled(below, mark.tiling, mark.needs, mark.owner)
+    for path in patch.found.below:
+        if get_patch(part := parts[path], TiledPatch) is None:
+            below = Tileable(f"{patch.name}.{path}", part, type(part).__name__)
+            patch_tiled(below, patch.tiling, patch.needs, patch.owner)
     instead = (
-        f"Below its router {' and '.join(mark.found.below)} run in tiles." if mark.found.below else "It runs untiled."
+        f"Below its router {' and '.join(patch.found.below)} run in tiles." if patch.found.below else "It runs untiled."
     )
     warn(f"{reason} {instead}")
 
@@ -253,23 +253,23 @@ def _tile_below(module: nn.Module, mark: TileMark, reason: NotPositionWiseError)
 # Norms next to an MLP
 
 
-class NormMark(Mark):
+class NormPatch(Patch):
     """On a norm next to a tiled module."""
 
     attribute = "_lt_tiled_norm"
 
-    def __init__(self, place: str, mlp: TileMark, owner: object) -> None:
+    def __init__(self, place: str, mlp: TiledPatch, owner: object) -> None:
         self.place: Literal["before", "behind"] | str = place
         self.mlp, self.owner = mlp, owner
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
-        assert isinstance(copy, NormMark)
+        assert isinstance(copy, NormPatch)
         copy.mlp = memo.get(id(self.mlp)) or self.mlp.__deepcopy__(memo)  # type: ignore[assignment]
         return copy
 
 
-class ParentMark(Mark):
+class ParentPatch(Patch):
     """On the module whose forward calls both: nothing deferred leaves it, because its engine may free the weights."""
 
     attribute = "_lt_tiled_parent"
@@ -279,51 +279,51 @@ class ParentMark(Mark):
 
 
 def _norm_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    mark = self.__dict__[NormMark.attribute]
-    if not mark.active or not mark.mlp.active or torch.compiler.is_compiling():
-        return mark.inner(self, *args, **kwargs)
-    return _call_norm(self, mark, args, kwargs)
+    patch = self.__dict__[NormPatch.attribute]
+    if not patch.active or not patch.mlp.active or torch.compiler.is_compiling():
+        return patch.inner(self, *args, **kwargs)
+    return _call_norm(self, patch, args, kwargs)
 
 
 def _parent_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return values(self.__dict__[ParentMark.attribute].inner(self, *args, **kwargs))
+    return values(self.__dict__[ParentPatch.attribute].inner(self, *args, **kwargs))
 
 
 _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle looks up on the class
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call_norm(module: nn.Module, mark: NormMark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work, traces = Work(partial(mark.inner, module), (module,), mark.place), list[Trace]()
-    if mark.place == "behind":
-        made = _with_neighbor(work, mark.mlp, args, kwargs, traces)
-        return mark.inner(module, *args, **kwargs) if made is None else run_tiled(*made, traces)
+def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    work, traces = Work(partial(patch.inner, module), (module,), patch.place), list[Trace]()
+    if patch.place == "behind":
+        made = _with_neighbor(work, patch.mlp, args, kwargs, traces)
+        return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made, traces)
     args, kwargs = values((args, kwargs))
-    if mark.place not in mark.mlp.learned.refused:
-        made = TiledCall.of(work, mark.mlp, args, kwargs)
-        if made is not None and _may_defer(made, mark.mlp) and _passes(made, mark.place):
+    if patch.place not in patch.mlp.learned.refused:
+        made = TiledCall.of(work, patch.mlp, args, kwargs)
+        if made is not None and _may_defer(made, patch.mlp) and _passes(made, patch.place):
             deferred = defer(*made, traces)
             if deferred is not None:
                 return deferred
-    return mark.inner(module, *args, **kwargs)
+    return patch.inner(module, *args, **kwargs)
 
 
-def _may_defer(made: Call, mark: TileMark) -> bool:
+def _may_defer(made: Call, patch: TiledPatch) -> bool:
     tensors: list[Any] = made[1]
     plain = all(not (is_traceable_wrapper_subclass(t) or t.is_inference()) for t in tensors)
-    return mark.needs.defer and plain and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return patch.needs.defer and plain and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _with_neighbor(
-    work: Work, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any], traces: list[Trace]
+    work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any], traces: list[Trace]
 ) -> Call | None:
     """Return one call of this work and the deferred one among its arguments, if there is one to join."""
     given = (*args, *kwargs.values())
-    deferred = next((a for a in given if isinstance(a, DeferredCall) and a.open_for(mark)), None)
+    deferred = next((a for a in given if isinstance(a, DeferredCall) and a.open_for(patch)), None)
     if deferred is None:
         return None
     together, args, kwargs = deferred.then(work, args, kwargs)
-    made = None if together.key in mark.learned.refused else TiledCall.of(together, mark, args, kwargs)
+    made = None if together.key in patch.learned.refused else TiledCall.of(together, patch, args, kwargs)
     if made is None or not _passes(made, together.key):
         return None
     deferred.followers.append(traces)
@@ -336,6 +336,6 @@ def _passes(made: Call, key: Any) -> bool:
         refuse_recorded(made[0])
         check_first(*made)
     except NotPositionWiseError:
-        made[0].mark.learned.refused.add(key)
+        made[0].patch.learned.refused.add(key)
         return False
     return True

@@ -63,7 +63,7 @@ class TiledFunction(torch.autograd.Function):
         call: TiledCall = ctx.call
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{call.mark.name}: a tiled module has no second derivative, and this backward pass was called with"
+                f"{call.patch.name}: a tiled module has no second derivative, and this backward pass was called with"
                 " create_graph=True. Call it without, or lt_tiled.untile() the module."
             )
         inputs = ctx.anchor.saved_tensors[-len(call.wants_grad) :]
@@ -95,13 +95,13 @@ def defer(call: TiledCall, inputs: list[Tensor], traces: list[Trace]) -> Deferre
 
 
 def _note(call: TiledCall) -> None:
-    call.mark.learned.note(call.shape.tokens, call.bounds, call.mark.found.kind, str(call.mark.tiling))
+    call.patch.learned.note(call.shape.tokens, call.bounds, call.patch.found.kind, str(call.patch.tiling))
 
 
 def _apply(call: TiledCall, inputs: list[Tensor], traces: list[Trace], like: Any) -> Any:
     # Where no argument wants a gradient, an empty leaf ties the anchor into the graph.
     link = None if any(call.wants_grad) else torch.empty(0, device=call.device, requires_grad=True)
-    found = call.mark.found
+    found = call.patch.found
     joins = found.has_norm_before or found.has_norm_behind
     told = [torch.empty(0, zlib.crc32(repr(call.work.key).encode()))] if joins else []
     edges = Anchor.apply(call.wants_grad, link, *told, *inputs)

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
 from lt_tiled.tiling.recompute import AutocastState, random_state_kept
-from lt_tiled.tiling.state import TileMark, Work
+from lt_tiled.tiling.state import TiledPatch, Work
 
 if TYPE_CHECKING:
     from lt_tiled.tiling.tiled_call import TiledCall, Trace
@@ -127,7 +127,7 @@ class DeferredCall(Deferred):
         """
         if self._value is not None and self._value.grad_fn is not self._node:
             raise RuntimeError(
-                f"{self.call.mark.name}: its output was changed in place and then read without gradients, or by a custom"
+                f"{self.call.patch.name}: its output was changed in place and then read without gradients, or by a custom"
                 " autograd Function, whose gradient would miss the change. Make the change out of place."
             )
         return self._computed().detach()
@@ -141,7 +141,7 @@ class DeferredCall(Deferred):
                 leaves, trace = self.call.forward(self.inputs, learn=True)
                 if drawn is not None and trace.random is not None and not trace.end.same_as(drawn.end):
                     raise RuntimeError(
-                        f"{self.call.mark.name}: its output is used by a norm and once more, and the norm draws random"
+                        f"{self.call.patch.name}: its output is used by a norm and once more, and the norm draws random"
                         " numbers. Leave the module out of Tiling(targets=...)."
                     )
             self.traces.append(trace)
@@ -151,13 +151,13 @@ class DeferredCall(Deferred):
     def _check_inputs(self) -> None:
         if [t._version for t in self.inputs] != self.versions:
             raise RuntimeError(
-                f"{self.call.mark.name}: its input was changed in place before its output was used. Make the change"
+                f"{self.call.patch.name}: its input was changed in place before its output was used. Make the change"
                 " out of place, or leave the module out of Tiling(targets=...)."
             )
 
-    def open_for(self, mark: TileMark) -> bool:
+    def open_for(self, patch: TiledPatch) -> bool:
         """Whether a neighbor of the same MLP can run in the same tiles."""
-        same = self.call.mark is mark and self.call.autocast == AutocastState.now(self.call.device)
+        same = self.call.patch is patch and self.call.autocast == AutocastState.now(self.call.device)
         return self._data is None and same and torch.is_grad_enabled()
 
     def then(

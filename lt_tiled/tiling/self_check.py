@@ -26,15 +26,15 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 
 
 def check_first(call: TiledCall, inputs: Sequence[Tensor]) -> None:
-    """Check a call's work, unless an earlier call of the same mark in the same mode was checked: losses are kept in
+    """Check a call's work, unless an earlier call of the same patch in the same mode was checked: losses are kept in
     training alone.
 
     Raises:
         NotPositionWiseError: See :func:`check_position_wise`.
     """
     mode = (call.work.key, call.work.training, torch.is_grad_enabled())
-    checked = call.mark.learned.checked
-    if call.mark.tiling.self_check and mode not in checked and check_position_wise(call, inputs):
+    checked = call.patch.learned.checked
+    if call.patch.tiling.self_check and mode not in checked and check_position_wise(call, inputs):
         checked.add(mode)
 
 
@@ -58,11 +58,11 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> bool:
         start = RandomState.now(call.device)
         whole = call.run_tile(sample)
         dropout = not start.same_as(RandomState.now(call.device))
-    check_kept(whole, call.work, kept, call.mark.name)
+    check_kept(whole, call.work, kept, call.patch.name)
     with torch.no_grad(), random_state_kept(call.device), _dropout_off(call.work) if dropout else nullcontext():
         whole = call.run_tile(sample) if dropout else pytree.tree_map_only(Tensor, torch.Tensor.detach, whole)
         layout = call.layout_of(whole, inputs, few)
-        assembly = OutputAssembly(layout, shape, call.mark.name)
+        assembly = OutputAssembly(layout, shape, call.patch.name)
         for bounds in ((0, few // 2 + 1), (few // 2 + 1, few)):
             assembly.add(call.run_tile(call.cut(sample, slice(*bounds))), bounds)
     per_token = [
@@ -71,7 +71,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> bool:
         if kind in ("tokens", "flat")
     ]
     for name, a, b in per_token:
-        _compare(a, b, few, name, call.mark.name)
+        _compare(a, b, few, name, call.patch.name)
     return any(bool(a.any()) for _, a, _ in per_token)
 
 
@@ -101,7 +101,7 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
         (containers[i].extend if isinstance(containers[i], list) else containers[i].update)(before[i])
     if changed or versions != [t._version for t in sample]:
         raise NotPositionWiseError(
-            f"{call.mark.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
+            f"{call.patch.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for the caller. Make the"
             " change out of place, or leave the module out of targets."
         )
 
@@ -124,7 +124,7 @@ def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
         if now is not buffer or buffer._version != version:
             part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
             raise NotPositionWiseError(
-                f"{call.mark.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be changed once for each"
+                f"{call.patch.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be changed once for each"
                 " tile, and again when the tiles are recomputed. Leave it out of targets, or name the part of it that works position by position."
             )
 
@@ -164,7 +164,7 @@ def refuse_recorded(call: TiledCall) -> None:
     inside = (part for part in call.work.parts() if part not in call.work.modules)
     if collector and any(h.__module__ == _CAPTURING for part in inside for h in part._forward_hooks.values()):
         raise RecordedError(
-            f"{call.mark.name}: transformers records {', '.join(sorted(collector))} inside it, which tiles would change."
+            f"{call.patch.name}: transformers records {', '.join(sorted(collector))} inside it, which tiles would change."
         )
 
 

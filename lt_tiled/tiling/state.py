@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lt_tiled._log import inform_once
-from lt_tiled.modules.patch import Mark
+from lt_tiled.modules.patch import Patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 
@@ -82,7 +82,7 @@ class EngineNeeds:
     """Whether a norm next to an MLP may run in the same tiles: its weights must be there while the MLP runs."""
 
 
-class TileMark(Mark):
+class TiledPatch(Patch):
     """What a tiled module carries."""
 
     attribute = "_lt_tiled_tiling"
@@ -96,9 +96,9 @@ class TileMark(Mark):
         """The name in messages."""
         return self.found.name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
-        assert isinstance(copy, TileMark)
+        assert isinstance(copy, TiledPatch)
         copy.learned = Learned(self.learned.largest, untiled=self.learned.untiled)
         return copy
 

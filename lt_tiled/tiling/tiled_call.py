@@ -36,7 +36,7 @@ from lt_tiled.tiling.recompute import (
     random_state_kept,
 )
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip
-from lt_tiled.tiling.state import TileMark, Work
+from lt_tiled.tiling.state import TiledPatch, Work
 from lt_tiled.tiling.weights import GradientSum, gradient_sums, substituted, trainable_weights
 
 
@@ -58,7 +58,7 @@ class TiledCall:
 
     Args:
         work: What runs on each tile.
-        mark: The state of the tiled module.
+        patch: The state of the tiled module.
         inputs: The tensors among the arguments.
         arguments: How the work is called with them.
         shape: The leading dimensions of the hidden states.
@@ -68,38 +68,38 @@ class TiledCall:
     def __init__(
         self,
         work: Work,
-        mark: TileMark,
+        patch: TiledPatch,
         inputs: Sequence[Tensor],
         arguments: Arguments,
         shape: TokenShape,
         bounds: Sequence[Bounds],
     ) -> None:
-        self.work, self.mark, self.arguments, self.shape, self.bounds = work, mark, arguments, shape, bounds
+        self.work, self.patch, self.arguments, self.shape, self.bounds = work, patch, arguments, shape, bounds
         self.per_token = [shape.covers(t) for t in inputs]
         self.wants_grad = [t.requires_grad for t in inputs]
         self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
         self.autocast = AutocastState.now(self.device)
         self.weights = trainable_weights(work) if torch.is_grad_enabled() else []
         self.modes = [(part, part.training) for part in work.parts()]
-        self._compiled = CompiledTile.of(mark.found.kind, mark.tiling.compile)
+        self._compiled = CompiledTile.of(patch.found.kind, patch.tiling.compile)
 
     @classmethod
     def of(
-        cls, work: Work, mark: TileMark, args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[TiledCall, list[Tensor]] | None:
         """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
         inputs, arguments = split_arguments(args, kwargs)
         hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
             return None
-        shape, widths = TokenShape(hidden.shape[:-1]), mark.found.widths
-        bounds = tile_bounds(mark.tiling, shape.tokens, hidden.shape[-1], widths[1] if widths else None)
+        shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
+        bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths[1] if widths else None)
         if len(bounds) < 2:
             return None
-        call = cls(work, mark, inputs, arguments, shape, bounds)
+        call = cls(work, patch, inputs, arguments, shape, bounds)
         if any(is_lazy(p) for module in work.modules for p in module.parameters()):
             call.probe(inputs, 2)  # which gives lazy modules their weights
-            call = cls(work, mark, inputs, arguments, shape, bounds)
+            call = cls(work, patch, inputs, arguments, shape, bounds)
         return call, inputs
 
     @property
@@ -126,7 +126,7 @@ class TiledCall:
 
     def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Return shape and dtype of the output if it is one per-token tensor, else ``None``: two tokens tell."""
-        key, known = (self.key, tuple(t.dtype for t in inputs)), self.mark.learned.signatures
+        key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
             with hidden_from_modes(inputs[0]):
                 output = self.probe(inputs, 2)
@@ -144,7 +144,7 @@ class TiledCall:
     @property
     def compiled(self) -> CompiledTile | None:
         """The compiled code, unless a tile showed that it cannot be compiled."""
-        return None if self.mark.learned.uncompiled else self._compiled
+        return None if self.patch.learned.uncompiled else self._compiled
 
     def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
         if self.compiled is not None:
@@ -162,8 +162,8 @@ class TiledCall:
         return views
 
     def _compile_no_more(self, error: CannotCompile) -> None:
-        self.mark.learned.uncompiled = True
-        warn(f"{self.mark.name} runs uncompiled, because its tiles are not one graph: {error}")
+        self.patch.learned.uncompiled = True
+        warn(f"{self.patch.name} runs uncompiled, because its tiles are not one graph: {error}")
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the arguments without a graph, each per-token one as ``[tokens, ...]``."""
@@ -182,10 +182,10 @@ class TiledCall:
         leaves, tree = pytree.tree_flatten(output)
         kinds = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
         key = (self.work.key, tree, kinds, len(self.shape.lead))
-        layouts, reductions = self.mark.learned.layouts, self.mark.tiling.reductions
+        layouts, reductions = self.patch.learned.layouts, self.patch.tiling.reductions
         if key not in layouts:
             small, large = self.probe(inputs, 2), self.probe(inputs, 3)
-            layouts[key] = compare_outputs(small, large, (2, 3), self.shape, reductions, self.mark.name)
+            layouts[key] = compare_outputs(small, large, (2, 3), self.shape, reductions, self.patch.name)
         return layouts[key]
 
     # Forward
@@ -202,7 +202,7 @@ class TiledCall:
         """
         flat = self.flat(inputs)
         start = RandomState.now(self.device)
-        counts = learn and self.key not in self.mark.learned.saved
+        counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
         with torch.no_grad(), self.autocast.context():
             if counts and self.compiled is not None:
@@ -215,7 +215,7 @@ class TiledCall:
                 counts = False
                 if assembly is None:
                     layout = self.layout_of(output, inputs, high - low)
-                    assembly = OutputAssembly(layout, self.shape, self.mark.name)
+                    assembly = OutputAssembly(layout, self.shape, self.patch.name)
                 assembly.add(output, (low, high))
                 del output
         end = RandomState.now(self.device)
@@ -236,10 +236,10 @@ class TiledCall:
         ):
             leaves, kept = self._leaves(tile, wholes), kept_tensors(self.work)
             output = self.run_tile(leaves)
-            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.mark.name)
+            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.patch.name)
         # Hooks inside would read values that are skipped.
         hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)
-        self.mark.learned.saved[self.key] = None if hooked else counter.count
+        self.patch.learned.saved[self.key] = None if hooked else counter.count
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
     # Backward
@@ -282,7 +282,7 @@ class TiledCall:
                 for result, wants in zip(results, self.wants_grad, strict=True)
                 if wants
             ]
-            return [*arguments, *(s.take(self.mark.needs.zeros_for_unused) for s in sums)]
+            return [*arguments, *(s.take(self.patch.needs.zeros_for_unused) for s in sums)]
 
     def _tile_backward(
         self,
@@ -329,7 +329,7 @@ class TiledCall:
         except CannotCompile as error:
             if trace.random is not None:
                 raise RuntimeError(
-                    f"{self.mark.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
+                    f"{self.patch.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
                     f" ({error}); uncompiled it would draw other random numbers. Set compile=False in its Tiling."
                 ) from error
             self._compile_no_more(error)
@@ -344,7 +344,7 @@ class TiledCall:
         return True
 
     def _run_with_graph(self, trace: Trace, leaves: Sequence[Tensor]) -> Any:
-        saved = self.mark.learned.saved.get(self.key)
+        saved = self.patch.learned.saved.get(self.key)
         if saved is not None:
             start = RandomState.now(self.device) if trace.random is not None else None
             skip = LastProjectionSkip(saved)
@@ -354,7 +354,7 @@ class TiledCall:
                 skip.check(pytree.tree_leaves(output))
                 return output
             except CannotSkip:
-                self.mark.learned.saved[self.key] = None
+                self.patch.learned.saved[self.key] = None
                 if start is not None:
                     start.set()
         with torch.enable_grad(), SavedCounter():
@@ -374,7 +374,7 @@ class TiledCall:
         ]
 
     def _sums(self, tensors: Sequence[Tensor]) -> AbstractContextManager[list[GradientSum]]:
-        return gradient_sums(tensors, self.mark.tiling.accumulate)
+        return gradient_sums(tensors, self.patch.tiling.accumulate)
 
     def _weights_from(self, sums: Sequence[GradientSum]) -> AbstractContextManager[None]:
         return substituted(self.weights, [s.leaf for s in sums])

@@ -268,7 +268,7 @@ def in_fabric(tiled: bool) -> tuple[list[float], int, int]:
 
 
 def test_fabric(world: World) -> None:
-    """Losses with accumulation under ``no_backward_sync`` are those of stock DDP; ``release`` takes the marks off."""
+    """Losses with accumulation under ``no_backward_sync`` are those of stock DDP; ``release`` takes the patches off."""
     plain, tiled = world(in_fabric, False), world(in_fabric, True)
     for (losses, _, _), (tiled_losses, during, after) in zip(plain, tiled, strict=True):
         assert tiled_losses == pytest.approx(losses, rel=1e-5)

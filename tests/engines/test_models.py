@@ -17,7 +17,7 @@ from torch import Tensor
 import lt_tiled
 from lt_tiled import Checkpointing, Tiling
 from lt_tiled.report import Report
-from lt_tiled.tiling.api import tile_marks
+from lt_tiled.tiling.api import tiled_patches
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import set_up, strategy
 from tests.engines.conftest import OnRanks
@@ -56,7 +56,9 @@ def losses(
         optimizer.zero_grad()
         found.append(float(value.detach()))
     rows = Report.of(net).tiled
-    compiled = all(bool(tiling and tiling.compile) and not mark.learned.uncompiled for _, _, mark in tile_marks(net))
+    compiled = all(
+        bool(tiling and tiling.compile) and not patch.learned.uncompiled for _, _, patch in tiled_patches(net)
+    )
     fabric.strategy.release()
     return found, bool(rows) and all(row.tiles > 1 for row in rows), compiled
 

@@ -59,7 +59,7 @@ def test_registered_names() -> None:
 
 
 def test_several_models() -> None:
-    """Two models that go through one strategy are both marked; setting one up again marks nothing twice; teardown frees
+    """Two models that go through one strategy are both marked; setting one up again patches nothing twice; teardown frees
     both.
     """
     fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=4))

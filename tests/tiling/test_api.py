@@ -1,4 +1,4 @@
-"""Finding, marking and unmarking."""
+"""Finding, patching and restoring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lt_tiled
 from lt_tiled import Tiling, tile, untile
 from lt_tiled.modules.feed_forward import find_tileable
-from lt_tiled.tiling.state import TileMark
+from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import FP32, gradients, randn, reference, worst
 
@@ -120,7 +120,7 @@ def test_deepcopy_computes_with_its_own_weights() -> None:
     assert all(p.grad is None for p in module.parameters())
     untile(module)
     assert "forward" in twin.__dict__
-    assert twin.__dict__[TileMark.attribute].learned.largest == (20, 4)
+    assert twin.__dict__[TiledPatch.attribute].learned.largest == (20, 4)
 
 
 def test_pickled_module_comes_back_plain() -> None:
@@ -176,7 +176,7 @@ def test_a_forward_that_was_replaced_later_survives_untile() -> None:
     assert torch.allclose(module(x), GatedMLP.forward(module, x) * 2)
 
 
-def test_marking_again_below_somebodys_forward() -> None:
+def test_patching_again_below_another_forward() -> None:
     """A module that was wrapped while it was tiled can be released and tiled again, below the same wrapper."""
     module = GatedMLP()
     x = randn(1, 20, H)
@@ -186,11 +186,11 @@ def test_marking_again_below_somebodys_forward() -> None:
     module.forward = lambda x: ours(x)
     tile(untile(module), num_shards=5)
     assert worst(gradients(module, x), true) < FP32
-    assert module.__dict__[TileMark.attribute].learned.largest == (20, 5)
+    assert module.__dict__[TiledPatch.attribute].learned.largest == (20, 5)
 
 
-def test_two_marks_come_off_in_any_order() -> None:
-    """A module that is tiled and checkpointed is as it was whichever mark goes first."""
+def test_two_patches_are_removed_in_any_order() -> None:
+    """A module that is tiled and checkpointed is as it was whichever patch goes first."""
     from lt_tiled.checkpointing import patch_block, restore_block
 
     for order in (untile, restore_block), (restore_block, untile):
@@ -215,7 +215,7 @@ def test_compiled_model() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         assert worst(gradients(model, x, call=compiled), true) < FP32
-    assert model[1].__dict__[TileMark.attribute].learned.largest == (38, 4)
+    assert model[1].__dict__[TiledPatch.attribute].learned.largest == (38, 4)
 
 
 def test_compiled_module_is_found_and_tiled() -> None:

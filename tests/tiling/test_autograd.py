@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_tiled import tile
-from lt_tiled.tiling.state import TileMark
+from lt_tiled.tiling.state import TiledPatch
 from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import FP32, errors, gradients, randn, reference, spread, toggled_gradients, worst
 
@@ -248,7 +248,7 @@ def test_hidden_states_by_keyword() -> None:
     true = reference(module, randn(2, 19, H))
     tile(module, num_shards=4)
     assert worst(gradients(module, randn(2, 19, H), call=lambda x: module(x=x)), true) < FP32
-    assert module.__dict__[TileMark.attribute].learned.largest == (38, 4)
+    assert module.__dict__[TiledPatch.attribute].learned.largest == (38, 4)
 
 
 def by_hand(module: nn.Module, x: Tensor, size: int) -> Tensor:
@@ -383,7 +383,7 @@ def test_without_gradients(mode: type) -> None:
         tiled = module(x)
     assert not tiled.requires_grad
     assert torch.allclose(tiled, whole, atol=1e-6)
-    assert module.__dict__[TileMark.attribute].learned.largest == (38, 4)
+    assert module.__dict__[TiledPatch.attribute].learned.largest == (38, 4)
 
 
 def test_eval_mode_with_gradients() -> None:

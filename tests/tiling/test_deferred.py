@@ -289,10 +289,10 @@ def test_copies_pickles_and_release() -> None:
     with prepare(net, tiling=TILES, checkpointing=Checkpointing()):
         gradients(net, x)
         clone = copy.deepcopy(net)
-        marks = [m[0].mlp.__dict__["_lt_tiled_tiling"] for m in (net, clone)]
-        assert marks[0].learned.checked
-        assert not marks[1].learned.checked
-        assert clone[0].pre_mlp_norm.__dict__["_lt_tiled_norm"].mlp is marks[1]
+        patches = [m[0].mlp.__dict__["_lt_tiled_tiling"] for m in (net, clone)]
+        assert patches[0].learned.checked
+        assert not patches[1].learned.checked
+        assert clone[0].pre_mlp_norm.__dict__["_lt_tiled_norm"].mlp is patches[1]
         with torch.no_grad():
             for p in net.parameters():
                 p.zero_()

@@ -80,7 +80,7 @@ def test_opaque_output_is_refused() -> None:
         tile(Opaque(), num_shards=4)(randn(1, 40, H))
 
 
-def test_batch_norm_is_refused_when_it_is_marked() -> None:
+def test_batch_norm_is_refused_when_it_is_patched() -> None:
     """Batch statistics depend on all tokens in training: refused at once, with the path."""
     module = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
     with pytest.raises(ValueError, match=r"Sequential is not position-wise: 1 is a BatchNorm1d"):

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.tiling.state import TileMark
+from lt_tiled.tiling.state import TiledPatch
 from tests.models import GatedMLP, H, RoutedMLP
 from tests.parity import FP32, gradients, randn, reference, worst
 
 
 def packs(module: nn.Module) -> list[int | None]:
-    return list(module.__dict__[TileMark.attribute].learned.saved.values())
+    return list(module.__dict__[TiledPatch.attribute].learned.saved.values())
 
 
 class ReadsOutput(GatedMLP):

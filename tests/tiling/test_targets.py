@@ -115,7 +115,7 @@ def test_tile_a_callable(kind: str) -> None:
     true = gradients(module, x, call=function)
     tiled = tile(function, num_shards=4)
     assert worst(gradients(module, x, call=tiled), true) <= 1e-10
-    assert tiled.mark.learned.largest == (48, 4)
+    assert tiled.patch.learned.largest == (48, 4)
     assert untile(tiled) is function
 
 
