@@ -12,10 +12,9 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class Arguments:
-    """The tensors of ``(args, kwargs)`` taken out, also from tuples in them; the rest, lists and dictionaries included,
-    by identity.
+    """``(args, kwargs)`` without the tensors in them and in their tuples.
 
-    A list or dictionary that the module adds to must stay the caller's own object.
+    Lists and dictionaries stay the caller's own objects, because a module may add to them.
     """
 
     tree: pytree.TreeSpec
@@ -23,7 +22,7 @@ class Arguments:
     positions: tuple[int, ...]
 
     def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in the places of theirs."""
+        """Return the arguments with other tensors in place of theirs."""
         leaves = list(self.others)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
@@ -32,10 +31,9 @@ class Arguments:
 
 
 def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
-    """The tensors, and what is needed to call with others."""
-    leaves, tree = pytree.tree_flatten(
-        (args, kwargs), is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple)
-    )
+    """Return the tensors, and what is needed to call with others."""
+    whole = (args, kwargs)
+    leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return [leaves[i] for i in positions], Arguments(tree, others, positions)

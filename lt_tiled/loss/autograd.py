@@ -1,6 +1,6 @@
-"""A loss in tiles, for any head that gives logits: gradients are formed in the forward and scaled in the backward.
+"""A loss in tiles: gradients are formed in the forward pass and scaled in the backward pass.
 
-The weights are inputs of the autograd Function and their gradients are returned, as a tiled module's are.
+The weights are inputs of the autograd Function and their gradients are returned: see NOTE [Weights are inputs].
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lt_tiled.tiling.weights import gradient_sums
 
 Reduction = Literal["mean", "sum", "none"]
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""Logits ``[t, V]`` of hidden states ``[t, H]``, with these weights."""
+"""Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
 Count = Tensor | float | Literal["global"] | None
 
 TILE_LOGITS = 2**28
 """Entries of one tile of logits under ``num_shards="auto"``: 1 GiB in float32."""
 
 
-def loss_bounds(num_shards: int | Literal["auto"], tokens: int, vocabulary: int) -> list[Bounds]:
-    """Cut the tokens of a loss; ``"auto"`` by the size of a tile's logits."""
+def loss_bounds(num_shards: int | Literal["auto"], tokens: int, vocab_size: int) -> list[Bounds]:
+    """Cut the tokens of a loss, with ``"auto"`` by the size of a tile's logits."""
     if num_shards != "auto":
         return tile_bounds(Tiling(num_shards), tokens, 1)
-    return tile_bounds(Tiling(tile_tokens=max(MIN_TILE_TOKENS, TILE_LOGITS // max(vocabulary, 1))), tokens, 1)
+    return tile_bounds(Tiling(tile_tokens=max(MIN_TILE_TOKENS, TILE_LOGITS // max(vocab_size, 1))), tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,10 @@ class LossTiles:
         hidden: Tensor,
         labels: Tensor,
         weights: Sequence[Tensor],
-        vocabulary: int,
+        vocab_size: int,
         count: Count = None,
     ) -> Tensor:
-        """The loss of a head.
-
-        Args:
-            head: Gives logits ``[t, V]`` for hidden states ``[t, H]`` and its weights.
-            hidden: ``[..., H]``.
-            labels: ``[...]``.
-            weights: What the head is called with, and gets gradients for.
-            vocabulary: ``V``.
-            count: See :func:`~lt_tiled.tiled_linear_cross_entropy`.
-        """
+        """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``."""
         if count is not None and self.reduction != "mean":
             raise ValueError(
                 f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave count out."
@@ -84,12 +75,11 @@ class LossTiles:
                 f"count={count!r} must be a number of at least 0, 'global', or None for the labels that count here."
             )
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-        bounds = loss_bounds(self.num_shards, len(flat_labels), vocabulary)
+        bounds = loss_bounds(self.num_shards, len(flat_labels), vocab_size)
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(_wide(hidden))
-        call = _LossCall(
-            self, head, bounds, flat_labels, divisor, AutocastState.now(hidden.device), torch.is_grad_enabled()
-        )
+        autocast = AutocastState.now(hidden.device)
+        call = _LossCall(self, head, bounds, flat_labels, divisor, autocast, torch.is_grad_enabled())
         loss: Tensor = _TiledLoss.apply(call, flat, *weights)
         return loss.view(labels.shape) if self.reduction == "none" else loss
 
@@ -105,7 +95,7 @@ class LossTiles:
 
 @dataclass
 class _LossCall:
-    """What the forward and the backward of one loss share."""
+    """What the forward and the backward pass of one loss share."""
 
     tiles: LossTiles
     head: Head
@@ -115,31 +105,26 @@ class _LossCall:
     autocast: AutocastState
     grad: bool
     random: RandomState | None = None
-    """Before the forward, for a second one."""
+    """The generators' state before the forward pass."""
 
     def scale(self, hidden: Tensor) -> Tensor | None:
-        """What float16 gradients are multiplied by until the backward: sums would leave its range, and means fall below
-        it.
-        """
+        """Return a factor that keeps float16 gradients in range until the backward pass."""
         dtype = self.autocast.dtype or hidden.dtype
         return _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1) if dtype == torch.float16 else None
 
     def run(
         self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool], incoming: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """All tiles: the losses, or their sum, and the gradients of the hidden states and of the weights, of those that
-        are wanted.
+        """Run all tiles; return the losses, or their sum, and the gradients that are wanted.
 
         Args:
             hidden: ``[T, H]``.
-            weights: The head's.
-            wants: Of the hidden states and of each weight.
+            weights: The weights of the head.
+            wants: Whether the hidden states, and each weight, want a gradient.
             incoming: The gradient of each token's loss.
         """
-        differentiate = any(wants)
-        wide = _wide(hidden)
         per_token = self.tiles.reduction == "none"
-        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide)
+        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=_wide(hidden))
         slope = torch.zeros_like(hidden) if wants[0] else None
         learn = [w for w, wanted in zip(weights, wants[1:], strict=True) if wanted]
         with gradient_sums(learn, self.tiles.accumulate) as sums:
@@ -148,10 +133,9 @@ class _LossCall:
             leaves = [next(own) if wanted else w.detach() for w, wanted in zip(weights, wants[1:], strict=True)]
             for low, high in self.bounds:
                 rows = hidden[low:high].detach().requires_grad_(wants[0])
-                inputs = [*([rows] if wants[0] else []), *targets] if differentiate else []
-                loss, parts = self._tile(
-                    rows, leaves, self.labels[low:high], inputs, None if incoming is None else incoming[low:high, None]
-                )
+                inputs = [*([rows] if wants[0] else []), *targets]
+                given = None if incoming is None else incoming[low:high, None]
+                loss, parts = self._tile(rows, leaves, self.labels[low:high], inputs, given)
                 if per_token:
                     losses[low:high] = loss
                 else:
@@ -160,7 +144,7 @@ class _LossCall:
                     slope[low:high] = parts[0]
                 del parts
         if self.autocast.dtype is not None:
-            torch.clear_autocast_cache()  # which holds casts of the leaves, that nobody else can use
+            torch.clear_autocast_cache()  # it holds casts of the leaves
         totals = iter([torch.zeros_like(w) if s.sum is None else s.sum for w, s in zip(learn, sums, strict=True)])
         found = [next(totals) if wanted else None for wanted in wants[1:]]
         return losses, [slope, *found]
@@ -168,13 +152,12 @@ class _LossCall:
     def _tile(
         self, rows: Tensor, leaves: Sequence[Tensor], labels: Tensor, inputs: Sequence[Tensor], incoming: Tensor | None
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """One tile: the loss of each token, and the gradients of the inputs; its logits are gone when this returns."""
+        """Run one tile; return the loss of each token and the gradients of the inputs. Its logits are freed then."""
         with torch.set_grad_enabled(bool(inputs)), SavedCounter():
             logits = self.head(rows.view_as(rows), leaves)
-        values, wide = logits.detach(), _wide(logits)
-        values = (
-            values if values.dtype == wide and self.head is linear else values.to(wide, copy=True)
-        )  # a head may save its output
+        values = logits.detach()
+        if values.dtype != _wide(values) or self.head is not linear:  # another head may save its output
+            values = values.to(_wide(values), copy=True)
         loss, gradient = self.tiles.kind.of(values, labels, bool(inputs))
         if gradient is None:
             return loss, ()
@@ -192,24 +175,18 @@ class _TiledLoss(torch.autograd.Function):
             call.random = RandomState.now(hidden.device) if any(ctx.wants) else None
             return call.run(hidden, weights, [False] * len(ctx.wants))[0]
         scale = call.scale(hidden)
-        loss, gradients = call.run(
-            hidden, weights, ctx.wants, None if scale is None else scale.expand(len(call.labels))
-        )
+        incoming = None if scale is None else scale.expand(len(call.labels))
+        loss, gradients = call.run(hidden, weights, ctx.wants, incoming)
         ctx.dtypes = [t.dtype for t in (hidden, *weights)]
         # No label counts: the loss is nan, and the gradients are zeros, as untiled.
         factor = 1 / call.divisor.where(call.divisor != 0, 1.0) / (1.0 if scale is None else scale)
-        # Sums of 16-bit weights in float32 are rounded now, to half their memory, where the dtype's range is wide
-        # enough.
-        done = [
-            g is not None and g.dtype != dtype == torch.bfloat16 for g, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
-        ctx.factors = [torch.ones_like(factor) if d else factor for d in done]
-        ctx.save_for_backward(
-            *(
-                _scaled(g, factor, torch.bfloat16) if d and g is not None else g
-                for g, d in zip(gradients, done, strict=True)
-            )
-        )
+        # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range for it.
+        ctx.factors = [factor] * len(gradients)
+        for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
+            if gradient is not None and gradient.dtype != dtype == torch.bfloat16:
+                gradients[index] = _scaled(gradient, factor, torch.bfloat16)
+                ctx.factors[index] = torch.ones_like(factor)
+        ctx.save_for_backward(*gradients)
         return loss / call.divisor
 
     @staticmethod
@@ -218,15 +195,10 @@ class _TiledLoss(torch.autograd.Function):
         call: _LossCall = ctx.call
         if call.tiles.reduction == "none":
             hidden, *weights = ctx.saved_tensors
-            with (
-                call.autocast.context(),
-                random_state_kept(hidden.device, call.random),
-            ):
+            with call.autocast.context(), random_state_kept(hidden.device, call.random):
                 gradients = call.run(hidden, weights, ctx.wants, incoming)[1]
-            return (
-                None,
-                *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, (hidden, *weights), strict=True)),
-            )
+            pairs = zip(gradients, (hidden, *weights), strict=True)
+            return (None, *(None if g is None else g.to(t.dtype) for g, t in pairs))
         scaled = (
             None if g is None else _scaled(g, incoming * factor, dtype)
             for g, factor, dtype in zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
@@ -235,12 +207,12 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """In what losses of it are computed."""
+    """Return the dtype in which losses are computed."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient times a factor, each product rounded once: a factor in 16 bits would be off by itself."""
+    """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
     if gradient.dtype == dtype and dtype in (torch.float32, torch.float64):
         return gradient * factor.to(dtype)
     result = torch.empty_like(gradient, dtype=dtype)
@@ -253,9 +225,9 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 _ROWS = 4096
 _HALF_SCALE = 2.0**15
-"""As gradient scalers begin with, so that a label's gradient is at most half of what float16 holds."""
+"""What gradient scalers begin with: the gradient of a label is then at most half of float16's largest number."""
 
 
 def linear(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """The head that a weight, and a bias if there is one, are."""
+    """Apply a head that is a weight, with a bias if there is one."""
     return F.linear(hidden, *weights)

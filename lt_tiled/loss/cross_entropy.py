@@ -11,8 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Which cross-entropy. The formulas are those of ``torch.nn.functional.cross_entropy``, with the logits' cap and
-    the z-loss before it.
+    """The options of ``torch.nn.functional.cross_entropy``, with a cap and scale of the logits and a z-loss.
 
     Raises:
         ValueError: If a value is out of bounds.
@@ -40,11 +39,11 @@ class CrossEntropy:
             raise ValueError(f"z_loss={self.z_loss!r} must not be negative, and finite.")
 
     def counted(self, labels: Tensor) -> Tensor:
-        """Which labels count."""
+        """Return which labels count."""
         return labels != self.ignore_index
 
     def of(self, logits: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
-        """The loss of each token, and its derivative by the logits.
+        """Return the loss of each token, and its gradient for the logits.
 
         Args:
             logits: ``[t, V]`` in float32 or float64. Overwritten: the derivative is written in their place.

@@ -1,4 +1,4 @@
-"""Cross-entropy of a projection, tile by tile: logits are never whole, and none are computed twice."""
+"""Cross-entropy of a projection, tile by tile: the full logits never exist, and none are computed twice."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def tiled_linear_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` with the logits of one tile of tokens at a time.
 
-    For ``"mean"`` and ``"sum"`` gradients are formed in the forward, with as many FLOPs as untiled. With ``"none"`` the
-    gradient of each token comes in the backward, where the logits are computed again.
+    For ``"mean"`` and ``"sum"`` gradients are formed in the forward pass, with as many FLOPs as without tiles. With
+    ``"none"`` the logits are recomputed in the backward pass.
 
     Args:
         hidden: ``[..., H]``.
         weight: ``[V, H]``, as of ``nn.Linear``.
         labels: Integers of shape ``[...]``.
         bias: ``[V]``.
-        num_shards: Tiles; ``"auto"`` makes a tile's logits :data:`~lt_tiled.loss.autograd.TILE_LOGITS` entries, of at
-            least 1024 tokens.
+        num_shards: Tiles; with ``"auto"`` the logits of a tile have :data:`~lt_tiled.loss.autograd.TILE_LOGITS`
+            entries, of at least 1024 tokens.
         ignore_index: The label of tokens that do not count.
         label_smoothing: As of ``torch.nn.functional.cross_entropy``.
         reduction: ``"mean"`` over the labels that count, ``"sum"``, or ``"none"`` for one loss per token.
-        logit_softcap: See :class:`~lt_tiled.loss.cross_entropy.CrossEntropy`.
-        logit_scale: The same.
-        z_loss: The same.
+        logit_softcap: See :class:`~lt_tiled.loss.cross_entropy.CrossEntropy`, as for the next two.
+        logit_scale: A factor of the logits.
+        z_loss: A penalty on the normalizer.
         shift: Token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
         count: For ``"mean"``, what to divide by instead of the labels that count here: a number, or ``"global"`` for
             the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of their labels.
@@ -77,37 +77,13 @@ def tiled_token_logprobs(
     shift: bool = False,
     accumulate: Literal["float32", "param"] = "float32",
 ) -> Tensor:
-    """The log-probability of each label, with the logits of one tile of tokens at a time: for DPO and other preference
-    losses.
+    """Return the log-probability of each label, for DPO and other preference losses: ``[...]``, zero where ignored.
 
-    Args:
-        hidden: ``[..., H]``.
-        weight: ``[V, H]``.
-        labels: Integers of shape ``[...]``.
-        bias: ``[V]``.
-        num_shards: See :func:`tiled_linear_cross_entropy`, as for the other arguments.
-        ignore_index: The label of tokens that do not count.
-        logit_softcap: The cap of the logits.
-        logit_scale: Their scale.
-        shift: Token ``t`` predicts label ``t + 1``.
-        accumulate: The dtype of the weight gradients' sums.
-
-    Returns:
-        Of the labels' shape, zero for ignored labels.
-
-    Raises:
-        ValueError: If shapes do not fit or a value is out of bounds.
+    The arguments, and the errors raised, are those of :func:`tiled_linear_cross_entropy`.
     """
-    return -tiled_linear_cross_entropy(
-        *(hidden, weight, labels, bias),
-        num_shards=num_shards,
-        ignore_index=ignore_index,
-        reduction="none",
-        logit_softcap=logit_softcap,
-        logit_scale=logit_scale,
-        shift=shift,
-        accumulate=accumulate,
-    )
+    options: dict[str, Any] = {"num_shards": num_shards, "ignore_index": ignore_index, "accumulate": accumulate}
+    options |= {"logit_softcap": logit_softcap, "logit_scale": logit_scale, "shift": shift}
+    return -tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **options)
 
 
 class TiledLinearCrossEntropy(nn.Module):
@@ -122,7 +98,7 @@ class TiledLinearCrossEntropy(nn.Module):
         self.options = options
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The loss; see the function."""
+        """Return the loss; see the function."""
         return tiled_linear_cross_entropy(hidden, weight, labels, bias, **self.options)
 
     def extra_repr(self) -> str:
@@ -139,16 +115,16 @@ def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}: give its weight of shape [V, H], as in head.weight.")
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(
-            f"labels are {labels.dtype}: they must be whole numbers: probabilities as labels are not tiled."
-        )
+        raise ValueError(f"labels are {labels.dtype} and must be whole numbers: probabilities are not supported.")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be {list(hidden.shape[:-1])}."
+            f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be"
+            f" {list(hidden.shape[:-1])}."
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"weight has the shape {list(weight.shape)}, and hidden states of {hidden.shape[-1]} need [V, {hidden.shape[-1]}]."
+            f"weight has the shape {list(weight.shape)}, and hidden states of {hidden.shape[-1]} need"
+            f" [V, {hidden.shape[-1]}]."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(

@@ -175,7 +175,7 @@ class DeferredLogits(Deferred):
         plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
         if not plain or self.meta.shape[:-1] != target.shape or input is not self:
             return NotImplemented
-        steps, vocabulary = self.steps, self.meta.shape[-1]
+        steps, vocab_size = self.steps, self.meta.shape[-1]
         while steps and steps[-1].upcast:  # as tiles do themselves
             steps = steps[:-1]
 
@@ -196,10 +196,10 @@ class DeferredLogits(Deferred):
                 return found
 
             rows = hidden.reshape(-1, hidden.shape[-1])
-            bounds = loss_bounds(patch.num_shards, len(rows), vocabulary)
+            bounds = loss_bounds(patch.num_shards, len(rows), vocab_size)
             patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
             tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
-            loss = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocabulary)
+            loss = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocab_size)
             return loss.view(target.shape) if reduction == "none" else loss
 
         return self.head(self.hidden, OnHead(compute))

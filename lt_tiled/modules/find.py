@@ -17,7 +17,7 @@ def has_class(module: nn.Module, names: Iterable[str]) -> bool:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile(module)``, and inside a unit of ``FullyShardedDataParallel``."""
+    """Return the module inside ``torch.compile(module)`` or a ``FullyShardedDataParallel`` unit."""
     for name in ("_orig_mod", "_fsdp_wrapped_module"):
         if isinstance(inner := module._modules.get(name), nn.Module):
             return unwrapped(inner)
@@ -28,9 +28,7 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 
 def plain_name(name: str) -> str:
-    """The name that a weight or module has without the wrappers of ``torch.compile``, FSDP and torch's
-    checkpointing.
-    """
+    """Return a name without the wrappers of ``torch.compile``, FSDP and torch's ``checkpoint_wrapper``."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -42,7 +40,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module below ``module`` with its path, those inside a compiled or sharded one under their own names."""
+    """Yield every submodule with its path; those in a compiled or sharded module under their own names."""
     for name, child in module.named_children():
         child = unwrapped(child)
         below = f"{path}.{name}" if path else name
@@ -51,10 +49,9 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model's blocks: layers of a known base class, else the repeated children of a ``ModuleList`` or
-    ``Sequential``.
+    """Return the blocks: layers of a known class, else the repeated children of a ``ModuleList`` or ``Sequential``.
 
-    Only the outermost ones: an expert list inside a block is not a row of blocks.
+    Only the outermost ones: a list of experts inside a block is not a list of blocks.
     """
     known = outermost((path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES))
     return known or outermost(pair for path, m in [("", model), *walk(model)] for pair in _repeated(path, m))
@@ -74,7 +71,7 @@ Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str, nn.Module]]:
-    """The outermost modules that match a class name or a path glob, or that a function chooses.
+    """Return the outermost modules that match a class name or a path glob, or that a function chooses.
 
     Raises:
         ValueError: If a target matches nothing, or a container.
@@ -93,13 +90,14 @@ def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str,
         if not matches:
             classes = sorted({type(m).__name__ for _, m in everything})
             raise ValueError(
-                f"{what} target {target!r} matches no module of {type(model).__name__}: give a class name or a path glob such as"
-                f" 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
+                f"{what} target {target!r} matches no module of {type(model).__name__}: give a class name or a path glob"
+                f" such as 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
             )
         for path, m in matches:
             if not has_forward(m):
+                kind = type(m).__name__
                 raise ValueError(
-                    f"{what} target {target!r} matches {path}, a {type(m).__name__} that nobody calls: name what is in it."
+                    f"{what} target {target!r} matches {path}, a {kind} without a forward: name its parts."
                 )
         found += matches
     return outermost(found)

@@ -1,8 +1,7 @@
-"""Marking a module: `forward`, or another method, is replaced on the instance, and all that the replacement needs hangs
-on the module.
+"""Patch and restore a module: ``forward``, or another method, is replaced on the instance.
 
-The replacement is a bound method of the same name that reaches its state through ``self``. So ``copy.deepcopy`` rebinds
-it to the copy, a pickled module comes back plain, and the keys, class and hooks of the module stay as they are.
+The replacement is a bound method of the same name that reaches its state, the patch, through ``self``. So
+``copy.deepcopy`` rebinds it to the copy, a pickled module loads as a plain one, and keys, class and hooks stay.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class Patch:
     """What a patched module carries. One subclass for each way of running a module differently."""
 
     attribute: ClassVar[str]
-    """Where the patch of ``forward`` hangs on the module."""
+    """The attribute of the module that holds a patch of ``forward``."""
     method = "forward"
     """What is replaced."""
     replaced: Callable[..., Any] | None = None
-    """An instance-level ``forward`` that was there before (Liger, kernels): kept, called, and put back."""
+    """An instance-level ``forward`` that was there before (Liger, kernels): called, and restored."""
     active = True
     owner: object = None
-    """Who set the patch and takes it off again."""
+    """The object that set the patch and removes it."""
 
     def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own method, without the module's hooks."""
@@ -50,34 +49,34 @@ class Patch:
 
 
 def place_of(kind: type[Patch], method: str = "forward") -> str:
-    """The name under which the patch of a method hangs on the module."""
+    """Return the attribute of the module that holds the patch of a method."""
     return kind.attribute if method == "forward" else f"{kind.attribute}_{method}"
 
 
 def get_patch(module: nn.Module, kind: type[PatchType], method: str = "forward") -> PatchType | None:
-    """The patch of that kind on one of the module's methods, if there is one."""
+    """Return the patch of that kind on one of the module's methods, if there is one."""
     patch: PatchType | None = module.__dict__.get(place_of(kind, method))
     return patch if patch is not None and patch.active else None
 
 
 def get_patches(module: nn.Module, kind: type[PatchType]) -> list[PatchType]:
-    """The patches of that kind on any of the module's methods."""
+    """Return the patches of that kind on any of the module's methods."""
     return [patch for patch in module.__dict__.values() if isinstance(patch, kind) and patch.active]
 
 
 def set_patch(module: nn.Module, patch: Patch, function: Callable[..., Any], innermost: bool = False) -> None:
-    """Hang ``patch`` on the module and let ``function``, which has the name of the method that it replaces, run it.
+    """Replace a method of the module.
 
     Args:
         module: The module.
         patch: What it carries.
-        function: Runs in place of the method.
-        innermost: Put it below another patch's function that stands there already, instead of above.
+        function: Runs in place of the method of the same name.
+        innermost: Patch below other patches of the method, instead of above.
     """
     place, method = place_of(type(patch), function.__name__), function.__name__
     current, old = module.__dict__.get(method), module.__dict__.get(place)
     module.__dict__[place], patch.method = patch, method
-    if old is not None and current is not None:  # somebody's forward stands before ours, which is still in place
+    if old is not None and current is not None:  # another forward was put above ours, which is still there
         patch.replaced = old.replaced
         return
     above = [m for m in get_patches(module, Patch) if m is not patch and m.method == method] if innermost else []
@@ -90,7 +89,7 @@ def set_patch(module: nn.Module, patch: Patch, function: Callable[..., Any], inn
 
 
 def remove_patch(module: nn.Module, kind: type[Patch], function: Callable[..., Any]) -> None:
-    """Take the patch off again; nothing is left behind unless somebody replaced the method since."""
+    """Restore the method; nothing is left behind unless other code replaced it since."""
     method = function.__name__
     patch = get_patch(module, kind, method)
     if patch is None:
@@ -103,16 +102,14 @@ def remove_patch(module: nn.Module, kind: type[Patch], function: Callable[..., A
     else:
         above = [m for m in module.__dict__.values() if isinstance(m, Patch) and _is(m.replaced, function)]
         if not above:
-            patch.active = False  # theirs may call ours, which from now on only passes the call through
+            patch.active = False  # theirs may call ours, which only passes calls on now
             return
         above[0].replaced = patch.replaced
     del module.__dict__[place_of(kind, method)]
 
 
 def _bound(function: Callable[..., Any], module: nn.Module, replaced: Callable[..., Any] | None) -> MethodType:
-    """The function as a method, with the signature of what it replaces: transformers and others read a model's
-    arguments from it.
-    """
+    """Return the function as a method, with the signature of what it replaces: transformers reads arguments from it."""
     if replaced is None:
         cls: Any = type(module)
         return MethodType(_with_signature(function, cls), module)

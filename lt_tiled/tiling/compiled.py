@@ -1,6 +1,4 @@
-"""What runs on one tile, compiled: the forward, and the recompute with its gradients as one graph without the values
-that none reads.
-"""
+"""Compiled tiles: the forward, and the recompute with its gradients as one graph without unused values."""
 
 from __future__ import annotations
 
@@ -24,26 +22,25 @@ class CannotCompile(Exception):
 
 
 class CompiledTile:
-    """The two compiled functions of one kind of work; tiles of any number of tokens share them, and so do a model's
-    layers.
+    """The two compiled functions of one kind of module, which its layers and tiles of any length share.
 
     Args:
-        kind: What log lines call it.
-        options: For ``torch.compile``.
+        kind: The name in log lines.
+        options: The arguments of ``torch.compile``.
     """
 
     _all: dict[tuple[str, str], CompiledTile] = {}
 
     def __init__(self, kind: str, options: Mapping[str, Any]) -> None:
         self.kind = kind
-        # Of one graph, because the pieces of a broken one would compute and keep what the backward does not need.
+        # One graph: the pieces of a broken one would compute and keep what the backward pass does not need.
         options = {"fullgraph": True, **options}
         self._forward = torch.compile(_own_code(_forward), **options)
         self._backward = torch.compile(_own_code(_backward), **options)
 
     @classmethod
     def of(cls, kind: str, options: bool | CompileOptions) -> CompiledTile | None:
-        """The one for this kind and these options; none if nothing is to be compiled."""
+        """Return the one for this kind and these options, or ``None`` if nothing is to be compiled."""
         if options is False:
             return None
         given: dict[str, Any] = {} if options is True else {**options}
@@ -71,13 +68,13 @@ class CompiledTile:
         Args:
             work: What to run.
             arguments: How it is called.
-            tensors: With what.
-            wanted: Of which tensors a gradient is asked for.
-            weights: Of which weights too, each with the places that hold it.
-            gradients: Of the output's leaves, by their number.
+            tensors: The tensors of the call.
+            wanted: The indices of those that want a gradient.
+            weights: The weights that want one, each with the places that hold it.
+            gradients: The gradients of the output's leaves, by index.
 
         Returns:
-            The gradients of the weights and of the wanted tensors, none for those that are not used.
+            The gradients of the weights and of the wanted tensors; ``None`` for those that are not used.
         """
         holder = _Holder(work)
         paths = {id(part): path for path, part in holder.named_modules()}
@@ -96,10 +93,10 @@ class CompiledTile:
             f"compile {self.kind}", f"compiles the tiles of {self.kind} at their first use, which can take minutes"
         )
         try:
-            # Inductor's own random numbers would be others in the recompute than in the forward.
+            # Inductor's own random numbers would differ between the forward pass and the recompute.
             with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(_LIMITS):
                 yield
-        except Exception as error:  # of the compiler, or the work's own, which then comes again from the uncompiled run
+        except Exception as error:  # also the module's own error, which the uncompiled run raises again
             raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
 
@@ -109,20 +106,18 @@ def token_dimension(tensor: Tensor, dimension: int) -> None:
 
 
 def _like(marked: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor, with the dimensions that change in another one."""
+    """Return the tensor with the dynamic dimensions of another one."""
     for dimension in getattr(marked, "_dynamo_weak_dynamic_indices", ()):
         token_dimension(tensor, dimension)
     return tensor
 
 
 _LIMITS = {"trace_autograd_ops": True, "recompile_limit": 64}
-"""For torch's compiler. Layers that have other numbers among their attributes are compiled each for itself."""
+"""Settings of torch's compiler, which compiles layers anew whose attributes hold other numbers."""
 
 
 class _Holder(nn.Module):
-    """The work's modules under one root, so that ``functional_call`` can name their weights, also while ``forward`` is
-    replaced.
-    """
+    """The work's modules under one root, so that ``functional_call`` can name their weights."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -134,7 +129,7 @@ class _Holder(nn.Module):
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy that is compiled by itself: the compiler limits how often one piece of code is compiled."""
+    """Return a copy with code of its own: the compiler limits how often one piece of code is compiled."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 

@@ -1,4 +1,4 @@
-"""A tiled module's graph must be closed: it begins at the arguments and the weights, and ends at the outputs."""
+"""The graph of a tile must begin at the arguments and weights, and end at the outputs."""
 
 from __future__ import annotations
 
@@ -15,67 +15,47 @@ Kept = dict[tuple[int, str, str], Tensor]
 
 
 def kept_tensors(work: Work) -> Kept:
-    """The tensors with a graph in the attributes of the work's modules, by module, submodule and name."""
+    """Return the tensors with a graph in attributes of the work's modules, by module, submodule and name."""
     parts = ((index, path, part) for index, module in enumerate(work.modules) for path, part in module.named_modules())
     attributes = (((index, path, name), v) for index, path, part in parts for name, v in part.__dict__.items())
     return {place: v for place, v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def check_closed(output: Any, leaves: Sequence[Tensor], work: Work, before: Kept, name: str) -> None:
-    """Look at the graph of one tile for gradients that would be lost.
+def check_closed(output: Any, leaves: Sequence[Tensor] | None, work: Work, before: Kept, name: str) -> None:
+    """Refuse a tile from whose graph gradients would be lost.
 
     Args:
-        output: What the tile's run returned.
-        leaves: The leaves that its graph may have: arguments and weights.
+        output: What the run of the tile returned.
+        leaves: The leaves that its graph may have, arguments and weights; ``None`` for any.
         work: What ran.
         before: Its :func:`kept_tensors` before the run.
-        name: What messages call it.
+        name: The name in messages.
 
     Raises:
-        NotPositionWiseError: If the output depends on a tensor that is neither an argument nor a registered weight, or see
-            :func:`check_kept`.
+        NotPositionWiseError: If the output depends on another leaf, or the run kept a tensor with a graph in an
+            attribute that the output does not depend on, as for an auxiliary loss.
     """
-    known = {id(leaf) for leaf in leaves}
-    nodes = _graph(output)
-    for node in nodes:
+    known = None if leaves is None else {id(leaf) for leaf in leaves}
+    todo = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+    nodes: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node in nodes:
+            continue
+        nodes.add(node)
+        todo += [following for following, _ in node.next_functions if following is not None]
         variable = getattr(node, "variable", None)  # of a leaf
-        if isinstance(variable, Tensor) and id(variable) not in known:
+        if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
             raise NotPositionWiseError(
-                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its arguments nor one of"
-                " its registered parameters or buffers, and would get no gradient. Register it, pass it as an argument, or leave the module"
-                " out of targets."
+                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
+                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it,"
+                " pass it as an argument, or leave the module out of targets."
             )
-    _check_kept(nodes, work, before, name)
-
-
-def check_kept(output: Any, work: Work, before: Kept, name: str) -> None:
-    """Look for tensors with a graph that a run of the work kept in attributes, as for an auxiliary loss.
-
-    Raises:
-        NotPositionWiseError: If there is one that the output does not depend on.
-    """
-    _check_kept(_graph(output), work, before, name)
-
-
-def _graph(output: Any) -> set[Any]:
-    """The nodes that the output's graph consists of."""
-    nodes = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions if following is not None]
-    return seen
-
-
-def _check_kept(nodes: set[Any], work: Work, before: Kept, name: str) -> None:
     for (index, path, attribute), value in kept_tensors(work).items():
-        # What the output depends on (a normalised weight) is computed anew in each run; the rest is kept for somebody
-        # else.
+        # What the output depends on (a normalized weight) is computed in each run.
         if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:
             where = f"{path}.{attribute}" if path else attribute
             raise NotPositionWiseError(
-                f"{name}: it keeps a tensor with a graph in its attribute {where}, of one tile only when it is tiled. Return it as an"
-                " output instead, or leave the module out of targets."
+                f"{name}: it keeps a tensor with a graph in its attribute {where}, which would be that of one tile."
+                " Return it as an output instead, or leave the module out of targets."
             )

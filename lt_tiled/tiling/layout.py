@@ -1,4 +1,4 @@
-"""How one call is cut into tiles, and how the tiles' outputs go back together in the untiled order and shape."""
+"""How a call is cut into tiles, and how their outputs go together in the untiled order and shape."""
 
 from __future__ import annotations
 
@@ -21,27 +21,19 @@ MIN_TILE_TOKENS = 1024
 Bounds = tuple[int, int]
 
 
-def tile_bounds(tiling: Tiling, tokens: int, hidden: int, wide: int | None = None) -> list[Bounds]:
-    """Cut ``tokens`` into tiles as the policy says: all of one size, but for a shorter last one, to which a lone token
-    does not fall.
+def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, intermediate_size: int | None = None) -> list[Bounds]:
+    """Cut tokens into tiles of one size, except for a shorter last one.
 
-    ``"auto"`` makes ``ceil(4 * wide / hidden)`` tiles: a tile's widest tensor is then a quarter as large as the hidden
-    states of all tokens, all that a tile holds is less than what attention adds at its own peak, and more tiles do not
-    lower the peak of a block (``pytest tests/planner/test_auto.py``). Where the width is not known it follows Arctic
-    Long Sequence Training (arXiv:2506.13996), ``ceil(tokens / hidden)``. No tile has less than :data:`MIN_TILE_TOKENS`.
-    A tile holds two tokens or more: one does not tell the layout of an output, and compiled code is compiled anew for
-    sizes of one.
-
-    Args:
-        tiling: The policy.
-        tokens: Of the call.
-        hidden: The width of the hidden states.
-        wide: The width between the projections of a feed-forward part.
+    ``"auto"`` uses ``ceil(4 * intermediate_size / hidden_size)`` tiles: the widest tensor of a tile is then a quarter
+    as large as the hidden states of all tokens, and more tiles would not lower the peak of a block (``pytest
+    tests/planner/test_auto.py``). Where the size is not known it uses ``ceil(tokens / hidden_size)``, as Arctic Long
+    Sequence Training does (arXiv:2506.13996). No tile has fewer than :data:`MIN_TILE_TOKENS` tokens. Every tile has
+    two or more: one does not show the layout of an output, and the compiler treats sizes of one apart.
     """
     if tiling.tile_tokens is not None:
         size = tiling.tile_tokens
     else:
-        auto = ceil(4 * wide / hidden) if wide else ceil(tokens / hidden)
+        auto = ceil(4 * intermediate_size / hidden_size) if intermediate_size else ceil(tokens / hidden_size)
         shards = max(1, min(auto, tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
         size = ceil(tokens / shards)
     size = max(size, 2)
@@ -62,15 +54,15 @@ class TokenShape:
         return prod(self.lead)
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether the tensor has an entry for each token."""
+        """Whether a tensor has an entry for each token."""
         return tensor.shape[: len(self.lead)] == self.lead
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """``[B, S, ...]`` as ``[tokens, ...]``: a view where the strides allow it."""
+        """Return ``[B, S, ...]`` as ``[tokens, ...]``: a view where the strides allow it."""
         return tensor.reshape(self.tokens, *tensor.shape[len(self.lead) :])
 
     def unflatten(self, flat: Tensor) -> Tensor:
-        """``[tokens, ...]`` as ``[B, S, ...]``."""
+        """Return ``[tokens, ...]`` as ``[B, S, ...]``."""
         return flat.view(*self.lead, *flat.shape[1:])
 
     def as_tile(self, flat: Tensor) -> Tensor:
@@ -96,31 +88,56 @@ class OutputLayout:
 
 
 def describe_output(output: Any, shape: TokenShape, tokens: int) -> OutputLayout | None:
-    """The layout of a tile's output if it is one tensor, whose shape alone tells it; else ``None``: it takes a
-    comparison.
-    """
+    """Return the layout of a tile's output if it is one tensor, whose shape alone shows it, else ``None``."""
     if isinstance(output, Tensor) and output.shape[: len(shape.lead)] == shape.tile_lead(tokens):
         return OutputLayout(pytree.tree_structure(output), ("tokens",), ("",))
     return None
 
 
 def compare_outputs(
-    small: Any, large: Any, sizes: tuple[int, int], shape: TokenShape, reductions: Mapping[str, str] | None, module: str
+    outputs: tuple[Any, Any],
+    sizes: tuple[int, int],
+    shape: TokenShape,
+    reductions: Mapping[str, str] | None,
+    module: str,
 ) -> OutputLayout:
     """Find each leaf's layout from the outputs for two numbers of tokens: what grows with the tokens is per token.
 
     Raises:
         NotPositionWiseError: If a leaf is not per token and ``reductions`` has no entry for it.
     """
-    (few, tree), (many, other_tree) = _flatten_named(small), _flatten_named(large)
+    (few, tree), (many, other_tree) = (_flatten_named(output) for output in outputs)
     if tree != other_tree:
         raise NotPositionWiseError(
             f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled."
         )
-    kinds = tuple(
-        _leaf_kind(name, a, b, sizes, shape, reductions or {}, module)
-        for (name, a), (_, b) in zip(few, many, strict=True)
-    )
+
+    def kind_of(name: str, leaves: tuple[Any, Any]) -> Kind:
+        where, first = f"{module}: output {name or 'value'}", leaves[0]
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            if all(t.shape[: len(shape.lead)] == shape.tile_lead(n) for t, n in zip(leaves, sizes, strict=True)):
+                return "tokens"
+            if all(t.dim() > 0 and t.shape[0] == n for t, n in zip(leaves, sizes, strict=True)):
+                return "flat"
+            reduction = (reductions or {}).get(name)
+            if reduction is None:
+                raise NotPositionWiseError(
+                    f"{where} of shape {list(first.shape)} is not per token, so it would change with the tiles. Leave"
+                    f' this module untiled, or say how to combine it: reductions={{"{name}": "sum"}} or "mean".'
+                )
+            return "sum" if reduction == "sum" else "mean"
+        if first is None or isinstance(first, bool | int | float | str):
+            if first != leaves[1]:
+                raise NotPositionWiseError(
+                    f"{where} is {first!r} for {sizes[0]} tokens and {leaves[1]!r} for {sizes[1]}: tiles cannot be"
+                    " combined to it."
+                )
+            return "constant"
+        raise NotPositionWiseError(
+            f"{where} is a {type(first).__name__}: tiles give only tensors, and trees of them that torch can flatten."
+        )
+
+    kinds = tuple(kind_of(name, (a, b)) for (name, a), (_, b) in zip(few, many, strict=True))
     return OutputLayout(tree, kinds, tuple(name for name, _ in few))
 
 
@@ -131,40 +148,6 @@ def _flatten_named(output: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]
         plain, tree = pytree.tree_flatten(output)
         return [(f"[{index}]", leaf) for index, leaf in enumerate(plain)], tree
     return [(pytree.keystr(path), leaf) for path, leaf in leaves], tree
-
-
-def _leaf_kind(
-    name: str,
-    few: Any,
-    many: Any,
-    sizes: tuple[int, int],
-    shape: TokenShape,
-    reductions: Mapping[str, str],
-    module: str,
-) -> Kind:
-    where = f"{module}: output {name or 'value'}"
-    if isinstance(few, Tensor) and isinstance(many, Tensor):
-        rank = len(shape.lead)
-        if all(t.shape[:rank] == shape.tile_lead(n) for t, n in zip((few, many), sizes, strict=True)):
-            return "tokens"
-        if all(t.dim() > 0 and t.shape[0] == n for t, n in zip((few, many), sizes, strict=True)):
-            return "flat"
-        reduction = reductions.get(name)
-        if reduction is None:
-            raise NotPositionWiseError(
-                f"{where} of shape {list(few.shape)} is not per token, so it would change with the tiles. Leave this module"
-                f' untiled, or say how to put it together: reductions={{"{name}": "sum"}} or "mean".'
-            )
-        return "sum" if reduction == "sum" else "mean"
-    if few is None or isinstance(few, bool | int | float | str):
-        if few != many:
-            raise NotPositionWiseError(
-                f"{where} is {few!r} for {sizes[0]} tokens and {many!r} for {sizes[1]}: it cannot be put together from tiles."
-            )
-        return "constant"
-    raise NotPositionWiseError(
-        f"{where} is a {type(few).__name__}: only tensors, and trees of them that torch can flatten, come from tiles."
-    )
 
 
 class OutputAssembly:

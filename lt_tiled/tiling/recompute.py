@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -53,6 +53,19 @@ def random_state_kept(device: torch.device, start: RandomState | None = None) ->
 def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
     """Hide what runs from FlopCounterMode and other modes, unless it runs on fake tensors."""
     return _disable_current_modes() if type(tensor) in (Tensor, nn.Parameter) else nullcontext()
+
+
+@contextmanager
+def training_set(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Set the training mode of modules for a while, without ``train()`` and ``eval()``, which modules override."""
+    changed = [(part, part.training, mode) for part, mode in modes if part.training != mode]
+    try:
+        for part, _, mode in changed:
+            part.training = mode
+        yield
+    finally:
+        for part, before, _ in changed:
+            part.training = before
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from lt_tiled.tiling.recompute import (
     SavedCounter,
     hidden_from_modes,
     random_state_kept,
+    training_set,
 )
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip
 from lt_tiled.tiling.state import TiledPatch, Work
@@ -51,6 +52,17 @@ class Trace:
     """Their state after it."""
     versions: tuple[int, ...]
     """The versions of the weights."""
+
+
+class _Into(NamedTuple):
+    """Where the gradients of a tile go."""
+
+    parts: Sequence[Tensor | None]
+    """The tile's part of the gradient of each per-token argument that wants one."""
+    sums: Sequence[GradientSum]
+    """Of the weights."""
+    wholes: Sequence[GradientSum]
+    """Of the arguments that each tile sees in full."""
 
 
 class TiledCall:
@@ -184,8 +196,8 @@ class TiledCall:
         key = (self.work.key, tree, kinds, len(self.shape.lead))
         layouts, reductions = self.patch.learned.layouts, self.patch.tiling.reductions
         if key not in layouts:
-            small, large = self.probe(inputs, 2), self.probe(inputs, 3)
-            layouts[key] = compare_outputs(small, large, (2, 3), self.shape, reductions, self.patch.name)
+            outputs = self.probe(inputs, 2), self.probe(inputs, 3)
+            layouts[key] = compare_outputs(outputs, (2, 3), self.shape, reductions, self.patch.name)
         return layouts[key]
 
     # Forward
@@ -230,7 +242,7 @@ class TiledCall:
         with (
             self._sums([w.tensor for w in self.weights]) as sums,
             self._sums(self._wholes(tile)) as wholes,
-            self._weights_from(sums),
+            substituted(self.weights, sums),
             torch.enable_grad(),
             counter,
         ):
@@ -263,19 +275,20 @@ class TiledCall:
             torch.empty_like(t, memory_format=torch.contiguous_format) if wants and per_token else None
             for t, wants, per_token in zip(flat, self.wants_grad, self.per_token, strict=True)
         ]
+        random = random_state_kept(self.device, trace.random) if trace.random is not None else nullcontext()
         weights = [w.unchanged_since(version) for w, version in zip(self.weights, trace.versions, strict=True)]
         with self._sums(weights) as sums, self._sums(self._wholes(inputs)) as wholes:
-            with self._weights_from(sums), self._as_in_forward(trace):
+            with substituted(self.weights, sums), training_set(self.modes), self.autocast.context(), random:
                 for bounds in self.bounds:
                     given = {
                         index: tile_gradient(gradient, kind, self.shape, bounds)
                         for index, (gradient, kind) in enumerate(zip(gradients, layout.kinds, strict=True))
                         if gradient is not None
                     }
-                    parts = [None if r is None else r[slice(*bounds)] for r in results]
+                    into = _Into([None if r is None else r[slice(*bounds)] for r in results], sums, wholes)
                     tile = self.cut(flat, slice(*bounds))
-                    if not self._compiled_backward(trace, tile, given, parts, sums, wholes):
-                        self._tile_backward(trace, tile, given, parts, sums, wholes)
+                    if not self._compiled_backward(trace, tile, given, into):
+                        self._tile_backward(trace, tile, given, into)
             totals = iter([s.take() for s in wholes])
             arguments = [
                 self.shape.unflatten(result) if result is not None else next(totals)
@@ -284,21 +297,13 @@ class TiledCall:
             ]
             return [*arguments, *(s.take(self.patch.needs.zeros_for_unused) for s in sums)]
 
-    def _tile_backward(
-        self,
-        trace: Trace,
-        tile: Sequence[Tensor],
-        given: dict[int, Tensor],
-        parts: Sequence[Tensor | None],
-        sums: Sequence[GradientSum],
-        wholes: Sequence[GradientSum],
-    ) -> None:
-        """Recompute a tile and write its gradients: those of per-token arguments to ``parts``, others to the sums."""
-        leaves = self._leaves(tile, wholes)
+    def _tile_backward(self, trace: Trace, tile: Sequence[Tensor], given: dict[int, Tensor], into: _Into) -> None:
+        """Recompute a tile and take its gradients, given those of the leaves of its output."""
+        leaves = self._leaves(tile, into.wholes)
         outputs = pytree.tree_leaves(self._run_with_graph(trace, leaves))
         given = {index: gradient for index, gradient in given.items() if outputs[index].requires_grad}
-        wanted = [(leaf, part) for leaf, part in zip(leaves, parts, strict=True) if part is not None]
-        targets = [*(leaf for leaf, _ in wanted), *(s.leaf for s in (*sums, *wholes))]
+        wanted = [(leaf, part) for leaf, part in zip(leaves, into.parts, strict=True) if part is not None]
+        targets = [*(leaf for leaf, _ in wanted), *(s.leaf for s in (*into.sums, *into.wholes))]
         found: Sequence[Tensor | None] = [None] * len(targets)
         if given and targets:
             chosen = [outputs[index] for index in given]
@@ -306,20 +311,12 @@ class TiledCall:
         for (_, part), gradient in zip(wanted, found, strict=False):
             part.zero_() if gradient is None else part.copy_(gradient)
 
-    def _compiled_backward(
-        self,
-        trace: Trace,
-        tile: Sequence[Tensor],
-        given: dict[int, Tensor],
-        parts: Sequence[Tensor | None],
-        sums: Sequence[GradientSum],
-        wholes: Sequence[GradientSum],
-    ) -> bool:
+    def _compiled_backward(self, trace: Trace, tile: Sequence[Tensor], given: dict[int, Tensor], into: _Into) -> bool:
         """Do the same compiled; return whether that could be done."""
         if self.compiled is None:
             return False
         wanted = tuple(index for index, wants in enumerate(self.wants_grad) if wants)
-        weights = [(s.leaf, weight.places) for s, weight in zip(sums, self.weights, strict=True)]
+        weights = [(s.leaf, weight.places) for s, weight in zip(into.sums, self.weights, strict=True)]
         for index, gradient in given.items():
             if trace.layout.kinds[index] in ("tokens", "flat"):
                 token_dimension(gradient, len(self.shape.lead) - 1 if trace.layout.kinds[index] == "tokens" else 0)
@@ -334,9 +331,9 @@ class TiledCall:
                 ) from error
             self._compile_no_more(error)
             return False
-        whole = iter(wholes)
-        into = [*sums, *(next(whole) if parts[index] is None else parts[index] for index in wanted)]
-        for target, part in zip(into, [*found[0], *found[1]], strict=True):
+        whole = iter(into.wholes)
+        targets = [*into.sums, *(next(whole) if into.parts[i] is None else into.parts[i] for i in wanted)]
+        for target, part in zip(targets, [*found[0], *found[1]], strict=True):
             if isinstance(target, Tensor):
                 target.zero_() if part is None else target.copy_(part.flatten(0, len(self.shape.lead) - 1))
             elif part is not None and target is not None:
@@ -375,20 +372,3 @@ class TiledCall:
 
     def _sums(self, tensors: Sequence[Tensor]) -> AbstractContextManager[list[GradientSum]]:
         return gradient_sums(tensors, self.patch.tiling.accumulate)
-
-    def _weights_from(self, sums: Sequence[GradientSum]) -> AbstractContextManager[None]:
-        return substituted(self.weights, [s.leaf for s in sums])
-
-    @contextmanager
-    def _as_in_forward(self, trace: Trace) -> Iterator[None]:
-        """Restore the forward pass's autocast state, its training modes, and its randomness if it drew any."""
-        changed = [(part, part.training, then) for part, then in self.modes if part.training != then]
-        for part, _, then in changed:
-            part.training = then
-        random = random_state_kept(self.device, trace.random) if trace.random else nullcontext()
-        try:
-            with self.autocast.context(), random:
-                yield
-        finally:
-            for part, now, _ in changed:
-                part.training = now

@@ -1,4 +1,4 @@
-"""The weights of a tiled module: found anew at each call, because engines swap the tensors behind the names."""
+"""The weights of a tiled module, found at each call, because engines swap the tensors behind the names."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Weight:
 
 
 def trainable_weights(work: Work) -> list[Weight]:
-    """The tensors of the work's modules that want a gradient, each once.
+    """Return the tensors of the work's modules that want a gradient, each once.
 
-    Views of a parameter in plain attributes count too: FSDP with ``use_orig_params=False`` keeps its views of the flat
+    Views of a parameter in plain attributes count: FSDP with ``use_orig_params=False`` keeps its views of the flat
     weights there. Other attributes are what the module computed itself.
     """
     found: dict[int, Weight] = {}
@@ -56,17 +56,13 @@ def trainable_weights(work: Work) -> list[Weight]:
 
 
 @contextmanager
-def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let the module see ``tensors`` in place of its weights."""
+def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Iterator[None]:
+    """Let the modules see other leaves in place of their weights."""
     slots: list[tuple[dict[str, Any], str, Tensor]] = [
-        (holder, name, tensor)
-        for w, tensor in zip(weights, tensors, strict=True)
+        (holder, name, leaf.leaf if isinstance(leaf, GradientSum) else leaf)
+        for w, leaf in zip(weights, leaves, strict=True)
         for owner, name in w.places
-        for holder in (
-            cast("dict[str, Any]", owner._parameters),
-            cast("dict[str, Any]", owner._buffers),
-            owner.__dict__,
-        )
+        for holder in cast("list[dict[str, Any]]", [owner._parameters, owner._buffers, owner.__dict__])
         if name in holder  # in two of them under FSDP with use_orig_params=True
     ]
     before = [holder[name] for holder, name, _ in slots]
@@ -80,12 +76,11 @@ def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterato
 
 
 class GradientSum:
-    """Sums one tensor's gradients over the tiles while autograd produces them, so that only one tile's is alive beside
-    the sum.
+    """Sums one tensor's gradients over the tiles while autograd produces them.
 
-    The leaf's hook adds the tile's gradient to the sum and hands autograd a stand-in of no size. Sums of 16-bit
-    gradients are kept in float32 and rounded once: summed in their own dtype their error grows with the number of
-    tiles.
+    The leaf's hook adds a tile's gradient to the sum and hands autograd a stand-in without memory, so that only one
+    gradient is alive beside the sum. Sums of 16-bit gradients are kept in float32 and rounded once: summed in their
+    own dtype, their error grows with the number of tiles.
     """
 
     def __init__(self, tensor: Tensor, accumulate: str) -> None:
@@ -95,36 +90,31 @@ class GradientSum:
         self.sum: Tensor | None = None
         self.leaf = tensor.detach().requires_grad_()
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
-        self._handle = self.leaf.register_hook(self._take_over)
+        self._handle = self.leaf.register_hook(self.add)
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Tensor) -> Tensor:
         """Add one tile's gradient."""
         if self.sum is None:
             self.sum = gradient.to(self.sum_dtype, memory_format=torch.contiguous_format, copy=True)
         else:
             self.sum.add_(gradient)
-
-    def _take_over(self, gradient: Tensor) -> Tensor:
-        self.add(gradient)
         return self._nothing
 
     def take(self, zeros: bool = False) -> Tensor | None:
-        """The sum in the tensor's own dtype; if no tile used the tensor, ``None``, or zeros where they are asked
-        for.
-        """
+        """Return the sum in the tensor's own dtype; if no tile used it, ``None``, or zeros where they are wanted."""
         total, self.sum = self.sum, None
         if total is None:
             return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
         return total.to(self.dtype)
 
     def close(self) -> None:
-        """Part the leaf from this object: together they keep each other alive."""
+        """Remove the hook, which keeps the leaf and this object alive."""
         self._handle.remove()
 
 
 @contextmanager
 def gradient_sums(tensors: Sequence[Tensor], accumulate: str) -> Iterator[list[GradientSum]]:
-    """A sum for each tensor, parted from its leaf at the end."""
+    """Return a sum for each tensor, closed at the end."""
     sums = [GradientSum(tensor, accumulate) for tensor in tensors]
     try:
         yield sums

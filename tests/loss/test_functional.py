@@ -281,7 +281,7 @@ def test_module_form() -> None:
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
         ({"count": "local"}, r"count='local' must be a number of at least 0, 'global', or None"),
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
-        ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32: they must be whole numbers"),
+        ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32 and must be whole numbers"),
         ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
         ({"bias": torch.zeros(3)}, r"bias has the shape \[3\] and must be \[37\]"),
         (
