@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from lt_tiled.checkpointing import BlockPatch
-from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats

@@ -1,0 +1,214 @@
+"""Deferred logits: what a head returns while its loss is computed in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lt_tiled._log import inform_once
+from lt_tiled.loss.autograd import LossTiles, loss_bounds
+from lt_tiled.loss.cross_entropy import CrossEntropy
+from lt_tiled.modules.patch import SharedPatch
+from lt_tiled.policies import LossShards
+from lt_tiled.tiling.deferred import Deferred
+from lt_tiled.tiling.graph import check_closed, kept_tensors
+from lt_tiled.tiling.state import Learned, Work
+from lt_tiled.tiling.weights import substituted, trainable_weights
+
+
+class HeadPatch(SharedPatch):
+    """On the head of a model that computes its own loss; each owner's value is a number of tiles."""
+
+    attribute = "_lt_tiled_head"
+
+    wanted = False
+    """Whether the model runs with labels."""
+    checked = False
+    """Whether a tile showed that only the hidden states and the head's own weights want a gradient."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.learned = Learned()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy: Any = super().__deepcopy__(memo)
+        copy.learned = Learned(self.learned.largest)
+        return copy
+
+    @property
+    def num_shards(self) -> LossShards:
+        """The number of tiles that was asked for last."""
+        return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
+
+
+@dataclass(frozen=True)
+class OnHead:
+    """What a head that is called with it runs on itself, with its hooks around it."""
+
+    function: Callable[[nn.Module, Tensor], Tensor]
+
+
+class DeferredLogits(Deferred):
+    """Logits ``[..., V]`` that are not computed yet, and what is to be done to them."""
+
+    head: nn.Module
+    hidden: Tensor
+    steps: tuple[tuple[Callable[[Tensor], Tensor], bool], ...]
+    """What is to be done to each of the logits, and whether that only makes them float32."""
+    meta: Tensor
+    """A tensor of their shape and dtype on the meta device."""
+    grad_mode: bool
+    full: Tensor | None
+    """The full logits, once they were used."""
+
+    @classmethod
+    def of(cls, head: nn.Module, hidden: Tensor, steps: Any, meta: Tensor) -> DeferredLogits:
+        """Return deferred logits of hidden states ``[..., H]``."""
+        logits: DeferredLogits = cls.like(tuple(meta.shape), meta.dtype, hidden.device)
+        logits.head, logits.hidden, logits.steps, logits.meta = head, hidden, steps, meta
+        logits.grad_mode, logits.full = torch.is_grad_enabled(), None
+        return logits
+
+    def _compute(self, rows: Tensor) -> Tensor:
+        logits: Tensor = head_patch(self.head).inner(self.head, rows)
+        for function, _ in self.steps:
+            logits = function(logits)
+        return logits
+
+    def value(self, because: str = "") -> Tensor:
+        """Return the full logits.
+
+        Raises:
+            RuntimeError: If gradients were on when the head was called and are off now, so that its graph would be lost.
+        """
+        if self.full is None:
+            name, shape = head_patch(self.head).name, self.meta.shape
+            if self.grad_mode != torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{name}: a custom autograd Function, or code without gradients, uses the full logits ({because}),"
+                    " which a tiled loss does not have: turn it off with loss=False."
+                )
+            inform_once(
+                f"full logits {name}", f"the loss of {name} is not tiled: its code uses full logits ({because})"
+            )
+            self.full = self.head(self.hidden, OnHead(lambda _, hidden: self._compute(hidden).view(shape)))
+        return self.full
+
+    def data_value(self) -> Tensor:
+        """Return the full logits without a graph; raises as :meth:`value`."""
+        with torch.no_grad():
+            return self.value("a custom autograd Function")
+
+    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the loss in tiles, or the logits with one more thing to be done to them."""
+        others = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not self]
+        if self.full is not None or any(isinstance(t, Deferred) for t in others):
+            return NotImplemented
+        if func is F.cross_entropy:
+            return self._loss(*args, **kwargs)
+        if func in _DESCRIBES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        to_device = func is Tensor.to and any(not isinstance(a, torch.dtype) for a in (*args[1:], *kwargs.values()))
+        if others or to_device or func not in _ENTRYWISE | _RESHAPES:
+            return NotImplemented
+
+        def step(logits: Tensor) -> Any:
+            return func(*pytree.tree_map_only(DeferredLogits, lambda _: logits, args), **kwargs)
+
+        meta = step(self.meta)
+        if func in _RESHAPES:
+            kept, steps = meta.shape[-1:] == self.meta.shape[-1:], self.steps
+        else:
+            upcast = func in (Tensor.float, Tensor.to) and meta.dtype == torch.float32
+            kept, steps = meta.shape == self.meta.shape and meta.is_floating_point(), (*self.steps, (step, upcast))
+        return DeferredLogits.of(self.head, self.hidden, steps, meta) if kept else NotImplemented
+
+    def _loss(
+        self,
+        input: Any,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: Any = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        """Return ``F.cross_entropy`` in tiles, unless its arguments ask for what tiles do not do."""
+        plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+        if not plain or self.meta.shape[:-1] != target.shape or input is not self:
+            return NotImplemented
+        while self.steps and self.steps[-1][1]:  # tiles are float32 themselves
+            self.steps = self.steps[:-1]
+
+        def compute(head: nn.Module, hidden: Tensor) -> Tensor:
+            patch, work, vocab_size = head_patch(head), Work(head.forward, (head,)), self.meta.shape[-1]
+            weights = trainable_weights(work) if torch.is_grad_enabled() else []
+
+            def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+                before = {} if patch.checked else kept_tensors(work)
+                with substituted(weights, leaves):
+                    found = self._compute(rows)
+                if found.requires_grad and not patch.checked:
+                    known = [cast("Tensor", rows._base), *leaves]
+                    check_closed(found, known, work, before, f"the head of {patch.name}")
+                    patch.checked = True
+                return found
+
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            bounds = loss_bounds(patch.num_shards, len(rows), vocab_size)
+            patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
+            tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
+            loss: Tensor = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocab_size)
+            return loss.view(target.shape) if reduction == "none" else loss
+
+        return self.head(self.hidden, OnHead(compute))
+
+
+class HeadOutput:
+    """Carries deferred logits past the hooks of engines, which would compute a tensor; any use unwraps it."""
+
+    def __init__(self, logits: DeferredLogits) -> None:
+        self.logits = logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["logits"], name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(HeadOutput, lambda output: output.logits, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda output, *args: getattr(output.logits, name)(*args)
+
+
+for _name in set(dir(Tensor)) - (set(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}):
+    if _name.startswith("__") and _name != "__torch_function__" and callable(getattr(Tensor, _name)):
+        setattr(HeadOutput, _name, _operator(_name))
+
+
+def head_patch(head: nn.Module) -> HeadPatch:
+    """Return the patch of a head, active or not."""
+    patch: HeadPatch = head.__dict__[HeadPatch.attribute]
+    return patch
+
+
+_DESCRIBES = {getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "stride", "ndimension")}
+_DESCRIBES |= {getattr(torch._C.TensorBase, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")}
+_ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}
+_ENTRYWISE |= {
+    Tensor.mul,
+    Tensor.div,
+    Tensor.true_divide,
+    *(getattr(Tensor, f"__{n}__") for n in ("mul", "rmul", "truediv", "div")),
+}
+_RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.flatten, torch.flatten}
