@@ -18,8 +18,8 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import storage_key, view_key
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
 
 

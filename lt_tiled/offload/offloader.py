@@ -15,9 +15,8 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.offload.geometry import Geometry, movable, view_key
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.pinned import available_memory
-from lt_tiled.offload.prefetch import Prefetcher, waiting_for
+from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher, waiting_for
 from lt_tiled.offload.spill import SpillFile
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.offload.tiers import CPUTier, DiskTier

@@ -20,8 +20,8 @@ from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
 from lt_tiled.errors import Origin
 from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.offload.faults import each_call, fail, nothing, nth_call
 from tests.processes import LIMIT
 
