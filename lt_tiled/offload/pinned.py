@@ -22,19 +22,14 @@ SLAB = 256 * 2**20
 
 
 class Slabs:
-    """Ranges of slabs of CPU memory that together never exceed a budget.
+    """Ranges of slabs of CPU memory that together never exceed a budget in bytes.
 
     torch's pinned allocator rounds each allocation up to a power of two. A slab has exactly the size requested and is
     pinned as a whole. If the system refuses to pin it, it is used unpinned, with one warning.
-
-    Args:
-        budget: The most bytes to allocate.
     """
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.size = 0
-        self._pin = True
+        self.budget, self.size, self._pin = budget, 0, True
         self._slabs: list[tuple[Tensor, Extents]] = []
         self._unpin: list[weakref.finalize[[int], Slabs]] = []
         self._lock = Lock()

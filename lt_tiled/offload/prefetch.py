@@ -23,17 +23,16 @@ STALL_MS = 1.0
 
 
 class OffloadedTensor:
-    """One packed tensor. Its space on a tier is freed when the graph that saved it is freed.
+    """One saved tensor. Its space on a tier is freed when the graph that saved it is freed.
 
     Args:
         tensor: The tensor.
         origin: Names it in errors.
-        previous: Returns the tensor that was packed before it, while that one is alive.
+        previous: Returns the tensor that was saved before it, while that one is alive.
     """
 
     def __init__(self, tensor: Tensor, origin: Origin, previous: Callable[[], OffloadedTensor | None]) -> None:
-        self.origin = origin
-        self.previous = previous
+        self.origin, self.previous = origin, previous
         self.storage = weakref.ref(tensor.untyped_storage())
         self.geometry = Geometry.of(tensor)
         # Detached: the grad_fn of a saved output leads back to the node that saves this object.
@@ -75,7 +74,7 @@ class OffloadedTensor:
         """Raise :class:`OffloadError` if the tensor was changed in place and its bytes are not stored yet."""
         if self.tensor is not None and (now := self.tensor._version) != self.version:
             raise OffloadError(
-                f"a tensor was changed in place after it was packed (version {self.version}, now {now}), so its"
+                f"a tensor was changed in place after it was saved (version {self.version}, now {now}), so its"
                 " values for the backward pass are lost. Make the change out of place",
                 origin=self.origin,
             )
@@ -86,7 +85,7 @@ class OffloadedTensor:
 
 
 class Prefetcher:
-    """Loads tensors in the reverse order of packing.
+    """Loads tensors in the reverse order of saving.
 
     Args:
         depth: How many tensors to load ahead, or ``"auto"``: one, and one more after each stall.
@@ -100,11 +99,9 @@ class Prefetcher:
     def load(self, wanted: OffloadedTensor, seconds: float, stats: OffloadStats) -> Tensor:
         """Return a tensor whose bytes are stored, within ``seconds``."""
         loading, wanted.loading = wanted.loading or wanted.load(), None
-        if loading.ready():
-            stats.prefetch_hits += 1
-        else:
-            stats.prefetch_misses += 1
-        before = stats.stalled_ms
+        ready, before = loading.ready(), stats.stalled_ms
+        stats.prefetch_hits += ready
+        stats.prefetch_misses += not ready
         with waiting_for(wanted.origin, stats):
             raw = loading.wait(seconds)
         if self.adaptive and stats.stalled_ms - before > STALL_MS:
@@ -112,7 +109,7 @@ class Prefetcher:
         return wanted.rebuild(raw)
 
     def load_ahead(self, used: OffloadedTensor) -> None:
-        """Begin to load the tensors packed before ``used``, and drop loads that another graph began."""
+        """Begin to load the tensors saved before ``used``, and drop loads that another graph began."""
         nearest: list[OffloadedTensor] = []
         wanted = used.previous()
         while wanted is not None and len(nearest) < self.depth:

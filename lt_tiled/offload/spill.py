@@ -36,9 +36,8 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)  # filesystems and 
 class SpillFile:
     """Raw bytes at aligned offsets of an unlinked file, which two threads write and read.
 
-    The file is opened with ``O_TMPFILE``, or created and unlinked at once on filesystems without it. It has mode 0600,
-    and its own directory with mode 0700 is removed at once. Space is reserved before it is written. Nothing is synced,
-    because the data has no use after a crash.
+    The file has mode 0600 and no name: it is created in a directory of its own, which is removed at once. Space is
+    reserved before it is written. Nothing is synced, because the data has no use after a crash.
 
     Args:
         directory: An existing directory on the disk to use.
@@ -67,9 +66,8 @@ class SpillFile:
         self._file = self._open()
         self._close_file = weakref.finalize(self, os.close, self._file)
         self.direct = False
-        if direct:
-            with suppress(OSError):  # the filesystem does not support the flag
-                self._set_direct(True)
+        with suppress(OSError):  # the filesystem does not support the flag
+            self._set_direct(direct)
         self._running: weakref.WeakSet[Future[None]] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="lt_tiled-spill")
         try:
@@ -78,8 +76,6 @@ class SpillFile:
         except BaseException:
             self.close()
             raise
-
-    # Space
 
     def take(self, nbytes: int) -> int:
         """Reserve a range and return its offset.
@@ -90,8 +86,7 @@ class SpillFile:
         need = aligned(nbytes)
         with self._lock:
             self._collect()
-            offset = self._extents.take(need)
-            if offset is None:
+            if (offset := self._extents.take(need)) is None:
                 if self.budget is not None:
                     raise OffloadDiskFullError(
                         f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
@@ -129,8 +124,6 @@ class SpillFile:
             reason = f"cannot reserve {nbytes} bytes more (free space, lower disk_budget, or set another directory)"
             raise self._error(reason, error) from error
         return self._extents.grow(nbytes)
-
-    # Data
 
     def write(self, offset: int, data: memoryview, first: Callable[[], None] | None = None) -> Future[None]:
         """Begin to call ``first`` and then write a range. ``data`` must not change until the future is done."""
@@ -200,13 +193,11 @@ class SpillFile:
             done += moved
 
     def _buffer(self, nbytes: int) -> memoryview:
-        """Return the first ``nbytes``, rounded up to the alignment, of this thread's page-aligned buffer."""
+        """Return ``nbytes``, rounded up to the alignment, of this thread's page-aligned buffer."""
         if not hasattr(self._buffers, "view"):
             self._buffers.view = memoryview(mmap.mmap(-1, CHUNK))
         view: memoryview = self._buffers.view
         return view[: aligned(nbytes)]
-
-    # The file
 
     def _open(self) -> int:
         try:

@@ -25,16 +25,14 @@ _UNBOUNDED = 2**62  # the number of tensors in flight bounds the staging memory
 
 @dataclass(frozen=True)
 class Loading:
-    """Bytes on their way back to their device."""
+    """Bytes on their way back to their device. ``ready`` returns whether :meth:`wait` returns at once."""
 
     into: Tensor
     ready: Callable[[], bool]
-    """Returns whether :meth:`wait` returns at once."""
     finish: Callable[[float], object]
-    """Waits for at most so many seconds."""
 
     def wait(self, seconds: float) -> Tensor:
-        """Return the bytes, which the current stream may use."""
+        """Return the bytes, which the current stream may use, after at most so many seconds."""
         self.finish(seconds)
         if self.into.is_cuda:  # the allocator must know each stream that uses the tensor
             self.into.record_stream(torch.cuda.current_stream(self.into.device))
@@ -77,8 +75,7 @@ class CPUTier(_Tier):
 
     def store(self, raw: Tensor) -> Stored | None:
         """Begin to copy; return ``None`` if the budget has no room."""
-        slot = self.slabs.take(raw.nbytes, pin=raw.is_cuda)
-        if slot is None:
+        if (slot := self.slabs.take(raw.nbytes, pin=raw.is_cuda)) is None:
             return None
         if not raw.is_cuda:
             inform_once(

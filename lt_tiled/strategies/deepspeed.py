@@ -109,15 +109,15 @@ class _DeepSpeed(TiledStrategy):
         https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
         """
         with inherited():  # completes the config
-            known = None
+            known = None  # transformers refers to the config weakly
             if self.zero_stage_3 and find_spec("transformers") is not None:
-                if find_spec("accelerate") is not None:
-                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-                    known = HfDeepSpeedConfig(self.config)  # transformers refers to it weakly
-                else:
+                if find_spec("accelerate") is None:
                     remedy = "pip install 'lt-tiled[deepspeed]'"
                     warn(f"transformers needs accelerate to initialize a model that ZeRO-3 shards: {remedy}.")
+                else:
+                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+                    known = HfDeepSpeedConfig(self.config)
             yield
             del known
 
@@ -157,8 +157,8 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
         ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
     """
     for _, _, patch in tiled_patches(model):
-        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros. A norm
-        # stands outside of the leaf module of ZeRO-3, so its weights are not there while the tiles run.
+        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros. A norm is
+        # outside of the leaf module of ZeRO-3, so its weights are sharded while the tiles run.
         patch.needs.zeros_for_unused, patch.needs.defer = True, not strategy.zero_stage_3
     if not strategy.zero_stage_3:
         return

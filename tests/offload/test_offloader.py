@@ -197,7 +197,7 @@ def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.Monkey
     gate.set()
     packed.stored.settle(20)
     with pytest.raises(
-        OffloadError, match=r"changed in place after it was packed.*step 1, block layers.3, \[1000\] float32"
+        OffloadError, match=r"changed in place after it was saved.*step 1, block layers.3, \[1000\] float32"
     ):
         offloader.unpack(packed)
 
