@@ -39,9 +39,8 @@ class _DeepSpeed(TiledStrategy):
 
     def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
         if find_spec("deepspeed") is None:
-            raise ModuleNotFoundError(
-                f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'."
-            )
+            remedy = "pip install 'lt-tiled[deepspeed]'"
+            raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: {remedy}.")
         super().__init__(*args, **kwargs)
         self.zero3_leaf_modules = zero3_leaf_modules
         self._hooks: list[Any] = []
@@ -49,8 +48,7 @@ class _DeepSpeed(TiledStrategy):
         if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
             raise ValueError(
                 f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, which"
-                " both offload the same activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass"
-                " checkpointing=False."
+                " offload the same activations: remove cpu_checkpointing, or pass checkpointing=False."
             )
 
     def setup_environment(self) -> None:
@@ -89,7 +87,7 @@ class _DeepSpeed(TiledStrategy):
             from deepspeed.utils import set_z3_leaf_module
 
             for _, module, _ in tiled_patches(model):
-                set_z3_leaf_module(module, True)  # stays after release, because the engine's hooks depend on it
+                set_z3_leaf_module(module, True)  # remains after release, because the engine's hooks depend on it
                 self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
         adapt_tiles(self, model)
 
@@ -190,10 +188,10 @@ def _arguments_for_a_leaf(
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-    if not learns or hidden is None or any(t.requires_grad for t in tensors):
-        return args, kwargs
-    differentiable = hidden.detach().requires_grad_()
-    return pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args), kwargs
+    if learns and hidden is not None and not any(t.requires_grad for t in tensors):
+        differentiable = hidden.detach().requires_grad_()
+        args = pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args)
+    return args, kwargs
 
 
 _register = partial(register, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy)

@@ -125,10 +125,8 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
     def _clip_by_norm(self, optimizer: object, clip_val: float) -> None:
         assert isinstance(self.model, FullyShardedDataParallel)
         if len(self.optimizers) > 1:
-            raise ValueError(
-                f"FSDP clips by the norm of all gradients, and there are {len(self.optimizers)} optimizers: clip by"
-                " value, or use one optimizer."
-            )
+            what = f"FSDP clips by the norm of all gradients, and there are {len(self.optimizers)} optimizers"
+            raise ValueError(f"{what}: clip by value, or use one optimizer.")
         self.model.clip_grad_norm_(clip_val)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
