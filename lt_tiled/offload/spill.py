@@ -62,7 +62,6 @@ class SpillFile:
         # Finalizers free ranges and may run while this thread holds the lock, so they only append here.
         self._freed: deque[tuple[int, int]] = deque()
         self._buffers = local()
-        self._process = os.getpid()
         self._file = self._open()
         self._close_file = weakref.finalize(self, os.close, self._file)
         self.direct = False
@@ -134,8 +133,6 @@ class SpillFile:
         return self._submit(self._read, offset, into, then)
 
     def _submit(self, run: Callable[..., None], *args: Any) -> Future[None]:
-        if os.getpid() != self._process:
-            raise self._error("this process is a fork of the one that opened the spill file")
         try:
             future = self._threads.submit(run, *args)
         except RuntimeError as error:

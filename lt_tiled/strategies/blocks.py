@@ -11,6 +11,7 @@ from lt_tiled.modules.find import find_blocks, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import Checkpointing
 from lt_tiled.tiling.api import NormPatch, tiled_patches
+from lt_tiled.tiling.state import TiledPatch
 
 
 def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> list[tuple[str, nn.Module]]:
@@ -28,13 +29,13 @@ def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> li
 
 
 def refuse_units_in_tiled_modules(model: nn.Module) -> None:
-    """Turn off tiling a norm with its MLP if a norm is an FSDP unit by itself.
+    """Turn off tiling norms with their MLPs if a norm or an MLP is an FSDP unit, with weights for its own call alone.
 
     Raises:
         ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.
     """
     fsdp_units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
-    apart = any(get_patch(unit, NormPatch) is not None for unit in fsdp_units)
+    apart = any(get_patch(unit, NormPatch) or get_patch(unit, TiledPatch) for unit in fsdp_units)
     for path, module, patch in tiled_patches(model):
         patch.needs.defer = patch.needs.defer and not apart
         for name, part in module.named_modules():
