@@ -28,13 +28,10 @@ class BlockOffload:
     """How the inputs of one block are offloaded."""
 
     offloader: Offloader
-    block: str
-    """The block's name in errors."""
-    model: nn.Module
-    """The model whose weights are never offloaded."""
+    block: str  # as errors name it
+    model: nn.Module  # whose weights are never offloaded
     select: str | Sequence[str | int]
-    everything: bool
-    """Offload the tensors that the block saves instead of recomputing them."""
+    everything: bool  # offload the tensors that the block saves, and recompute nothing
 
     def hooks(self, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
         """Return hooks that offload the saved tensors for which ``moves`` returns true."""
@@ -74,7 +71,7 @@ class BlockPatch(Patch):
             return checkpoint(block, *tensors, use_reentrant=False)
         every = offload.select == "auto"
         chosen = _hidden_states(tensors) if every else _selected(module, args, kwargs, offload.select)
-        # A tensor without history may be a weight in disguise (detached, transposed).
+        # A tensor without a grad_fn may be a view of a weight (detached, transposed).
         weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
         # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.

@@ -25,7 +25,7 @@ _UNBOUNDED = 2**62  # the number of tensors in flight bounds the staging memory
 
 @dataclass(frozen=True)
 class Loading:
-    """Bytes on their way back to their device. ``ready`` returns whether :meth:`wait` returns at once."""
+    """Bytes that are being loaded to their device. ``ready`` returns whether :meth:`wait` returns at once."""
 
     into: Tensor
     ready: Callable[[], bool]
@@ -40,7 +40,7 @@ class Loading:
 
 
 class Stored(Protocol):
-    """Bytes on a tier, or on their way to it."""
+    """Bytes that are stored on a tier, or being stored."""
 
     tier: TierName
 
