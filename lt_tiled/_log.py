@@ -17,22 +17,26 @@ if not logging.root.hasHandlers():
 _logged: set[str] = set()
 
 
-def inform(message: str) -> None:
-    _log(logging.INFO, message)
+def inform(message: str, key: str | None = None, level: int = logging.INFO) -> None:
+    """Log a message; with a key, only the first time that the key is used in this process."""
+    if key in _logged or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+        return
+    if key is not None:
+        _logged.add(key)
+    _logger.log(level, message)
 
 
-def warn(message: str) -> None:
-    _log(logging.WARNING, message)
+def warn(message: str, key: str | None = None) -> None:
+    """Warn as :func:`inform` informs."""
+    inform(message, key, logging.WARNING)
 
 
 def inform_once(key: str, message: str) -> None:
-    """Log a message the first time that its key is used in this process."""
-    _log(logging.INFO, message, key)
+    inform(message, key)
 
 
 def warn_once(key: str, message: str) -> None:
-    """Warn the first time that a key is used in this process."""
-    _log(logging.WARNING, message, key)
+    warn(message, key)
 
 
 @contextmanager
@@ -45,11 +49,3 @@ def quiet() -> Iterator[None]:
     finally:
         _logger.setLevel(level)
         _logged.intersection_update(before)
-
-
-def _log(level: int, message: str, key: str | None = None) -> None:
-    if key in _logged or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
-        return
-    if key is not None:
-        _logged.add(key)
-    _logger.log(level, message)

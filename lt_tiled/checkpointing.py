@@ -18,8 +18,8 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import storage_key, view_key
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
 
 
@@ -28,13 +28,18 @@ class BlockOffload:
     """How the inputs of one block are offloaded."""
 
     offloader: Offloader
-    block: str
-    """The block's name in errors."""
-    model: nn.Module
-    """The model whose weights are never offloaded."""
+    block: str  # as errors name it
+    model: nn.Module  # whose weights are never offloaded
     select: str | Sequence[str | int]
-    everything: bool
-    """Offload the tensors that the block saves instead of recomputing them."""
+    everything: bool  # offload the tensors that the block saves, and recompute nothing
+
+    def hooks(self, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return hooks that offload the saved tensors for which ``moves`` returns true."""
+
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
+            return self.offloader.pack(tensor, self.block) if moves(tensor) else tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self.offloader.unpack)
 
 
 class BlockPatch(Patch):
@@ -45,13 +50,41 @@ class BlockPatch(Patch):
     def __init__(self, offload: BlockOffload | None = None) -> None:
         self.offload = offload
 
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
+
+        All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
+        positional tensors through the saved-tensors hooks, and keeps all others in a closure.
+        """
+        offload = self.offload
+        if offload is not None and offload.everything:
+            weights = _storages(module)
+            with offload.hooks(lambda tensor: not _is_weight(tensor, weights)):
+                return self.inner(module, *args, **kwargs)
+        tensors, arguments = split_arguments(args, kwargs)
+
+        def block(*given: Tensor) -> Any:
+            inner_args, inner_kwargs = arguments.call_with(given)
+            return self.inner(module, *inner_args, **inner_kwargs)
+
+        if offload is None:
+            return checkpoint(block, *tensors, use_reentrant=False)
+        every = offload.select == "auto"
+        chosen = _hidden_states(tensors) if every else _selected(module, args, kwargs, offload.select)
+        # A tensor without a grad_fn may be a view of a weight (detached, transposed).
+        weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
+        views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
+        # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
+        with offload.hooks(lambda tensor: view_key(tensor) in views):
+            return checkpoint(block, *tensors, use_reentrant=False)
+
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace the forward of a block. Pickle looks the name up on the block's class."""
     patch = self.__dict__[BlockPatch.attribute]
     if not patch.active or not torch.is_grad_enabled() or _checkpoints_itself(self):
         return patch.inner(self, *args, **kwargs)
-    return run_checkpointed(patch.inner, self, args, _without_cache(self, kwargs), patch.offload)
+    return patch.run(self, args, _without_cache(self, kwargs))
 
 
 def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
@@ -91,8 +124,8 @@ class OwnCheckpointingOff:
             module.gradient_checkpointing = False  # type: ignore[assignment]
         if self.switched:
             warn(
-                f"{type(model).__name__} checkpoints its own layers (gradient_checkpointing_enable): lt_tiled turns"
-                " that off while it checkpoints them. Turn off either one to silence this warning."
+                f"{type(model).__name__} recomputes its own layers (gradient_checkpointing_enable): lt_tiled turns that"
+                " off while it recomputes them. Turn off either one to silence this warning."
             )
 
     def undo(self) -> None:
@@ -124,52 +157,11 @@ def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)
         if tokens:
             raise ValueError(
-                f"{kind} is checkpointed and was given {name} with {tokens} cached entries: the recompute would append"
-                " to it again. Run without a cache, or under torch.no_grad(), or with checkpointing=False."
+                f"{kind} uses activation checkpointing and was given {name} with {tokens} cached entries: the recompute"
+                " would append to it again. Run without a cache, or under torch.no_grad(), or with checkpointing=False."
             )
-    inform_once(f"cache {kind}", f"{kind} is checkpointed, so it runs without a key-value cache while gradients are on")
+    inform_once(f"cache {kind}", f"{kind} is recomputed, so it runs without a key-value cache while gradients are on")
     return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
-
-
-def run_checkpointed(
-    run: Callable[..., Any],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    offload: BlockOffload | None,
-) -> Any:
-    """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
-
-    All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
-    positional tensors through the saved-tensors hooks, and keeps all others in a closure. ``offload`` says how to
-    offload the saved tensors; ``None`` keeps them on the device.
-    """
-    if offload is not None and offload.everything:
-        weights = _storages(module)
-        with _offloading(offload, lambda tensor: not _is_weight(tensor, weights)):
-            return run(module, *args, **kwargs)
-    tensors, arguments = split_arguments(args, kwargs)
-
-    def block(*given: Tensor) -> Any:
-        inner_args, inner_kwargs = arguments.call_with(given)
-        return run(module, *inner_args, **inner_kwargs)
-
-    if offload is None:
-        return checkpoint(block, *tensors, use_reentrant=False)
-    chosen = _hidden_states(tensors) if offload.select == "auto" else _selected(module, args, kwargs, offload.select)
-    # A tensor without history may be a weight in disguise (detached, transposed).
-    weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
-    views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
-    # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
-    with _offloading(offload, lambda tensor: view_key(tensor) in views):
-        return checkpoint(block, *tensors, use_reentrant=False)
-
-
-def _offloading(offload: BlockOffload, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
-    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
-        return offload.offloader.pack(tensor, offload.block) if moves(tensor) else tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, offload.offloader.unpack)
 
 
 def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -182,21 +174,15 @@ def _selected(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], select: str | Sequence[str | int]
 ) -> list[Tensor]:
     kind, signature = type(module).__name__, inspect.signature(type(module).forward)
-    named = {
-        **dict.fromkeys(signature.parameters),
-        **signature.bind_partial(module, *args, **kwargs).arguments,
-        **kwargs,
-    }
+    bound = signature.bind_partial(module, *args, **kwargs).arguments
+    named = {**dict.fromkeys(signature.parameters), **bound, **kwargs}
     chosen = []
     for name in select:
-        if isinstance(name, int):
-            if not -len(args) <= name < len(args):
-                raise ValueError(f"select={name}: {kind} was called with {len(args)} positional arguments.")
-            chosen.append(args[name])
-        elif name in named:
-            chosen.append(named[name])
-        else:
+        if isinstance(name, int) and not -len(args) <= name < len(args):
+            raise ValueError(f"select={name}: {kind} was called with {len(args)} positional arguments.")
+        if not isinstance(name, int) and name not in named:
             raise ValueError(f"select={name!r} is no argument of {kind}: it has {', '.join([*named][1:9])}.")
+        chosen.append(args[name] if isinstance(name, int) else named[name])
     return [leaf for leaf in pytree.tree_leaves(chosen) if isinstance(leaf, Tensor)]
 
 

@@ -10,13 +10,11 @@ import torch
 
 from lt_tiled._renamed import deprecated
 
-__getattr__ = deprecated(
-    __name__,
-    {
-        "NotTokenWise": "lt_tiled.errors.NotPositionWiseError",
-        "OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError",
-    },
-)
+_OLD = {
+    "NotTokenWise": "lt_tiled.errors.NotPositionWiseError",
+    "OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError",
+}
+__getattr__ = deprecated(__name__, _OLD)
 
 
 class NothingFoundError(ValueError):
@@ -60,14 +58,14 @@ class OffloadError(RuntimeError):
     def __init__(
         self, reason: str, *, origin: Origin | None = None, offset: int | None = None, directory: str | None = None
     ) -> None:
+        super().__init__(reason)
         self.reason, self.origin, self.offset, self.directory = reason, origin, offset, directory
-        places = (
-            str(origin) if origin else "",
-            f"offset {offset}" if offset is not None else "",
-            f"spill file in {directory}" if directory else "",
-        )
-        where = ", ".join(filter(None, places))
-        super().__init__(f"{reason} ({where})" if where else reason)
+
+    def __str__(self) -> str:
+        places = [str(self.origin)] if self.origin else []
+        places += [] if self.offset is None else [f"offset {self.offset}"]
+        places += [f"spill file in {self.directory}"] if self.directory else []
+        return f"{self.reason} ({', '.join(places)})" if places else self.reason
 
 
 class OffloadDiskFullError(OffloadError):
@@ -80,5 +78,5 @@ def name_origin(origin: Origin) -> Iterator[None]:
     try:
         yield
     except OffloadError as error:
-        named = type(error)(error.reason, origin=origin, offset=error.offset, directory=error.directory)
-        raise named from error.__cause__
+        error.origin = origin
+        raise

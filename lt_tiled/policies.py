@@ -62,8 +62,7 @@ class Tiling:
         _check_count("tile_tokens", self.tile_tokens, None)
         if self.num_shards != "auto" and self.tile_tokens is not None:
             raise ValueError(
-                f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} are two ways to say the same thing:"
-                " give only one."
+                f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} both set the tiles: give only one."
             )
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
         for name, reduction in (self.reductions or {}).items():
@@ -71,11 +70,8 @@ class Tiling:
         check_compile(self.compile, "compile")
         _check_count("loss", self.loss, False, True)
         if self.loss is not False:
-            warnings.warn(
-                "Tiling(loss=...) is deprecated: pass loss= beside tiling=, to the strategy or to lt_tiled.prepare.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
+            message = "Tiling(loss=...) is deprecated: pass loss= to the strategy or to lt_tiled.prepare."
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
         if callable(self.targets) or self.targets or not self.loss:
             _check_targets(self.targets, also=", or with loss=True an empty list")
 
@@ -131,17 +127,13 @@ class Checkpointing:
                 f'select={self.select!r} must be "auto", or a list of names and positions of the block\'s arguments.'
             )
         if self.activations == "all" and self.offload is None:
-            raise ValueError(
-                "activations='all' needs a place to offload to: set offload to 'cpu', 'disk' or 'cpu+disk'."
-            )
+            raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
         for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if tier not in (self.offload or ""):
+            if value is not None and tier not in (self.offload or ""):
                 where = f"offload={self.offload!r}: set offload={tier!r} or 'cpu+disk'."
                 raise ValueError(f"{name}={value!r} has no meaning with {where}")
-            if name != "directory" and parse_bytes(value, name) < 1:
+            if value is not None and name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
 
 
@@ -157,7 +149,7 @@ def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
 
 
 def as_loss(value: bool | int | None, tiling: Tiling | None) -> LossShards | None:
-    """Read the short form of strategies: ``True``, or a number of tiles. The deprecated ``Tiling.loss`` counts without."""
+    """Return the tiles for a short form: ``True`` or a number; ``None`` stands for the deprecated ``Tiling.loss``."""
     if value is None and tiling is not None:
         value = tiling.loss
     _check_count("loss", value, None, False, True)
@@ -206,16 +198,14 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> 
 
 def check_compile(value: object, name: str) -> None:
     """Raise ``ValueError`` unless the value is a bool or arguments of ``torch.compile``."""
-    if not isinstance(value, bool | Mapping):
-        raise ValueError(
-            f"{name}={value!r} must be True, False, or arguments of torch.compile such as {{'mode': 'max-autotune'}}."
-        )
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, Mapping):
+        example = "arguments of torch.compile such as {'mode': 'max-autotune'}"
+        raise ValueError(f"{name}={value!r} must be True, False, or {example}.")
     known = CompileOptions.__annotations__
-    unknown = [key for key in value if key not in known] if isinstance(value, Mapping) else []
-    if unknown:
-        raise ValueError(
-            f"{name} has no argument {', '.join(map(repr, unknown))}: torch.compile takes {', '.join(known)}."
-        )
+    if unknown := ", ".join(repr(key) for key in value if key not in known):
+        raise ValueError(f"{name} has no argument {unknown}: torch.compile takes {', '.join(known)}.")
 
 
 def _check_targets(targets: object, also: str = "") -> None:

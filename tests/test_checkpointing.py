@@ -154,7 +154,7 @@ def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureF
     theirs = flops(run)
     assert theirs > plain
     with prepare(model, checkpointing=Checkpointing()) as prepared:
-        assert "checkpoints its own layers" in caplog.text
+        assert "recomputes its own layers" in caplog.text
         assert flops(run) == theirs
         model.gradient_checkpointing_enable()
         assert flops(run) == theirs
@@ -198,7 +198,7 @@ def test_a_filled_cache_is_refused() -> None:
     with (
         prepare(model, checkpointing=Checkpointing()),
         pytest.raises(
-            ValueError, match=r"LlamaDecoderLayer is checkpointed and was given past_key_values with 16 cached"
+            ValueError, match=r"LlamaDecoderLayer uses activation checkpointing and was given past_key_values with 16 cached"
         ),
     ):
         model(input_ids=ids, past_key_values=cache)

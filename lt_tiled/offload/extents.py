@@ -48,9 +48,8 @@ class Extents:
 
     def _insert(self, offset: int, nbytes: int) -> None:
         index = bisect_left(self._free, (offset, 0))
-        start, end, low, high = offset, offset + nbytes, index, index
-        if index and sum(self._free[index - 1]) == offset:
-            low, start = index - 1, self._free[index - 1][0]
-        if index < len(self._free) and self._free[index][0] == end:
-            high, end = index + 1, sum(self._free[index])
-        self._free[low:high] = [(start, end - start)]
+        self._free.insert(index, (offset, nbytes))
+        for left in (index, index - 1):  # merge with the next range, then with the previous one
+            if 0 <= left < len(self._free) - 1 and sum(self._free[left]) == self._free[left + 1][0]:
+                (start, _), last = self._free[left], self._free[left + 1]
+                self._free[left : left + 2] = [(start, sum(last) - start)]

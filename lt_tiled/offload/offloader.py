@@ -15,9 +15,8 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.offload.geometry import Geometry, movable, view_key
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.pinned import available_memory
-from lt_tiled.offload.prefetch import Prefetcher, waiting_for
+from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher, waiting_for
 from lt_tiled.offload.spill import SpillFile
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.offload.tiers import CPUTier, DiskTier
@@ -30,10 +29,9 @@ WAIT_SECONDS = 300.0
 
 
 class Offloader:
-    """Stores tensors in CPU memory, on disk, or in both, and loads them in the reverse order of packing.
+    """Stores saved tensors in CPU memory, on disk, or in both, and loads them in reverse order. Thread-safe.
 
-    A stored tensor is freed with the graph that saved it, whether or not the backward pass ran. Autograd's threads may
-    call it at the same time.
+    A stored tensor is freed with the graph that saved it, whether or not the backward pass ran.
 
     Args:
         policy: Sets which tensors stay on the device, and how many to load ahead.
@@ -42,14 +40,12 @@ class Offloader:
     """
 
     def __init__(self, policy: Checkpointing, cpu: CPUTier | None, disk: DiskTier | None) -> None:
-        self.policy = policy
-        self.cpu = cpu
-        self.disk = disk
+        self.policy, self.cpu, self.disk = policy, cpu, disk
         self._tiers = [tier for tier in (cpu, disk) if tier is not None]
         self.min_bytes = parse_bytes(policy.min_bytes, "min_bytes")
         self.prefetcher = Prefetcher(policy.prefetch)
         self.step = 0
-        """Counts how often packing began with no tensor packed: in training, the forward passes."""
+        """Counts how often a tensor was saved while no other was: in training, the forward passes."""
         self.stats = OffloadStats()
         """The figures since the last :meth:`end_step`."""
         self.total = OffloadStats()
@@ -98,7 +94,7 @@ class Offloader:
             return packed
 
     def unpack(self, packed: Tensor | OffloadedTensor) -> Tensor:
-        """Return the tensor that was packed, with its values, strides and dtype.
+        """Return the tensor that was saved, with its values, strides and dtype.
 
         Raises:
             OffloadError: If it cannot be restored.
@@ -132,10 +128,8 @@ class Offloader:
         if packed.stored is None:
             packed.rounded = None
             if not self.so_far().kept_bytes:
-                warn(
-                    f"The cpu_budget has no room for a tensor ({packed.origin}): it stays on {raw.device}. Raise the"
-                    " budget."
-                )
+                what = f"a tensor ({packed.origin}): it stays on {raw.device}"
+                warn(f"The cpu_budget has no room for {what}. Raise the budget.")
             self.stats.kept_bytes += packed.geometry.nbytes
             return
         if packed.stored.tier == "cpu":
@@ -164,9 +158,8 @@ class Offloader:
 
     def _check_usable(self, origin: Origin | None = None) -> None:
         if self._closed:
-            raise OffloadError(
-                "the offloader was released before this graph's backward pass: release it afterwards", origin=origin
-            )
+            reason = "the offloader was released before this graph's backward pass: release it afterwards"
+            raise OffloadError(reason, origin=origin)
         if os.getpid() != self._process:
             raise OffloadError("this process is a fork of the one that offloads: train in the parent", origin=origin)
 
@@ -189,7 +182,7 @@ class Offloader:
                 tier.free_buffers()
 
     def close(self) -> None:
-        """Stop all copies and free CPU memory and disk space. Graphs that are still alive cannot run backward."""
+        """Stop all copies and free CPU memory and disk space. Graphs that are still alive have no backward pass."""
         with self._lock:
             if self._closed:
                 return
@@ -212,7 +205,8 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
         OffloadError: If the directory cannot be used.
     """
     assert policy.offload is not None
-    ranks = ranks_per_node or _ranks_per_node()
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))  # torchrun sets it
     cpu = disk = None
     if "cpu" in policy.offload:
         budget = available_memory() // 2 if policy.cpu_budget is None else parse_bytes(policy.cpu_budget, "cpu_budget")
@@ -222,9 +216,3 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
         directory = policy.directory or tempfile.gettempdir()
         disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io, checksum=policy.checksum))
     return Offloader(policy, cpu, disk)
-
-
-def _ranks_per_node() -> int:
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -22,19 +22,14 @@ SLAB = 256 * 2**20
 
 
 class Slabs:
-    """Ranges of slabs of CPU memory that together never exceed a budget.
+    """Ranges of slabs of CPU memory that together never exceed a budget in bytes.
 
     torch's pinned allocator rounds each allocation up to a power of two. A slab has exactly the size requested and is
     pinned as a whole. If the system refuses to pin it, it is used unpinned, with one warning.
-
-    Args:
-        budget: The most bytes to allocate.
     """
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.size = 0
-        self._pin = True
+        self.budget, self.size, self._pin = budget, 0, True
         self._slabs: list[tuple[Tensor, Extents]] = []
         self._unpin: list[weakref.finalize[[int], Slabs]] = []
         self._lock = Lock()
@@ -157,37 +152,30 @@ def available_memory() -> int:
 
 
 class Copier:
-    """Copies between a device and CPU memory on a stream of its own. Copies of CPU tensors are synchronous."""
+    """Copies between GPUs and CPU memory on one stream per GPU. Copies of CPU tensors are synchronous."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, into: Tensor, source: Tensor, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
         """Begin to copy after an event, by default the current stream's work so far. Return the end of the copy."""
-        if self.stream is None:
+        on_gpu = into if into.is_cuda else source
+        if not on_gpu.is_cuda:
             into.copy_(source)
             return None
+        device = on_gpu.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         # The current stream may be another one at each call.
-        self.stream.wait_event(after or torch.cuda.current_stream(self.device).record_event())
-        with torch.cuda.stream(self.stream):
+        stream.wait_event(after or torch.cuda.current_stream(device).record_event())
+        with torch.cuda.stream(stream):
             into.copy_(source, non_blocking=True)
-            event: torch.cuda.Event = self.stream.record_event(torch.cuda.Event(blocking=True))
-        for tensor in (into, source):
-            if tensor.is_cuda:
-                tensor.record_stream(self.stream)  # the allocator reuses the memory only after the copy
+            event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
+        on_gpu.record_stream(stream)  # the allocator reuses the memory only after the copy
         return event
-
-
-class Copiers(dict[torch.device, Copier]):
-    """The copier of each device, created on first use."""
-
-    def __missing__(self, device: torch.device) -> Copier:
-        self[device] = Copier(device)
-        return self[device]
 
     def synchronize(self) -> None:
         """Wait for all copies."""
-        for copier in self.values():
-            if copier.stream is not None:
-                copier.stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()

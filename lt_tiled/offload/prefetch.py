@@ -1,18 +1,20 @@
-"""Loading of offloaded tensors in the backward pass, ahead of their use."""
+"""Offloaded tensors, and how they are loaded in the backward pass, ahead of their use."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from lt_tiled.errors import Origin, name_origin
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
+from lt_tiled.errors import OffloadError, Origin, name_origin
+from lt_tiled.offload.geometry import Geometry, raw_bytes
 from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.tiers import Loading, Stored
 
 MAX_PREFETCH = 8
 """The most tensors that ``prefetch="auto"`` loads ahead."""
@@ -20,8 +22,70 @@ STALL_MS = 1.0
 """A longer wait is a stall, after which ``prefetch="auto"`` loads one more tensor ahead."""
 
 
+class OffloadedTensor:
+    """One saved tensor. Its space on a tier is freed when the graph that saved it is freed.
+
+    Args:
+        tensor: The tensor.
+        origin: Names it in errors.
+        previous: Returns the tensor that was saved before it, while that one is alive.
+    """
+
+    def __init__(self, tensor: Tensor, origin: Origin, previous: Callable[[], OffloadedTensor | None]) -> None:
+        self.origin, self.previous = origin, previous
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.geometry = Geometry.of(tensor)
+        # Detached: the grad_fn of a saved output leads back to the node that saves this object.
+        self.tensor: Tensor | None = tensor.detach()
+        """The tensor itself, until its bytes are stored."""
+        self.version = tensor._version
+        self.rounded: Geometry | None = None
+        """The geometry of the stored bytes, if they were rounded to bfloat16."""
+        self.stored: Stored | None = None
+        self.loading: Loading | None = None
+
+    def raw(self, compress: bool) -> Tensor:
+        """Return the bytes to store, with float32 rounded to bfloat16 if ``compress``."""
+        assert self.tensor is not None
+        tensor = self.tensor
+        if compress and tensor.dtype == torch.float32:
+            tensor = tensor.to(torch.bfloat16)
+            self.rounded = Geometry.of(tensor)
+        return raw_bytes(tensor)
+
+    def in_memory(self) -> Tensor | None:
+        """Return the tensor if it has not left yet, rounded as it would come back from its tier."""
+        self.check_version()
+        if self.tensor is None or self.rounded is None:
+            return self.tensor
+        return self.tensor.to(self.rounded.dtype).to(self.tensor.dtype)
+
+    def load(self) -> Loading:
+        """Begin to load the bytes."""
+        assert self.stored is not None
+        with name_origin(self.origin):
+            return self.stored.load()
+
+    def rebuild(self, raw: Tensor) -> Tensor:
+        """Return the tensor that has these bytes."""
+        return (self.rounded or self.geometry).rebuild(raw).to(self.geometry.dtype)
+
+    def check_version(self) -> None:
+        """Raise :class:`OffloadError` if the tensor was changed in place and its bytes are not stored yet."""
+        if self.tensor is not None and (now := self.tensor._version) != self.version:
+            raise OffloadError(
+                f"a tensor was changed in place after it was saved (version {self.version}, now {now}), so its"
+                " values for the backward pass are lost. Make the change out of place",
+                origin=self.origin,
+            )
+
+    def __del__(self) -> None:
+        if self.stored is not None:
+            self.stored.free()
+
+
 class Prefetcher:
-    """Loads tensors in the reverse order of packing.
+    """Loads tensors in the reverse order of saving.
 
     Args:
         depth: How many tensors to load ahead, or ``"auto"``: one, and one more after each stall.
@@ -35,11 +99,9 @@ class Prefetcher:
     def load(self, wanted: OffloadedTensor, seconds: float, stats: OffloadStats) -> Tensor:
         """Return a tensor whose bytes are stored, within ``seconds``."""
         loading, wanted.loading = wanted.loading or wanted.load(), None
-        if loading.ready():
-            stats.prefetch_hits += 1
-        else:
-            stats.prefetch_misses += 1
-        before = stats.stalled_ms
+        ready, before = loading.ready(), stats.stalled_ms
+        stats.prefetch_hits += ready
+        stats.prefetch_misses += not ready
         with waiting_for(wanted.origin, stats):
             raw = loading.wait(seconds)
         if self.adaptive and stats.stalled_ms - before > STALL_MS:
@@ -47,7 +109,7 @@ class Prefetcher:
         return wanted.rebuild(raw)
 
     def load_ahead(self, used: OffloadedTensor) -> None:
-        """Begin to load the tensors packed before ``used``, and drop loads that another graph began."""
+        """Begin to load the tensors saved before ``used``, and drop loads that another graph began."""
         nearest: list[OffloadedTensor] = []
         wanted = used.previous()
         while wanted is not None and len(nearest) < self.depth:

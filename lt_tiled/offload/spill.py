@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock, local
 from typing import Any, Literal
@@ -36,9 +36,8 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)  # filesystems and 
 class SpillFile:
     """Raw bytes at aligned offsets of an unlinked file, which two threads write and read.
 
-    The file is opened with ``O_TMPFILE``, or created and unlinked at once on filesystems without it. It has mode 0600,
-    and its own directory with mode 0700 is removed at once. Space is reserved before it is written. Nothing is synced,
-    because the data has no use after a crash.
+    The file has mode 0600 and no name: it is created in a directory of its own, which is removed at once. Space is
+    reserved before it is written. Nothing is synced, because the data has no use after a crash.
 
     Args:
         directory: An existing directory on the disk to use.
@@ -63,9 +62,11 @@ class SpillFile:
         # Finalizers free ranges and may run while this thread holds the lock, so they only append here.
         self._freed: deque[tuple[int, int]] = deque()
         self._buffers = local()
-        self._process = os.getpid()
-        self._file, self.direct = self._open(direct)
+        self._file = self._open()
         self._close_file = weakref.finalize(self, os.close, self._file)
+        self.direct = False
+        with suppress(OSError):  # the filesystem does not support the flag
+            self._set_direct(direct)
         self._running: weakref.WeakSet[Future[None]] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="lt_tiled-spill")
         try:
@@ -74,8 +75,6 @@ class SpillFile:
         except BaseException:
             self.close()
             raise
-
-    # Space
 
     def take(self, nbytes: int) -> int:
         """Reserve a range and return its offset.
@@ -86,8 +85,7 @@ class SpillFile:
         need = aligned(nbytes)
         with self._lock:
             self._collect()
-            offset = self._extents.take(need)
-            if offset is None:
+            if (offset := self._extents.take(need)) is None:
                 if self.budget is not None:
                     raise OffloadDiskFullError(
                         f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
@@ -126,8 +124,6 @@ class SpillFile:
             raise self._error(reason, error) from error
         return self._extents.grow(nbytes)
 
-    # Data
-
     def write(self, offset: int, data: memoryview, first: Callable[[], None] | None = None) -> Future[None]:
         """Begin to call ``first`` and then write a range. ``data`` must not change until the future is done."""
         return self._submit(self._write, offset, data, first)
@@ -137,8 +133,6 @@ class SpillFile:
         return self._submit(self._read, offset, into, then)
 
     def _submit(self, run: Callable[..., None], *args: Any) -> Future[None]:
-        if os.getpid() != self._process:
-            raise self._error("this process is a fork of the one that opened the spill file")
         try:
             future = self._threads.submit(run, *args)
         except RuntimeError as error:
@@ -184,7 +178,7 @@ class SpillFile:
                 continue
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
-                    self._disable_direct()
+                    self._set_direct(False)
                     continue
                 raise self._error(f"cannot {verb} {len(data) - done} bytes", error, offset + done) from error
             if moved <= 0:
@@ -192,41 +186,32 @@ class SpillFile:
             if direct and done + moved < len(data):  # the next call must be aligned too
                 moved -= moved % ALIGNMENT
                 if not moved:
-                    self._disable_direct()
+                    self._set_direct(False)
             done += moved
 
     def _buffer(self, nbytes: int) -> memoryview:
-        """Return the first ``nbytes``, rounded up to the alignment, of this thread's page-aligned buffer."""
+        """Return ``nbytes``, rounded up to the alignment, of this thread's page-aligned buffer."""
         if not hasattr(self._buffers, "view"):
             self._buffers.view = memoryview(mmap.mmap(-1, CHUNK))
         view: memoryview = self._buffers.view
         return view[: aligned(nbytes)]
 
-    # The file
-
-    def _open(self, direct: bool) -> tuple[int, bool]:
+    def _open(self) -> int:
         try:
-            with ExitStack() as stack:
-                private = tempfile.mkdtemp(prefix="lt_tiled-", dir=self.directory)  # mode 0700
-                stack.callback(os.rmdir, private)
-                folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                stack.callback(os.close, folder)
-                if direct:
-                    try:
-                        return _open_unlinked(folder, os.O_DIRECT), True
-                    except OSError as error:
-                        if error.errno != errno.EINVAL:  # the filesystem does not support the flag
-                            raise
-                return _open_unlinked(folder, 0), False
+            private = tempfile.mkdtemp(prefix="lt_tiled-", dir=self.directory)  # mode 0700
+            try:
+                return _open_unlinked(private)
+            finally:
+                os.rmdir(private)
         except OSError as error:
-            raise self._error(
-                "cannot create the spill file (set a directory that exists and is writable)", error
-            ) from error
+            reason = "cannot create the spill file (set a directory that exists and is writable)"
+            raise self._error(reason, error) from error
 
-    def _disable_direct(self) -> None:
-        """Clear ``O_DIRECT``, which some filesystems accept when opening and reject in the first call."""
-        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
-        self.direct = False
+    def _set_direct(self, direct: bool) -> None:
+        """Set or clear ``O_DIRECT``, which some filesystems reject at once and some in the first call."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        self.direct = direct
 
     def _error(self, reason: str, cause: OSError | None = None, offset: int | None = None) -> OffloadError:
         kind = OffloadDiskFullError if cause is not None and cause.errno in _NO_ROOM else OffloadError
@@ -241,22 +226,20 @@ class SpillFile:
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         if wait([future for future in self._running if not future.done()], CLOSE_SECONDS).not_done:
-            warn(
-                f"The disk of {self.directory} has not responded for {CLOSE_SECONDS:g} s: its spill file stays open"
-                " until it does."
-            )
+            late = f"The disk of {self.directory} has not responded for {CLOSE_SECONDS:g} s"
+            warn(f"{late}: its spill file stays open until it does.")
             return
         self._threads.shutdown(wait=True)
         self._close_file()
 
 
-def _open_unlinked(folder: int, flags: int) -> int:
-    flags |= os.O_RDWR | os.O_CLOEXEC
+def _open_unlinked(folder: str) -> int:
     try:
-        return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=folder)
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in _NO_TMPFILE:
             raise
-    file = os.open("spill", flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-    os.unlink("spill", dir_fd=folder)
+    path = os.path.join(folder, "spill")
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    os.unlink(path)
     return file

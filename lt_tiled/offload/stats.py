@@ -29,22 +29,20 @@ class OffloadStats:
     def __add__(self, other: OffloadStats) -> OffloadStats:
         return OffloadStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
-    def metrics(self, prefix: str = "offload/") -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the figures by name, for a logger."""
-        return {f"{prefix}{name}": float(value) for name, value in asdict(self).items()}
+        return {f"offload/{name}": float(value) for name, value in asdict(self).items()}
 
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:
         """Return lines of text about a run of ``steps`` steps, with the SSD wear if its duration is given."""
         if not self.cpu_bytes + self.disk_bytes + self.kept_bytes:
-            return [
-                "nothing was offloaded: inputs smaller than min_bytes and those of the last keep_last blocks stay on"
-                " the device"
-            ]
+            small = "inputs smaller than min_bytes and those of the last keep_last blocks"
+            return [f"nothing was offloaded: {small} stay on the device"]
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
+        cpu, disk = (gib(nbytes / per_step) for nbytes in (self.cpu_bytes, self.disk_bytes))
         lines = [
-            f"offloaded per step: {gib(self.cpu_bytes / per_step)} to CPU memory,"
-            f" {gib(self.disk_bytes / per_step)} to disk",
+            f"offloaded per step: {cpu} to CPU memory, {disk} to disk",
             f"loaded in time: {self.prefetch_hits} of {asked}; needed before they had left: {self.from_memory}",
             f"stalled: {self.stalled_ms / per_step:.1f} ms per step",
         ]

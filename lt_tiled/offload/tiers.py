@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lt_tiled._log import inform_once
 from lt_tiled.errors import OffloadError
-from lt_tiled.offload.pinned import Copier, Copiers, Slabs, Slot
+from lt_tiled.offload.pinned import Copier, Slabs, Slot
 from lt_tiled.offload.spill import SpillFile
 
 TierName = Literal["cpu", "disk"]
@@ -25,16 +25,14 @@ _UNBOUNDED = 2**62  # the number of tensors in flight bounds the staging memory
 
 @dataclass(frozen=True)
 class Loading:
-    """Bytes on their way back to their device."""
+    """Bytes that are being loaded to their device. ``ready`` returns whether :meth:`wait` returns at once."""
 
     into: Tensor
     ready: Callable[[], bool]
-    """Returns whether :meth:`wait` returns at once."""
     finish: Callable[[float], object]
-    """Waits for at most so many seconds."""
 
     def wait(self, seconds: float) -> Tensor:
-        """Return the bytes, which the current stream may use."""
+        """Return the bytes, which the current stream may use, after at most so many seconds."""
         self.finish(seconds)
         if self.into.is_cuda:  # the allocator must know each stream that uses the tensor
             self.into.record_stream(torch.cuda.current_stream(self.into.device))
@@ -42,7 +40,7 @@ class Loading:
 
 
 class Stored(Protocol):
-    """Bytes on a tier, or on their way to it."""
+    """Bytes that are stored on a tier, or being stored."""
 
     tier: TierName
 
@@ -59,17 +57,25 @@ class Stored(Protocol):
         """Free the space as soon as nothing reads or writes it. Does not block."""
 
 
-class CPUTier:
-    """CPU memory up to a budget in bytes."""
-
+class _Tier:
     def __init__(self, budget: int) -> None:
         self.slabs = Slabs(budget)
-        self.copiers = Copiers()
+        self.copier = Copier()
+
+    def free_buffers(self) -> None:
+        self.slabs.free_unused()
+
+    def close(self) -> None:
+        self.copier.synchronize()
+        self.slabs.close()
+
+
+class CPUTier(_Tier):
+    """CPU memory up to a budget in bytes."""
 
     def store(self, raw: Tensor) -> Stored | None:
         """Begin to copy; return ``None`` if the budget has no room."""
-        slot = self.slabs.take(raw.nbytes, pin=raw.is_cuda)
-        if slot is None:
+        if (slot := self.slabs.take(raw.nbytes, pin=raw.is_cuda)) is None:
             return None
         if not raw.is_cuda:
             inform_once(
@@ -77,22 +83,14 @@ class CPUTier:
                 "The model runs on the CPU, so its block inputs are in CPU memory already: offload='disk' saves memory"
                 " there, offload='cpu' does not.",
             )
-        return _OnCPU(self.copiers[raw.device], slot, raw)
-
-    def free_buffers(self) -> None:
-        self.slabs.free_unused()
-
-    def close(self) -> None:
-        self.copiers.synchronize()
-        self.slabs.close()
+        return _OnCPU(self.copier, slot, raw)
 
 
 class _OnCPU:
     tier: TierName = "cpu"
 
     def __init__(self, copier: Copier, slot: Slot, raw: Tensor) -> None:
-        self.copier = copier
-        self.slot = slot
+        self.copier, self.slot, self.device = copier, slot, raw.device
         self.copied = self.last = copier.copy(slot.memory, raw)
         """The ends of the first and the last copy. One stream runs them in order."""
 
@@ -107,7 +105,7 @@ class _OnCPU:
             time.sleep(1e-4)
 
     def load(self) -> Loading:
-        into = torch.empty_like(self.slot.memory, device=self.copier.device)
+        into = torch.empty_like(self.slot.memory, device=self.device)
         copied = self.last = self.copier.copy(into, self.slot.memory)
         if copied is None:
             return Loading(into, lambda: True, lambda _: None)
@@ -117,13 +115,12 @@ class _OnCPU:
         self.slot.free(after=self.last)
 
 
-class DiskTier:
+class DiskTier(_Tier):
     """A spill file. It is written from CPU tensors directly, and from those of a GPU through pinned memory."""
 
     def __init__(self, spill: SpillFile) -> None:
+        super().__init__(_UNBOUNDED)
         self.spill = spill
-        self.staging = Slabs(_UNBOUNDED)
-        self.copiers = Copiers()
 
     def store(self, raw: Tensor) -> Stored:
         """Begin to write.
@@ -136,7 +133,7 @@ class DiskTier:
             if not raw.is_cuda:
                 return _OnDisk(self, raw, offset, self.spill.write(offset, _view(raw)))
             slot = self.stage(raw.nbytes)
-            copied = self.copiers[raw.device].copy(slot.memory, raw)
+            copied = self.copier.copy(slot.memory, raw)
             written = self.spill.write(offset, _view(slot.memory), first=lambda: _synchronize(copied, raw.device))
             written.add_done_callback(lambda _: slot.free(after=copied))  # a cancelled write did not wait for the copy
             return _OnDisk(self, raw, offset, written)
@@ -145,31 +142,22 @@ class DiskTier:
             raise
 
     def stage(self, nbytes: int) -> Slot:
-        slot = self.staging.take(nbytes, pin=True)
-        if slot is None:
-            raise OffloadError(
-                f"the system has no {nbytes} bytes of CPU memory to stage a tensor in", directory=self.spill.directory
-            )
+        if (slot := self.slabs.take(nbytes, pin=True)) is None:
+            reason = f"the system has no {nbytes} bytes of CPU memory to stage a tensor in"
+            raise OffloadError(reason, directory=self.spill.directory)
         return slot
-
-    def free_buffers(self) -> None:
-        self.staging.free_unused()
 
     def close(self) -> None:
         self.spill.close()
-        self.copiers.synchronize()
-        self.staging.close()
+        super().close()
 
 
 class _OnDisk:
     tier: TierName = "disk"
 
     def __init__(self, home: DiskTier, raw: Tensor, offset: int, written: Future[None]) -> None:
-        self.home = home
-        self.device = raw.device
-        self.offset = offset
-        self.nbytes = raw.nbytes
-        self.written = written
+        self.home, self.offset, self.written = home, offset, written
+        self.device, self.nbytes = raw.device, raw.nbytes
         self._busy: list[Future[None]] = [written]
 
     def settled(self) -> bool:
@@ -183,7 +171,7 @@ class _OnDisk:
         if self.device.type != "cuda":
             read = self.home.spill.read(self.offset, _view(into))
         else:
-            slot, copier = self.home.stage(self.nbytes), self.home.copiers[self.device]
+            slot, copier = self.home.stage(self.nbytes), self.home.copier
             allocated = torch.cuda.current_stream(self.device).record_event()
 
             def copy() -> None:

@@ -37,7 +37,7 @@ _DEFAULT = Tiling()
 
 
 class TiledStrategy(Base):
-    """Base class of all tiled strategies, left of Lightning's own. It adds three arguments to those of the engine.
+    """Base class of all tiled strategies, left of Lightning's own. Adds three arguments to those of the engine.
 
     Args:
         tiling: What runs tile by tile. A number is a shard count; ``None`` and ``False`` turn tiling off.
@@ -71,8 +71,7 @@ class TiledStrategy(Base):
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
-        ranks = len(getattr(self, "parallel_devices", None) or [None])  # on this node
-        self.prepared.add(model, self, ranks)
+        self.prepared.add(model, self, ranks_per_node=len(getattr(self, "parallel_devices", None) or [None]))
 
     def teardown(self) -> None:
         try:
@@ -151,8 +150,7 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
 class OffloadLog:
     """Logs offload metrics once per optimizer step, summed over its micro-batches, when Lightning logs the step."""
 
-    def __init__(self) -> None:
-        self._steps = 0
+    _steps = 0
 
     def step(self, trainer: pl.Trainer, offloader: Offloader) -> None:
         """Log a step if the optimizer has stepped since the last call; call this between batches."""

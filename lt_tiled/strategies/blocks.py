@@ -11,6 +11,7 @@ from lt_tiled.modules.find import find_blocks, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import Checkpointing
 from lt_tiled.tiling.api import NormPatch, tiled_patches
+from lt_tiled.tiling.state import TiledPatch
 
 
 def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> list[tuple[str, nn.Module]]:
@@ -21,31 +22,28 @@ def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> li
     if not blocks:
         warn(
             f"{type(model).__name__} has no recognizable blocks and becomes one FSDP unit, so all its weights are"
-            " gathered at once: name its blocks in Checkpointing(targets=...), or shard it yourself (auto_wrap_policy,"
-            " fully_shard)."
+            " all-gathered at once: name its blocks in Checkpointing(targets=...), or shard it yourself"
+            " (auto_wrap_policy, fully_shard)."
         )
     return blocks
 
 
 def refuse_units_in_tiled_modules(model: nn.Module) -> None:
-    """Raise if a tiled module contains FSDP units, whose weights would be gathered once per tile.
-
-    A norm is not tiled with the MLP next to it where it is an FSDP unit by itself.
+    """Turn off tiling norms with their MLPs if a norm or an MLP is an FSDP unit, with weights for its own call alone.
 
     Raises:
-        ValueError: Names the FSDP unit and the remedy.
+        ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.
     """
-    units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
-    patches = list(tiled_patches(model)) if units else []
-    apart = any(get_patch(unit, NormPatch) is not None for unit in units)
-    for path, module, patch in patches:
+    fsdp_units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
+    apart = any(get_patch(unit, NormPatch) or get_patch(unit, TiledPatch) for unit in fsdp_units)
+    for path, module, patch in tiled_patches(model):
         patch.needs.defer = patch.needs.defer and not apart
         for name, part in module.named_modules():
-            if unwrapped(part) in units and part is not module:
+            if unwrapped(part) in fsdp_units and part is not module:
                 kind = type(module).__name__
                 raise ValueError(
-                    f"{path} ({kind}) is tiled, and {name} inside it is an FSDP unit, whose weights would be gathered for"
-                    f" every tile. Make the block or the whole {kind} the unit (auto_wrap_policy={{MyBlock}},"
-                    " fully_shard(block)), leave the policy out for one unit per block, or leave the module out of"
-                    " Tiling(targets=...)."
+                    f"{path} ({kind}) is tiled, and {name} inside it is an FSDP unit, whose weights would be"
+                    f" all-gathered for every tile. Make the block or the whole {kind} the FSDP unit"
+                    " (auto_wrap_policy={MyBlock}, fully_shard(block)), leave the policy out for one FSDP unit per"
+                    " block, or leave the module out of Tiling(targets=...)."
                 )

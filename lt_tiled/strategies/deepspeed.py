@@ -39,9 +39,8 @@ class _DeepSpeed(TiledStrategy):
 
     def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
         if find_spec("deepspeed") is None:
-            raise ModuleNotFoundError(
-                f"{type(self).__name__} needs the package deepspeed: pip install 'lt-tiled[deepspeed]'."
-            )
+            remedy = "pip install 'lt-tiled[deepspeed]'"
+            raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: {remedy}.")
         super().__init__(*args, **kwargs)
         self.zero3_leaf_modules = zero3_leaf_modules
         self._hooks: list[Any] = []
@@ -49,8 +48,7 @@ class _DeepSpeed(TiledStrategy):
         if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
             raise ValueError(
                 f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, which"
-                " both offload the same activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass"
-                " checkpointing=False."
+                " offload the same activations: remove cpu_checkpointing, or pass checkpointing=False."
             )
 
     def setup_environment(self) -> None:
@@ -89,7 +87,7 @@ class _DeepSpeed(TiledStrategy):
             from deepspeed.utils import set_z3_leaf_module
 
             for _, module, _ in tiled_patches(model):
-                set_z3_leaf_module(module, True)  # stays after release, because the engine's hooks depend on it
+                set_z3_leaf_module(module, True)  # remains after release, because the engine's hooks depend on it
                 self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
         adapt_tiles(self, model)
 
@@ -109,15 +107,15 @@ class _DeepSpeed(TiledStrategy):
         https://huggingface.co/docs/transformers/deepspeed#non-trainer-integration.
         """
         with inherited():  # completes the config
-            known = None
+            known = None  # transformers refers to the config weakly
             if self.zero_stage_3 and find_spec("transformers") is not None:
-                if find_spec("accelerate") is not None:
-                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-                    known = HfDeepSpeedConfig(self.config)  # transformers refers to it weakly
-                else:
+                if find_spec("accelerate") is None:
                     remedy = "pip install 'lt-tiled[deepspeed]'"
                     warn(f"transformers needs accelerate to initialize a model that ZeRO-3 shards: {remedy}.")
+                else:
+                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+                    known = HfDeepSpeedConfig(self.config)
             yield
             del known
 
@@ -157,8 +155,8 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
         ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
     """
     for _, _, patch in tiled_patches(model):
-        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros. A norm
-        # stands outside of the leaf module of ZeRO-3, so its weights are not there while the tiles run.
+        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros. A norm is
+        # outside of the leaf module of ZeRO-3, so its weights are sharded while the tiles run.
         patch.needs.zeros_for_unused, patch.needs.defer = True, not strategy.zero_stage_3
     if not strategy.zero_stage_3:
         return
@@ -190,10 +188,10 @@ def _arguments_for_a_leaf(
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-    if not learns or hidden is None or any(t.requires_grad for t in tensors):
-        return args, kwargs
-    differentiable = hidden.detach().requires_grad_()
-    return pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args), kwargs
+    if learns and hidden is not None and not any(t.requires_grad for t in tensors):
+        differentiable = hidden.detach().requires_grad_()
+        args = pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args)
+    return args, kwargs
 
 
 _register = partial(register, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy)

@@ -62,6 +62,11 @@ class _FSDP(TiledStrategy):
     def saves_full_on_cpu(self) -> bool:
         return self.on_cpu and self._state_dict_type == "full"
 
+    def model_sharded_context(self) -> Any:
+        return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments())
+
+    module_sharded_context = model_sharded_context  # the names of Trainer and of Fabric
+
     def setup_environment(self) -> None:
         shape = self.fsdp_options.get("device_mesh")
         if self.on_cpu and isinstance(shape, tuple):
@@ -84,11 +89,11 @@ class _FSDP(TiledStrategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap a model: by ``auto_wrap_policy`` or by blocks, or only around the FSDP units that it has already."""
         policy = self.auto_wrap_policy
-        if units := FullyShardedDataParallel.fsdp_modules(model):
+        if wrapped := FullyShardedDataParallel.fsdp_modules(model):
             if policy is not None:
                 warn(f"{type(model).__name__} ignores auto_wrap_policy, because it contains FSDP units already.")
             policy = None  # the parent would not shard the other weights, nor reduce their gradients
-            if {weight for unit in units for weight in unit.parameters()}.issuperset(model.parameters()):
+            if {weight for unit in wrapped for weight in unit.parameters()}.issuperset(model.parameters()):
                 return model
         elif policy is None:
             policy = CustomPolicy({block for _, block in blocks_to_shard(model, self.checkpointing)}.__contains__)
@@ -120,10 +125,8 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
     def _clip_by_norm(self, optimizer: object, clip_val: float) -> None:
         assert isinstance(self.model, FullyShardedDataParallel)
         if len(self.optimizers) > 1:
-            raise ValueError(
-                f"FSDP clips by the norm of all gradients, and there are {len(self.optimizers)} optimizers: clip by"
-                " value, or use one optimizer."
-            )
+            what = f"FSDP clips by the norm of all gradients, and there are {len(self.optimizers)} optimizers"
+            raise ValueError(f"{what}: clip by value, or use one optimizer.")
         self.model.clip_grad_norm_(clip_val)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -142,20 +145,15 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
         self._root = root  # the trainer drops its own reference between runs
         return root
 
-    def model_sharded_context(self) -> Any:
-        return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments())
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._state_dict_type != "full" or self.kwargs["use_orig_params"]:
             return super().optimizer_state(optimizer)
         # The parent replaces names by numbers, which weights in a flat parameter do not have. It loads names too.
         assert self.model is not None
         config = FullOptimStateDictConfig(offload_to_cpu=not self.on_cpu, rank0_only=True)
-        with FullyShardedDataParallel.state_dict_type(
-            self.model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config
-        ):
-            # A LightningOptimizer keeps the optimizer itself in `optimizer`.
-            return FullyShardedDataParallel.optim_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
+        full, own = StateDictType.FULL_STATE_DICT, getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+        with FullyShardedDataParallel.state_dict_type(self.model, full, optim_state_dict_config=config):
+            return FullyShardedDataParallel.optim_state_dict(self.model, own)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.saves_full_on_cpu:
@@ -168,18 +166,12 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
 class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
 
-    def module_sharded_context(self) -> Any:
-        return enable_wrap(wrapper_cls=FullyShardedDataParallel, **self.unit_arguments())
-
     def save_checkpoint(
-        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         path = Path(self.broadcast(path))
-        models = [
-            value
-            for value in state.values()
-            if isinstance(value, nn.Module) and FullyShardedDataParallel.fsdp_modules(value)
-        ]
+        modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        models = [module for module in modules if FullyShardedDataParallel.fsdp_modules(module)]
         sharded = path.is_dir() and (path / "meta.pt").is_file()  # so Lightning identifies a sharded checkpoint
         refused = len(models) != 1 or storage_options is not None or (path.is_dir() and not sharded)
         if refused or not self.saves_full_on_cpu:

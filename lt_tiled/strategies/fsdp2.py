@@ -89,8 +89,8 @@ class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStra
     """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
 
     If ``configure_model`` does not parallelize the model, each block becomes an FSDP unit, and the LightningModule
-    becomes the FSDP root: its own weights are gathered in its ``forward`` and in its steps. ``"auto"`` sizes use all
-    ranks for data parallelism, or what the other size leaves.
+    becomes the FSDP root: its own weights are all-gathered in its ``forward`` and in its steps. ``"auto"`` sizes use
+    all ranks for data parallelism, or what the other size leaves.
 
     Raises:
         ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
@@ -111,8 +111,8 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
 
     Args:
-        parallelize_fn: As in the parent. Without it, each block becomes an FSDP unit, and the model becomes the FSDP
-            root: its own weights are gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
+        parallelize_fn: As in the parent. Without it, blocks become FSDP units, and the model the FSDP root: its own
+            weights are all-gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
     """
 
     def __init__(
@@ -137,13 +137,11 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
         before = {plain_name(name): weight for name, weight in module.named_parameters()}
         result = super().setup_module_and_optimizers(module, optimizers, *args)
         after = {plain_name(name): weight for name, weight in _without_root(result[0]).named_parameters()}
-        new: dict[Tensor, nn.Parameter] = {
-            weight: after[name] for name, weight in before.items() if after[name] is not weight
-        }
+        new: dict[Any, nn.Parameter] = {old: after[name] for name, old in before.items() if after[name] is not old}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [new.get(weight, weight) for weight in group["params"]]
-            for weight in [weight for weight in optimizer.state if weight in new]:
+            for weight in new.keys() & optimizer.state.keys():
                 optimizer.state[new[weight]] = _sharded_state(optimizer.state.pop(weight), new[weight])
         return result
 
@@ -160,7 +158,7 @@ class _Root(nn.Module):
     """Calls the FSDP root.
 
     Fabric runs the steps of a LightningModule, and the methods given to ``mark_forward_method``, through ``forward``
-    and with it through FSDP's hooks, but only if what the strategy returns is another module than the user's.
+    and thus through FSDP's hooks, but only if the strategy returns another module than the user's.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -29,13 +29,13 @@ STAGES = ("", "_stage_1", "_stage_2", "_stage_3", "_stage_3_offload")
 
 @pytest.mark.parametrize("name", ["tiled_fsdp", "tiled_fsdp2", *(f"tiled_deepspeed{stage}" for stage in STAGES)])
 def test_registered_names_train(name: str, on_ranks: OnRanks) -> None:
-    """``Trainer(strategy=name)`` trains with modules marked, and has DDP's losses."""
+    """``Trainer(strategy=name)`` patches the model, and has DDP's losses."""
     plain = on_ranks.once(by_name, "ddp", "ddp")
-    for (losses, _), (named, marked) in zip(
+    for (losses, _), (named, replaced) in zip(
         plain, on_ranks(by_name, "zero" if "deepspeed" in name else "fsdp", name), strict=True
     ):
         assert named == pytest.approx(losses, rel=1e-5)
-        assert marked == {4}
+        assert replaced == {6}
 
 
 class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -95,7 +95,7 @@ def all_stages(strategy: Any, devices: int, kind: type[HoldsWeights], tied: bool
     if devices > 1:
         assert isinstance(module, FSDPModule)
         assert isinstance(module.blocks[0], FSDPModule)
-        assert module.forwards_replaced == {4}
+        assert module.forwards_replaced == {6}
         assert not hasattr(module.training_step.__wrapped__, "__wrapped__")  # registered once
     return module.losses, module.val_losses, module.test_losses, torch.cat(predictions)
 

@@ -20,8 +20,8 @@ from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
 from lt_tiled.errors import Origin
 from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.offload.faults import each_call, fail, nothing, nth_call
 from tests.processes import LIMIT
 
@@ -197,7 +197,7 @@ def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.Monkey
     gate.set()
     packed.stored.settle(20)
     with pytest.raises(
-        OffloadError, match=r"changed in place after it was packed.*step 1, block layers.3, \[1000\] float32"
+        OffloadError, match=r"changed in place after it was saved.*step 1, block layers.3, \[1000\] float32"
     ):
         offloader.unpack(packed)
 

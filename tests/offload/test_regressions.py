@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, OffloadDiskFullError, Tiling, prepare
-from lt_tiled.offload.offloaded_tensor import OffloadedTensor
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
+from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import Block, H, TinyLM, lm_loss
 from tests.offload.test_offloader import away, freed, settle
 from tests.parity import randn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import re
@@ -90,9 +91,9 @@ def test_without_o_tmpfile(tmp_path: Path) -> None:
     def no_tmpfile(path: str, flags: int, *args: object, **kwargs: object) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "not supported")
-        if path == "spill":
+        if flags & os.O_CREAT:
             seen.append(flags)
-            seen.append(stat.S_IMODE(os.fstat(kwargs["dir_fd"]).st_mode))
+            seen.append(stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode))
         return real(path, flags, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -118,15 +119,15 @@ def test_directory_removed_while_running(tmp_path: Path) -> None:
 
 def test_o_direct_refused_at_open(tmp_path: Path) -> None:
     """A filesystem that refuses ``O_DIRECT`` when the file is opened is used through the page cache."""
-    real = os.open
+    real = fcntl.fcntl
 
-    def refuse(path: str, flags: int, *args: object, **kwargs: object) -> int:
-        if flags & os.O_DIRECT:
+    def refuse(file: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "invalid")
-        return real(path, flags, *args, **kwargs)
+        return real(file, command, flags)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", refuse)
+        patch.setattr(fcntl, "fcntl", refuse)
         spill = SpillFile(tmp_path)
     assert not spill.direct
     assert get(spill, put(spill)) == DATA
