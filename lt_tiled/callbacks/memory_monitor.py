@@ -80,7 +80,7 @@ class MemoryMonitor(Callback):
             from lt_tiled.planner.record import Recording
 
             self._batch = to_meta(batch)
-            self._recording = Recording(pl_module, trainer.model, trainer.optimizers, trainer.strategy.root_device)
+            self._recording = Recording(trainer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recording is not None:

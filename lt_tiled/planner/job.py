@@ -88,6 +88,7 @@ def make_job(
     datamodule: LightningDataModule | None,
     trainer: Mapping[str, Any],
     devices: int | None = None,
+    batch: Any = None,
 ) -> Job:
     """Configure a module as its Trainer would, without memory for its weights.
 
@@ -96,37 +97,25 @@ def make_job(
         datamodule: Its data; ``None`` for a module with data loaders.
         trainer: The arguments of the Trainer.
         devices: The number of ranks; by default that of the Trainer.
+        batch: A batch on the meta device; by default the first one of the data.
 
     Raises:
         ValueError: If an argument is not understood.
     """
-    strategy = trainer.get("strategy", "auto")
-    if isinstance(strategy, str) and strategy != "auto":
-        if strategy not in (known := StrategyRegistry.available_strategies()):
-            raise ValueError(f"strategy={strategy!r} is not known: give one of {', '.join(known)}.")
-        strategy = StrategyRegistry.get(strategy)
-    callbacks = trainer.get("callbacks") or []
-    settings = settings_of(
-        strategy,
-        callbacks if isinstance(callbacks, Sequence) else [callbacks],
-        ranks=_ranks(trainer) if devices is None else devices,
-        precision=str(trainer.get("precision") or "32"),
-        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
-        clip=bool(trainer.get("gradient_clip_val")),
-        foreach=trainer.get("accelerator", "auto") != "cpu",
-    )
+    settings = _settings(trainer, _ranks(trainer) if devices is None else devices)
     unknown = devices is None and str(trainer.get("devices", "auto")) in ("auto", "-1")
     if unknown and settings.engine.name not in ("single", "ddp"):
         warn("devices='auto' is planned as one device, which shards nothing: say how many with --devices.")
     _connect_trainer(module, datamodule)
-    (module if datamodule is None else datamodule).prepare_data()
-    if datamodule is not None:
-        datamodule.setup("fit")
+    if batch is None:
+        (module if datamodule is None else datamodule).prepare_data()
+        if datamodule is not None:
+            datamodule.setup("fit")
     _configure(module, settings.dtype)
-    return Job(module, to_meta(first_batch(module, datamodule)), settings)
+    return Job(module, to_meta(first_batch(module, datamodule)) if batch is None else batch, settings)
 
 
-def job_of_run(module: LightningModule, batch: Any, trainer: Trainer) -> Job:
+def job_of_run(module: LightningModule, batch: Any, trainer: Any) -> Job:
     """Return the job of a run that has begun.
 
     Args:
@@ -134,51 +123,45 @@ def job_of_run(module: LightningModule, batch: Any, trainer: Trainer) -> Job:
         batch: A batch, on the meta device.
         trainer: The run's Trainer.
     """
-    run: Any = trainer  # Lightning sets some attributes outside of its constructor
-    settings = settings_of(
-        run.strategy,
-        run.callbacks,
-        ranks=run.world_size,
-        precision=str(run.precision),
-        accumulate=run.accumulate_grad_batches,
-        clip=bool(run.gradient_clip_val),
-        foreach=run.strategy.root_device.type == "cuda",
-    )
-    _connect_trainer(module, run.datamodule)
-    _configure(module, settings.dtype)
-    return Job(module, batch, settings)
+    names = ("strategy", "callbacks", "precision", "accumulate_grad_batches", "gradient_clip_val")
+    arguments = {name: getattr(trainer, name) for name in names}
+    arguments["accelerator"] = trainer.strategy.root_device.type
+    return make_job(module, trainer.datamodule, arguments, trainer.world_size, batch)
 
 
-def settings_of(strategy: Any, callbacks: Sequence[Any], ranks: int, precision: str, **others: Any) -> Settings:
-    """Return the settings of a strategy and the callbacks of a Trainer.
-
-    Args:
-        strategy: An object, or ``"auto"``.
-        callbacks: All callbacks of the Trainer.
-        ranks: The number of ranks on all nodes.
-        precision: The precision of the Trainer.
-        others: Further fields of the settings.
-
-    Raises:
-        ValueError: If the precision is not understood.
-    """
+def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
+    """Return what the arguments of a Trainer, its strategy and its callbacks set."""
+    strategy = trainer.get("strategy", "auto")
+    if isinstance(strategy, str) and strategy != "auto":
+        if strategy not in (known := StrategyRegistry.available_strategies()):
+            raise ValueError(f"strategy={strategy!r} is not known: give one of {', '.join(known)}.")
+        strategy = StrategyRegistry.get(strategy)
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     policies = [strategy, *(c for c in callbacks if isinstance(c, AppliesPolicies))]
+
+    def first(name: str) -> Any:
+        return next((value for p in policies if (value := getattr(p, name, None)) is not None), None)
+
+    precision = str(trainer.get("precision") or "32")
+    dtypes = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
+    if dtypes is None:
+        raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
     engine = engine_of(strategy, ranks)
     engine = replace(engine, mixed=engine.name == "fsdp" and precision.endswith("mixed"))
-    known = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
-    if known is None:
-        raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
-    dtype, autocast = known
+    dtype, autocast = dtypes
     if autocast is not None and engine.casts_weights:
         dtype, autocast = autocast, None
     return Settings(
-        tiling=next((t for p in policies if (t := getattr(p, "tiling", None)) is not None), None),
-        loss=next((n for p in policies if (n := getattr(p, "loss", None)) is not None), None),
-        checkpointing=next((c for p in policies if (c := getattr(p, "checkpointing", None)) is not None), None),
+        tiling=first("tiling"),
+        checkpointing=first("checkpointing"),
+        loss=first("loss"),
         engine=engine,
         dtype=dtype,
         autocast=autocast,
-        **others,
+        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
+        clip=bool(trainer.get("gradient_clip_val")),
+        foreach=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
-from lt_tiled._training_step import stepped_on
+from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import SINGLE, Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
@@ -100,11 +100,7 @@ def simulate(
 ) -> Simulation:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
 
-    Args:
-        model: The model, on any device; its weights are replaced by fake ones.
-        step: Runs the forward pass and returns the loss; tensors that it makes are fake.
-        make_optimizer: Makes the optimizer.
-        settings: The settings of the step.
+    The model gets fake weights. ``step`` runs the forward pass and returns the loss.
 
     Raises:
         SimulationError: If an operation needs values.
@@ -137,7 +133,9 @@ def simulate(
             memory.begin(phase)
 
         where.begin("optimizer")
-        _run_first_step(optimizer, ledger)
+        on_device = not settings.engine.offload_optimizer
+        if on_device:
+            _run_first_step(optimizer, ledger)
         memory.stepped()
         ledger.restart_peak()
         start = ledger.clock
@@ -155,7 +153,8 @@ def simulate(
         begin("optimizer")
         if settings.clip:
             torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
-        optimizer.step()
+        if on_device:
+            optimizer.step()
         memory.stepped()
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
@@ -172,13 +171,10 @@ def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
             weight.backward(torch.empty_like(weight))
     optimizer.step()
     _name_gradients(optimizer, ledger)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                ledger.name(value, "optimizer")
+    for value in tensors_of([*optimizer.state.values()]):
+        ledger.name(value, "optimizer")
 
 
 def _name_gradients(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-    for weight in stepped_on(optimizer):
-        if weight.grad is not None:
-            ledger.name(weight.grad, "gradients")
+    for gradient in tensors_of([weight.grad for weight in stepped_on(optimizer)]):
+        ledger.name(gradient, "gradients")
