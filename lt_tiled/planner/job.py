@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._training_step import first_batch, length_of, loss_of, nothing, step_arguments, to_meta, with_length
+from lt_tiled._training_step import first_batch, length_of, nothing, to_meta, training_loss, with_length
 from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
@@ -34,13 +34,7 @@ _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains, and how.
-
-    Attributes:
-        module: The configured module, on the meta device.
-        batch: A batch of its training data, on the meta device.
-        settings: What its Trainer and strategy do.
-    """
+    """What a run trains, and how: a module and a batch on the meta device, and what its Trainer and strategy do."""
 
     module: LightningModule
     batch: Any
@@ -58,11 +52,7 @@ class Job:
         return length_of(self.batch)
 
     def simulate(self, tokens: int | None = None, settings: Settings | None = None) -> Simulation:
-        """Simulate a step.
-
-        Args:
-            tokens: The sequence length; by default that of the batch.
-            settings: By default those of the job.
+        """Simulate a step; by default with the sequence length of the batch and the settings of the job.
 
         Raises:
             SimulationError: If an operation needs values, or the module optimizes manually.
@@ -72,7 +62,7 @@ class Job:
 
         def step() -> Tensor:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
-            return loss_of(self.module.training_step(*step_arguments(self.module, fake)), self.module)
+            return training_loss(self.module.training_step, self.module, fake)
 
         return simulate(self.module, step, self._optimizer, settings or self.settings)
 
@@ -116,13 +106,7 @@ def make_job(
 
 
 def job_of_run(module: LightningModule, batch: Any, trainer: Any) -> Job:
-    """Return the job of a run that has begun.
-
-    Args:
-        module: A copy of the run's module from before ``setup``, on the meta device.
-        batch: A batch, on the meta device.
-        trainer: The run's Trainer.
-    """
+    """Return the job of a Trainer's run. The module, a copy from before ``setup``, and the batch have meta tensors."""
     names = ("strategy", "callbacks", "precision", "accumulate_grad_batches", "gradient_clip_val")
     arguments = {name: getattr(trainer, name) for name in names}
     arguments["accelerator"] = trainer.strategy.root_device.type
@@ -147,10 +131,10 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     dtypes = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
     if dtypes is None:
         raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
-    engine = engine_of(strategy, ranks)
-    engine = replace(engine, mixed=engine.name == "fsdp" and precision.endswith("mixed"))
     dtype, autocast = dtypes
-    if autocast is not None and engine.casts_weights:
+    engine = engine_of(strategy, ranks)
+    engine = replace(engine, mixed=engine.name == "fsdp" and autocast is not None)
+    if autocast is not None and (engine.mixed or engine.name.startswith("zero")):  # these cast weights instead
         dtype, autocast = autocast, None
     return Settings(
         tiling=first("tiling"),

@@ -19,7 +19,6 @@ class Plan:
     name: str
     """The class of the model."""
     tokens: int
-    """The sequence length."""
     settings: Settings
     simulation: Simulation
 
@@ -45,21 +44,13 @@ class Plan:
         return last.place or "the step itself"
 
     def bandwidth(self, tflops: float) -> float:
-        """Return the GB/s that hide offloading behind the forward pass; the backward pass needs less.
-
-        Args:
-            tflops: The sustained speed of the device, in 10**12 operations per second.
-        """
+        """Return the GB/s that hide offloading behind a forward pass at ``tflops`` TFLOP/s; the backward needs less."""
         moved = self.simulation.offloaded
         seconds = self.simulation.forward_flops / (tflops * 1e12)
         return (moved.cpu_bytes + moved.disk_bytes) / seconds / 1e9 if moved is not None and seconds else 0.0
 
     def render(self, tflops: float) -> Group:
-        """Return a table and text for the terminal.
-
-        Args:
-            tflops: The sustained speed of the device, in 10**12 operations per second.
-        """
+        """Return a table and text for the terminal, for a device that sustains ``tflops`` TFLOP/s."""
         table = Table(title=f"{self.name}, {self.tokens} tokens" if self.tokens else self.name, title_justify="left")
         table.add_column("memory of", no_wrap=True)
         table.add_column("at the peak", justify="right", no_wrap=True)

@@ -56,10 +56,6 @@ class Unit:
     """The number of gradients still to come."""
     ready: list[nn.Parameter] = field(default_factory=list)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.weights)
-
     def reshard(self) -> None:
         """Release the gathered weights."""
         if self.gathered is not None:
@@ -128,7 +124,7 @@ class FSDP2(EngineMemory):
 
     def hold(self, unit: Unit) -> Release:
         """Record the gathered weights of an FSDP unit."""
-        return self.ledger.hold(unit.nbytes, "gathered", unit.path)
+        return self.ledger.hold(sum(p.nbytes for p in unit.weights), "gathered", unit.path)
 
     def gather_in_forward(self, unit: Unit) -> None:
         buffer = self.hold(unit)
@@ -147,9 +143,6 @@ class FSDP2(EngineMemory):
         """Reduce-scatter the gradients of an FSDP unit, once all have come."""
         self.reduce_buffer()
         self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
-        self.scatter(unit)
-
-    def scatter(self, unit: Unit) -> None:
         for p in unit.ready:
             p.grad = None
         for p in unit.ready:
@@ -206,6 +199,5 @@ class FSDP(FSDP2):
         unit.gathered, unit.prefetched = unit.prefetched or self.hold(unit), None
 
     def reduce(self, unit: Unit) -> None:
-        flat = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
-        self.scatter(unit)
-        flat()
+        super().reduce(unit)
+        self.reduce_buffer()

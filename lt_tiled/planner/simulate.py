@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -14,7 +14,7 @@ from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
 from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.planner.engines import SINGLE, Engine
+from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.flops import Flops
 from lt_tiled.planner.ledger import Allocation, Ledger
@@ -30,13 +30,9 @@ PARTS = (*_STATE, "block inputs", "attention", "MLP", "loss", "rest")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a step.
+    """The settings of a step: policies as in a strategy, the engine and its ranks, and what the Trainer sets.
 
     Attributes:
-        tiling: The policy, as in a strategy.
-        checkpointing: The policy, as in a strategy.
-        loss: The tiles of the loss, as in a strategy.
-        engine: What is sharded, and over how many ranks.
         dtype: The dtype of the weights.
         autocast: The dtype of mixed precision.
         accumulate: Batches per optimizer step.
@@ -47,7 +43,7 @@ class Settings:
     tiling: Tiling | None = None
     checkpointing: Checkpointing | None = None
     loss: LossShards | None = None
-    engine: Engine = SINGLE
+    engine: Engine = field(default_factory=Engine)
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     accumulate: int = 1
