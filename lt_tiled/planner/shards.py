@@ -164,7 +164,6 @@ class FSDP2(EngineMemory):
             t.register_hook(partial(self._begin_backward, unit))
 
     def _append(self, unit: Unit) -> None:
-        """Note that the forward pass of an FSDP unit has ended."""
         self.order = [*(u for u in self.order if u is not unit), unit]
         unit.waiting, unit.ready = sum(p.requires_grad for p in unit.weights), []
 
