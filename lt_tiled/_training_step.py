@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,17 +65,14 @@ def with_length(batch: Any, tokens: int) -> Any:
     return apply_to_collection(batch, Tensor, changed)
 
 
-def step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:
-    """Return the arguments that a module's ``training_step`` takes."""
-    return (batch, 0) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
-
-
-def loss_of(output: Any, module: LightningModule) -> Tensor:
-    """Return the loss from the output of a ``training_step``.
+def training_loss(run: Callable[..., Any], module: LightningModule, batch: Any) -> Tensor:
+    """Run a module's ``training_step`` by ``run`` and return its loss.
 
     Raises:
-        SimulationError: If there is none.
+        SimulationError: If it returns none.
     """
+    indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    output = run(batch, 0) if indexed else run(batch)
     loss = output["loss"] if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         step = f"{type(module).__name__}.training_step"

@@ -27,9 +27,7 @@ class _TiledMetric(Metric):
         self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.ignore_index = ignore_index
-        self.num_shards = num_shards
-        self.shift = shift
+        self.ignore_index, self.num_shards, self.shift = ignore_index, num_shards, shift
         self.add_state("total", torch.zeros((), dtype=self.dtype_of_total), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 

@@ -86,8 +86,7 @@ class Report:
             ("tiles the loss of", self.losses),
             ("applies activation checkpointing to", self.blocks),
         ):
-            kinds = Counter(row.kind for row in rows)
-            if kinds:
+            if kinds := Counter(row.kind for row in rows):
                 parts.append(f"{what} {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
         return "lt_tiled " + (" and ".join(parts) or "changes nothing in the model")
 
@@ -115,7 +114,7 @@ class Report:
         for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
             table.add_row("activation checkpointing", f"{count} x {kind}", path, "", "")
         if not table.rows:
-            table.add_row("nothing", "", "", "", "")
+            table.add_row("nothing")
         return table
 
 

@@ -56,10 +56,9 @@ class MemoryMonitor(Callback):
         self.predicted: Simulation | None = None
         """The plotted step as it was predicted, if the module can be simulated."""
         self._meter: _Meter
-        self._twin: LightningModule | None = None
-        self._batch: Any = None
-        self._recording: Recording | None = None
         self._fabric: Fabric
+        self._twin: LightningModule | None = None
+        self._recording: Recording | None = None
         self._steps = 0
 
     # Trainer
@@ -80,7 +79,7 @@ class MemoryMonitor(Callback):
             from lt_tiled.planner.record import Recording
 
             self._batch = to_meta(batch)
-            self._recording = Recording(pl_module, trainer.model, trainer.optimizers, trainer.strategy.root_device)
+            self._recording = Recording(trainer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recording is not None:
@@ -178,12 +177,11 @@ class _Meter:
         self.peak = self.memory.read()
         seconds = max(time.monotonic() - self._start, 1e-9)
         report = Report.of(self.model)
+        tiles = [row.tiles for row in report.tiled] + [row.tiles for row in report.losses]
         before, self._offloaded = self._offloaded, report.offloaded or OffloadStats()
         return {
             "memory/peak_gib": self.peak / 2**30,
-            "memory/tiles": float(
-                max([1, *(row.tiles for row in report.tiled), *(row.tiles for row in report.losses)])
-            ),
+            "memory/tiles": float(max([1, *tiles])),
             "memory/cpu_bytes": float(self._offloaded.cpu_bytes - before.cpu_bytes),
             "memory/disk_bytes": float(self._offloaded.disk_bytes - before.disk_bytes),
             "memory/stalled_ms": self._offloaded.stalled_ms - before.stalled_ms,

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lt_tiled._log import inform
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._training_step import first_batch, loss_of, nothing, step_arguments, stepped_on, with_length
+from lt_tiled._training_step import first_batch, nothing, stepped_on, training_loss, with_length
 from lt_tiled._types import PositiveInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.policies import parse_bytes
@@ -73,7 +73,6 @@ class SequenceLengthFinder(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         holder = self._holder(trainer, pl_module)
-        self._refuse_later_callbacks(trainer)
         with isolate_rng():
             batch = trainer.strategy.batch_to_device(first_batch(pl_module, data))
             trial = _Trial(trainer, pl_module, batch, self.memory)
@@ -90,17 +89,15 @@ class SequenceLengthFinder(Callback):
         # A schedule that counts the run's steps has loaded the data already: reload it, as BatchSizeFinder does.
         trainer.fit_loop._combined_loader = None
 
-    def _refuse_later_callbacks(self, trainer: pl.Trainer) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks[callbacks.index(self) :]:
+    def _holder(self, trainer: Any, module: LightningModule) -> Any:
+        """Return what has the sequence length as an attribute; raise if the search would not be that of the run."""
+        data = trainer.datamodule
+        for callback in trainer.callbacks[trainer.callbacks.index(self) :]:
             if isinstance(callback, AppliesPolicies):
                 raise ValueError(
                     f"{type(callback).__name__} comes after SequenceLengthFinder, which would try the model without it:"
                     " put it first, or set its policy in the strategy."
                 )
-
-    def _holder(self, trainer: pl.Trainer, module: LightningModule) -> Any:
-        data = trainer.datamodule  # type: ignore[attr-defined]
         if not trainer.fit_loop._data_source.is_module():
             raise ValueError(
                 "The data loaders were given to fit, so their sequence length cannot be set: give a datamodule, or a"
@@ -140,11 +137,8 @@ class _Trial:
         self.trainer, self.module, self.batch, self.limit = trainer, module, batch, memory
         self.memory = PeakMemory(trainer.strategy.root_device)
         self.own_state = isinstance(trainer.strategy, DeepSpeedStrategy)  # its optimizer state exists from the start
-        self._buffers = [
-            (m, name, buffer, buffer.detach().clone())
-            for m in module.modules()
-            for name, buffer in m.named_buffers(recurse=False)
-        ]
+        buffers = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
+        self._buffers = [(m, name, b, b.detach().clone()) for m, name, b in buffers]
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in metrics]
         self._log: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
@@ -171,18 +165,16 @@ class _Trial:
 
     def run(self, tokens: int, peaks: dict[int, int]) -> bool:
         """Return whether a step on sequences of that length fits on every rank."""
-        batch = with_length(self.batch, tokens)
         fits = True
         self.memory.reset()
         try:
-            self._step(batch)
+            self._step(with_length(self.batch, tokens))
         except RuntimeError as error:
             if not (is_oom_error(error) or "can't allocate memory" in str(error)):
                 raise
             fits = False
         peak = self.memory.read()
         fits = fits and (self.limit is None or peak <= self.limit)
-        del batch
         self._free()
         if dist.is_available() and dist.is_initialized():
             fits = self.trainer.strategy.reduce_boolean_decision(fits, all=True)
@@ -194,7 +186,7 @@ class _Trial:
         strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
         # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
         with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
-            loss = loss_of(strategy.training_step(*step_arguments(self.module, batch)), self.module)
+            loss = training_loss(strategy.training_step, self.module, batch)
             optimizer.zero_grad()
             strategy.backward(loss, optimizer)
 

@@ -75,13 +75,11 @@ class CausalLM(LightningModule):
         make_plain(self.hparams)
         # Plain numbers, because the state of the optimizer goes into the checkpoint.
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
-        self.warmup_steps = int(warmup_steps)
-        self.attn_compile = attn_compile
+        self.warmup_steps, self.attn_compile = int(warmup_steps), attn_compile
         self._loss_shards = as_loss(tiled_loss, None)
         self.model: Any = None
         self._vectors: set[str] = set()
-        self.val_perplexity = _Perplexity()
-        self.test_perplexity = _Perplexity()
+        self.val_perplexity, self.test_perplexity = _Perplexity(), _Perplexity()
 
     def configure_model(self) -> None:
         """Build the model once. Strategies call this hook, so that they can shard weights as they are made."""
@@ -93,9 +91,8 @@ class CausalLM(LightningModule):
         if attention == "flex_attention":
             attention = _flex_attention(self.attn_compile)
         if path is not None and torch.get_default_device().type != "meta":
-            self.model = AutoModelForCausalLM.from_pretrained(
-                path, attn_implementation=attention, local_files_only=True, dtype=torch.get_default_dtype()
-            )
+            options = {"local_files_only": True, "dtype": torch.get_default_dtype()}
+            self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **options)
         else:
             self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention)
         self.model.train()

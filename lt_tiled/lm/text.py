@@ -56,8 +56,7 @@ class TextFiles(LightningDataModule):
         self.tokenizer, self.seq_len, self.max_bytes, self.held_out = tokenizer, seq_len, max_bytes, held_out
         self.batch_size, self.num_workers = batch_size, num_workers
         self.vocab_size = 256
-        self._windows: dict[str, Tensor] = {}
-        self._cut_at = 0
+        self._windows, self._cut_at = dict[str, Tensor](), 0
 
     def setup(self, stage: str) -> None:
         """Read and cut the text on every rank, and again if ``seq_len`` has changed."""
@@ -94,7 +93,8 @@ class TextFiles(LightningDataModule):
 
     def _files(self) -> list[Path]:
         if self.paths is None:
-            return _standard_library()
+            root = Path(sysconfig.get_path("stdlib"))
+            return sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))
         files: list[Path] = []
         for path in self.paths:
             if Path(path).is_dir():
@@ -142,8 +142,3 @@ def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
     if not text:
         raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text.")
     return bytes(text)
-
-
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))

@@ -15,7 +15,7 @@ from rich.console import Console
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.memory import gib
-from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
 from lt_tiled.planner.plan import Plan
 from lt_tiled.planner.search import cheapest, ladder, longest, plan
@@ -101,17 +101,20 @@ def run_plan(
         draw_step({title: run.simulation for title, run in runs.items()}, plot, limit)
         console.print(f"Plot written to {plot}.")
     if plot_lengths is not None:
-        draw_lengths(_peaks(job, found.tokens), plot_lengths, limit)
+        peaks: dict[str, list[tuple[int, int]]] = {}
+        for name, settings in ladder(job).items():
+            for power in range(5 if name != "+ offload to disk" else 0):
+                length = max(found.tokens * 2**power // 8, 256)
+                run = plan(job, length, settings, full_logits=name == "without lt_tiled")
+                peaks.setdefault(name, []).append((length, run.peak))
+        draw_lengths(peaks, plot_lengths, limit)
         console.print(f"Plot written to {plot_lengths}.")
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:
     """Return a second ``--config`` that sets what a plan found: all fields, so that none of the first remain.
 
-    Args:
-        config: The first configuration.
-        found: The plan.
-        strategy: The strategy of the first configuration, as an object or a name.
+    The strategy is that of the first configuration, as an object or a name.
     """
     known = isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies()
     init: dict[str, Any] = {**StrategyRegistry[strategy]["init_params"]} if known else {}
@@ -120,10 +123,10 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     if engine.startswith("zero"):
         init["stage"] = int(engine[-1])
     ours = isinstance(made, Strategy) and type(made).__module__.startswith("lt_tiled")
-    init["tiling"] = None if found.settings.tiling is None else _fields(found.settings.tiling)
+    init["tiling"] = _fields(found.settings.tiling)
     loss = found.settings.loss
     init["loss"] = loss is not None if loss is None or loss == "auto" else loss
-    init["checkpointing"] = False if found.settings.checkpointing is None else _fields(found.settings.checkpointing)
+    init["checkpointing"] = _fields(found.settings.checkpointing) or False
     path = f"lt_tiled.{type(made).__name__ if ours else _STRATEGIES[engine]}"
     result: dict[str, Any] = {"trainer": {"strategy": {"class_path": path, "init_args": init}}}
     data = config.get("data") or {}
@@ -132,18 +135,10 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     return result
 
 
-def _fields(policy: Tiling | Checkpointing) -> dict[str, Any]:
+def _fields(policy: Tiling | Checkpointing | None) -> dict[str, Any] | None:
+    if policy is None:
+        return None
     fields = asdict(policy)
     fields.pop("loss", None)  # an argument of its own
     make_plain(fields)  # the parser's numbers with bounds are no types of YAML
     return fields
-
-
-def _peaks(job: Job, tokens: int) -> dict[str, list[tuple[int, int]]]:
-    rows = {}
-    for name, settings in ladder(job).items():
-        if name != "+ offload to disk":
-            plain = name == "without lt_tiled"
-            lengths = [max(tokens * 2**power // 8, 256) for power in range(5)]
-            rows[name] = [(length, plan(job, length, settings, full_logits=plain).peak) for length in lengths]
-    return rows

@@ -10,31 +10,25 @@ EngineName = Literal["single", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, and the number of its ranks."""
+    """An engine, and the number of its ranks.
+
+    Attributes:
+        bucket: The elements of DeepSpeed's buffers of ``reduce_bucket_size``.
+        views: DDP's ``gradient_as_bucket_view``.
+        offload_optimizer: Whether DeepSpeed keeps the optimizer state in CPU memory.
+        offload_weights: Whether ZeRO-3 keeps the shards in CPU memory.
+        mixed: Whether FSDP all-gathers 16-bit weights from float32 shards.
+        live: The elements that ZeRO-3 keeps gathered, by ``stage3_max_live_parameters`` or ``_reuse_distance``.
+    """
 
     name: EngineName = "single"
     ranks: int = 1
     bucket: int = 0
-    """The elements of DeepSpeed's buffers of ``reduce_bucket_size``."""
     views: bool = False
-    """DDP's ``gradient_as_bucket_view``."""
     offload_optimizer: bool = False
-    """Whether DeepSpeed keeps the optimizer state in CPU memory."""
     offload_weights: bool = False
-    """Whether ZeRO-3 keeps the shards in CPU memory."""
     mixed: bool = False
-    """Whether FSDP all-gathers 16-bit weights from float32 shards."""
     live: int = 0
-    """The elements that ZeRO-3 keeps gathered: the minimum of ``stage3_max_live_parameters`` and
-    ``stage3_max_reuse_distance``."""
-
-    @property
-    def casts_weights(self) -> bool:
-        """Whether mixed precision uses 16-bit weights, with float32 copies for the optimizer, and no autocast."""
-        return self.name == "fsdp" or self.name.startswith("zero")
-
-
-SINGLE = Engine()
 
 
 def engine_of(strategy: Any, ranks: int) -> Engine:

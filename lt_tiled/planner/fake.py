@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -33,16 +34,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def without_memory(where: Whereabouts) -> Iterator[None]:
-    """Make all new tensors fake.
-
-    Args:
-        where: Names the running module in errors.
-    """
-    with ExitStack() as stack:
-        if find_spec("transformers") is not None:
-            stack.enter_context(_unpacked())
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(_Kernels(where))
+    """Make all new tensors fake. Errors name the module that is running."""
+    with _unpacked(), FakeTensorMode(), _Kernels(where):
         yield
 
 
@@ -53,6 +46,9 @@ def _unpacked() -> Iterator[None]:
     It reads their values, and for fake ones it would build the mask of packed sequences. There is no public switch:
     https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
     """
+    if find_spec("transformers") is None:
+        yield
+        return
     from transformers import masking_utils
 
     find_packed = masking_utils.find_packed_sequence_indices
@@ -131,13 +127,12 @@ class _Moved:
 @dataclass
 class _FakeTier:
     tier: TierName
-    left: int | None
+    left: float
 
     def store(self, raw: Tensor) -> Stored | None:
-        if self.left is not None:
-            if raw.nbytes > self.left:
-                return None
-            self.left -= raw.nbytes
+        if raw.nbytes > self.left:
+            return None
+        self.left -= raw.nbytes
         return _Moved(self.tier, raw.nbytes)
 
     def free_buffers(self) -> None:
@@ -149,10 +144,9 @@ class _FakeTier:
 
 def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:
     """Return an offloader with the tiers and budgets of a policy that moves nothing."""
-    tiers: dict[str, Any] = {"cpu": None, "disk": None}
-    names: tuple[TierName, TierName] = ("cpu", "disk")
-    for name, budget in zip(names, (policy.cpu_budget, policy.disk_budget), strict=True):
-        if name in (policy.offload or ""):
-            limit = None if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
-            tiers[name] = _FakeTier(name, limit)
-    return Offloader(policy, tiers["cpu"], tiers["disk"])
+
+    def tier(name: TierName, budget: int | str | None) -> Any:
+        left = math.inf if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
+        return _FakeTier(name, left) if name in (policy.offload or "") else None
+
+    return Offloader(policy, tier("cpu", policy.cpu_budget), tier("disk", policy.disk_budget))

@@ -23,11 +23,8 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in _OWN:
-            self.total += _OWN[packet](*args, **(kwargs or {}))
-        elif packet in flop_registry:
-            formula: Any = flop_registry[packet]
+        formula: Any = _OWN.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._training_step import first_batch, length_of, loss_of, nothing, step_arguments, to_meta, with_length
+from lt_tiled._training_step import first_batch, length_of, nothing, to_meta, training_loss, with_length
 from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
@@ -34,13 +34,7 @@ _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains, and how.
-
-    Attributes:
-        module: The configured module, on the meta device.
-        batch: A batch of its training data, on the meta device.
-        settings: What its Trainer and strategy do.
-    """
+    """What a run trains, and how: a module and a batch on the meta device, and what its Trainer and strategy do."""
 
     module: LightningModule
     batch: Any
@@ -58,11 +52,7 @@ class Job:
         return length_of(self.batch)
 
     def simulate(self, tokens: int | None = None, settings: Settings | None = None) -> Simulation:
-        """Simulate a step.
-
-        Args:
-            tokens: The sequence length; by default that of the batch.
-            settings: By default those of the job.
+        """Simulate a step; by default with the sequence length of the batch and the settings of the job.
 
         Raises:
             SimulationError: If an operation needs values, or the module optimizes manually.
@@ -72,7 +62,7 @@ class Job:
 
         def step() -> Tensor:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
-            return loss_of(self.module.training_step(*step_arguments(self.module, fake)), self.module)
+            return training_loss(self.module.training_step, self.module, fake)
 
         return simulate(self.module, step, self._optimizer, settings or self.settings)
 
@@ -88,6 +78,7 @@ def make_job(
     datamodule: LightningDataModule | None,
     trainer: Mapping[str, Any],
     devices: int | None = None,
+    batch: Any = None,
 ) -> Job:
     """Configure a module as its Trainer would, without memory for its weights.
 
@@ -96,89 +87,65 @@ def make_job(
         datamodule: Its data; ``None`` for a module with data loaders.
         trainer: The arguments of the Trainer.
         devices: The number of ranks; by default that of the Trainer.
+        batch: A batch on the meta device; by default the first one of the data.
 
     Raises:
         ValueError: If an argument is not understood.
     """
+    settings = _settings(trainer, _ranks(trainer) if devices is None else devices)
+    unknown = devices is None and str(trainer.get("devices", "auto")) in ("auto", "-1")
+    if unknown and settings.engine.name not in ("single", "ddp"):
+        warn("devices='auto' is planned as one device, which shards nothing: say how many with --devices.")
+    _connect_trainer(module, datamodule)
+    if batch is None:
+        (module if datamodule is None else datamodule).prepare_data()
+        if datamodule is not None:
+            datamodule.setup("fit")
+    _configure(module, settings.dtype)
+    return Job(module, to_meta(first_batch(module, datamodule)) if batch is None else batch, settings)
+
+
+def job_of_run(module: LightningModule, batch: Any, trainer: Any) -> Job:
+    """Return the job of a Trainer's run. The module, a copy from before ``setup``, and the batch have meta tensors."""
+    names = ("strategy", "callbacks", "precision", "accumulate_grad_batches", "gradient_clip_val")
+    arguments = {name: getattr(trainer, name) for name in names}
+    arguments["accelerator"] = trainer.strategy.root_device.type
+    return make_job(module, trainer.datamodule, arguments, trainer.world_size, batch)
+
+
+def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
+    """Return what the arguments of a Trainer, its strategy and its callbacks set."""
     strategy = trainer.get("strategy", "auto")
     if isinstance(strategy, str) and strategy != "auto":
         if strategy not in (known := StrategyRegistry.available_strategies()):
             raise ValueError(f"strategy={strategy!r} is not known: give one of {', '.join(known)}.")
         strategy = StrategyRegistry.get(strategy)
     callbacks = trainer.get("callbacks") or []
-    settings = settings_of(
-        strategy,
-        callbacks if isinstance(callbacks, Sequence) else [callbacks],
-        ranks=_ranks(trainer) if devices is None else devices,
-        precision=str(trainer.get("precision") or "32"),
-        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
-        clip=bool(trainer.get("gradient_clip_val")),
-        foreach=trainer.get("accelerator", "auto") != "cpu",
-    )
-    unknown = devices is None and str(trainer.get("devices", "auto")) in ("auto", "-1")
-    if unknown and settings.engine.name not in ("single", "ddp"):
-        warn("devices='auto' is planned as one device, which shards nothing: say how many with --devices.")
-    _connect_trainer(module, datamodule)
-    (module if datamodule is None else datamodule).prepare_data()
-    if datamodule is not None:
-        datamodule.setup("fit")
-    _configure(module, settings.dtype)
-    return Job(module, to_meta(first_batch(module, datamodule)), settings)
-
-
-def job_of_run(module: LightningModule, batch: Any, trainer: Trainer) -> Job:
-    """Return the job of a run that has begun.
-
-    Args:
-        module: A copy of the run's module from before ``setup``, on the meta device.
-        batch: A batch, on the meta device.
-        trainer: The run's Trainer.
-    """
-    run: Any = trainer  # Lightning sets some attributes outside of its constructor
-    settings = settings_of(
-        run.strategy,
-        run.callbacks,
-        ranks=run.world_size,
-        precision=str(run.precision),
-        accumulate=run.accumulate_grad_batches,
-        clip=bool(run.gradient_clip_val),
-        foreach=run.strategy.root_device.type == "cuda",
-    )
-    _connect_trainer(module, run.datamodule)
-    _configure(module, settings.dtype)
-    return Job(module, batch, settings)
-
-
-def settings_of(strategy: Any, callbacks: Sequence[Any], ranks: int, precision: str, **others: Any) -> Settings:
-    """Return the settings of a strategy and the callbacks of a Trainer.
-
-    Args:
-        strategy: An object, or ``"auto"``.
-        callbacks: All callbacks of the Trainer.
-        ranks: The number of ranks on all nodes.
-        precision: The precision of the Trainer.
-        others: Further fields of the settings.
-
-    Raises:
-        ValueError: If the precision is not understood.
-    """
+    callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     policies = [strategy, *(c for c in callbacks if isinstance(c, AppliesPolicies))]
-    engine = engine_of(strategy, ranks)
-    engine = replace(engine, mixed=engine.name == "fsdp" and precision.endswith("mixed"))
-    known = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
-    if known is None:
+
+    def first(name: str) -> Any:
+        return next((value for p in policies if (value := getattr(p, name, None)) is not None), None)
+
+    precision = str(trainer.get("precision") or "32")
+    dtypes = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
+    if dtypes is None:
         raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
-    dtype, autocast = known
-    if autocast is not None and engine.casts_weights:
+    dtype, autocast = dtypes
+    engine = engine_of(strategy, ranks)
+    engine = replace(engine, mixed=engine.name == "fsdp" and autocast is not None)
+    if autocast is not None and (engine.mixed or engine.name.startswith("zero")):  # these cast weights instead
         dtype, autocast = autocast, None
     return Settings(
-        tiling=next((t for p in policies if (t := getattr(p, "tiling", None)) is not None), None),
-        loss=next((n for p in policies if (n := getattr(p, "loss", None)) is not None), None),
-        checkpointing=next((c for p in policies if (c := getattr(p, "checkpointing", None)) is not None), None),
+        tiling=first("tiling"),
+        checkpointing=first("checkpointing"),
+        loss=first("loss"),
         engine=engine,
         dtype=dtype,
         autocast=autocast,
-        **others,
+        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
+        clip=bool(trainer.get("gradient_clip_val")),
+        foreach=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -25,8 +25,7 @@ class Allocation:
     died: int | None = None
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """What is running: the part of the training, and the path of the module."""
 
     part: str
@@ -62,12 +61,12 @@ class Ledger(TorchDispatchMode):
     def _track(self, tensor: Tensor) -> None:
         key, storage = _key(tensor), tensor.untyped_storage()
         if key not in self._live and tensor.device.type != "meta" and self.only in (None, tensor.device.type):
-            self._live[key] = self._add(storage.nbytes(), self.where())
+            self._live[key] = self._add(storage.nbytes(), *self.where())
             weakref.finalize(storage, self._forget, key).atexit = False
 
-    def _add(self, nbytes: int, place: Place) -> Allocation:
+    def _add(self, nbytes: int, part: str, path: str) -> Allocation:
         self.clock += 1
-        allocation = Allocation(nbytes, place.part, place.path, self.clock)
+        allocation = Allocation(nbytes, part, path, self.clock)
         self.allocations.append(allocation)
         self.now += nbytes
         if self.now > self.peak:
@@ -85,11 +84,11 @@ class Ledger(TorchDispatchMode):
 
     def hold(self, nbytes: int, part: str, path: str = "") -> Callable[[], None]:
         """Record bytes that no operation allocates, and return a function that releases them once."""
-        held = [self._add(nbytes, Place(part, path))]
+        allocation = self._add(nbytes, part, path)
 
         def release() -> None:
-            while held:
-                self._end(held.pop())
+            if allocation.died is None:
+                self._end(allocation)
 
         return release
 
@@ -105,7 +104,7 @@ class Ledger(TorchDispatchMode):
             allocation.part = part
 
     def drop(self, tensor: Tensor) -> None:
-        """Stop counting a tensor's storage, which stands for something that is not on the device."""
+        """Stop counting a tensor's storage, because what it simulates is not on the device."""
         self._forget(_key(tensor))
 
     def restart_peak(self) -> None:

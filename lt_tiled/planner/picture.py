@@ -10,9 +10,8 @@ from typing import Any
 from lt_tiled.memory import gib
 from lt_tiled.planner.simulate import PARTS, Simulation
 
-_STATE_COLORS = ("#4c566a", "#7b88a1", "#a3adbf", "#8fbcbb", "#b5d3d2")
-_ACTIVATION_COLORS = ("#ebcb8b", "#5e81ac", "#d08770", "#bf616a", "#d8dee9")
-COLORS = dict(zip(PARTS, _STATE_COLORS + _ACTIVATION_COLORS, strict=True))
+_HEX = "4c566a 7b88a1 a3adbf 8fbcbb b5d3d2 ebcb8b 5e81ac d08770 bf616a d8dee9"
+COLORS = {part: f"#{color}" for part, color in zip(PARTS, _HEX.split(), strict=True)}
 _INK = "#2e3440"
 POINTS = 2000
 """The number of moments in a plot."""
@@ -23,12 +22,8 @@ def draw_step(runs: Mapping[str, Simulation], path: str | Path, memory: int | No
 
     Args:
         runs: Simulated or recorded steps, by title.
-        path: A file whose suffix names the format: ``.png``, ``.svg`` or ``.pdf``.
+        path: A ``.png``, ``.svg`` or ``.pdf`` file; errors as of :func:`check_format`.
         memory: The memory of a device in bytes, drawn as a line.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If the suffix names no format.
     """
     figure, axes = _panels(len(runs), path)
     from matplotlib.patches import Patch
@@ -62,12 +57,8 @@ def draw_lengths(peaks: Mapping[str, Sequence[tuple[int, int]]], path: str | Pat
 
     Args:
         peaks: Pairs of tokens and bytes, by the name of the combination.
-        path: A file whose suffix names the format.
+        path: A ``.png``, ``.svg`` or ``.pdf`` file; errors as of :func:`check_format`.
         memory: The memory of a device in bytes, drawn as a line.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If the suffix names no format.
     """
     figure, (axis,) = _panels(1, path)
     for name, points in peaks.items():
@@ -112,7 +103,6 @@ def _thinned(rows: dict[str, list[int]]) -> dict[str, list[int]]:
     """Return at most :data:`POINTS` moments: of each interval, the moment with the most bytes."""
     totals = [sum(values) for values in zip(*rows.values(), strict=True)]
     step = -(-len(totals) // POINTS)
-    kept = [
-        max(range(low, min(low + step, len(totals))), key=totals.__getitem__) for low in range(0, len(totals), step)
-    ]
+    moments = range(len(totals))
+    kept = [max(moments[low : low + step], key=totals.__getitem__) for low in moments[::step]]
     return {part: [row[i] for i in kept] for part, row in rows.items()}

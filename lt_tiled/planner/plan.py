@@ -19,7 +19,6 @@ class Plan:
     name: str
     """The class of the model."""
     tokens: int
-    """The sequence length."""
     settings: Settings
     simulation: Simulation
 
@@ -45,25 +44,17 @@ class Plan:
         return last.place or "the step itself"
 
     def bandwidth(self, tflops: float) -> float:
-        """Return the GB/s that hide offloading behind the forward pass; the backward pass needs less.
-
-        Args:
-            tflops: The sustained speed of the device, in 10**12 operations per second.
-        """
+        """Return the GB/s that hide offloading behind a forward pass at ``tflops`` TFLOP/s; the backward needs less."""
         moved = self.simulation.offloaded
         seconds = self.simulation.forward_flops / (tflops * 1e12)
         return (moved.cpu_bytes + moved.disk_bytes) / seconds / 1e9 if moved is not None and seconds else 0.0
 
     def render(self, tflops: float) -> Group:
-        """Return a table and text for the terminal.
-
-        Args:
-            tflops: The sustained speed of the device, in 10**12 operations per second.
-        """
+        """Return a table and text for the terminal, for a device that sustains ``tflops`` TFLOP/s."""
         table = Table(title=f"{self.name}, {self.tokens} tokens" if self.tokens else self.name, title_justify="left")
         table.add_column("memory of", no_wrap=True)
-        table.add_column("at the peak", justify="right", no_wrap=True)
-        table.add_column("share", justify="right", no_wrap=True)
+        for title in ("at the peak", "share"):
+            table.add_column(title, justify="right", no_wrap=True)
         for part, nbytes in self.parts.items():
             table.add_row(part, gib(nbytes), f"{nbytes / self.peak:.0%}")
         table.add_section()
@@ -85,11 +76,9 @@ class Plan:
 def describe(settings: Settings) -> str:
     """Return the settings as one line."""
     engine, tiling, policy = settings.engine, settings.tiling, settings.checkpointing
-    parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else "")]
-    if tiling is None:
-        parts.append("no tiling")
-    else:
-        parts.append(f"tile_tokens={tiling.tile_tokens}" if tiling.tile_tokens else f"num_shards={tiling.num_shards}")
+    parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else ""), "no tiling"]
+    if tiling is not None:
+        parts[1] = f"tile_tokens={tiling.tile_tokens}" if tiling.tile_tokens else f"num_shards={tiling.num_shards}"
     if settings.loss is not None:
         parts.append("tiled loss")
     parts.append("no activation checkpointing" if policy is None else "activation checkpointing")

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lt_tiled._training_step import tensors_of
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.simulate import Simulation
 from lt_tiled.planner.where import Whereabouts
@@ -22,61 +23,50 @@ class Recording:
     allocator's trace (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), which has no parts.
 
     Args:
-        model: The model.
-        wrapped: The model as the engine wrapped it.
-        optimizers: The optimizers, for their state.
-        device: The device of the model.
+        trainer: The Trainer that runs the step.
     """
 
-    def __init__(
-        self, model: nn.Module, wrapped: nn.Module | None, optimizers: list[torch.optim.Optimizer], device: torch.device
-    ) -> None:
-        self.device = device
+    def __init__(self, trainer: Any) -> None:
+        self.device: torch.device = trainer.strategy.root_device
         self.phases: dict[str, int] = {}
         self._stack = ExitStack()
-        self._where: Whereabouts | None = None
-        self._ledger: Ledger | None = None
+        self._where = Whereabouts(trainer.lightning_module)
         self._base = 0
-        if device.type == "cuda":
-            self._base = torch.cuda.memory_allocated(device)
+        if self.device.type == "cuda":
+            self._base = torch.cuda.memory_allocated(self.device)
             torch.cuda.memory._record_memory_history(context=None)
         else:
-            self._where = Whereabouts(model)
-            self._ledger = self._stack.enter_context(Ledger(self._where.now, only=device.type))
-            self._where.ledger = self._ledger
+            self._where.ledger = self._stack.enter_context(Ledger(self._where.now, only=self.device.type))
             self._stack.enter_context(self._where)
-            _book_existing(self._ledger, model, wrapped, optimizers)
+            _book_existing(self._where.ledger, trainer)
         self.begin("forward")
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
-        if self._where is not None:
-            self._where.begin(phase)
+        self._where.begin(phase)
         # The ledger of a trace counts the memory from before as its first moment.
-        clock = len(_trace(self.device)) + 1 if self._ledger is None else self._ledger.clock
+        clock = len(_trace(self.device)) + 1 if self._where.ledger is None else self._where.ledger.clock
         self.phases.setdefault(phase, clock + 1)
 
     def stop(self) -> Simulation:
         """End the recording and return it."""
         self._stack.close()
-        if (ledger := self._ledger) is None:
+        if (ledger := self._where.ledger) is None:
             ledger = _ledger_of(_trace(self.device), self._base)
             torch.cuda.memory._record_memory_history(enabled=None)
         return Simulation(ledger.peak, ledger.peak_at, self.phases, ledger.clock, tuple(ledger.allocations))
 
 
-def _book_existing(
-    ledger: Ledger, model: nn.Module, wrapped: nn.Module | None, optimizers: list[torch.optim.Optimizer]
-) -> None:
+def _book_existing(ledger: Ledger, trainer: Any) -> None:
+    model: nn.Module = trainer.lightning_module
     for tensor in (*model.parameters(), *model.buffers()):
         ledger.book(tensor, "weights")
         if tensor.grad is not None:
             ledger.book(tensor.grad, "gradients")
-    for optimizer in optimizers:
-        for state in getattr(optimizer, "state", {}).values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    ledger.book(value, "optimizer")
+    for optimizer in trainer.optimizers:
+        for value in tensors_of([*getattr(optimizer, "state", {}).values()]):
+            ledger.book(value, "optimizer")
+    wrapped = trainer.model
     if isinstance(wrapped, DistributedDataParallel) and not wrapped.gradient_as_bucket_view:
         ledger.hold(sum(p.nbytes for p in model.parameters() if p.requires_grad), "communication")
     ledger.restart_peak()

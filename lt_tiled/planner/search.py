@@ -87,29 +87,26 @@ def longest(
 
 
 def cheapest(job: Job, memory: int, tokens: int) -> Plan:
-    """Return the fastest plan with which a sequence length fits: the first of :func:`ladder`, with the fewest tiles.
+    """Return the fastest plan with which ``tokens`` fit into ``memory`` bytes: the first of :func:`ladder`.
 
-    Args:
-        job: What is trained.
-        memory: The memory of a device in bytes.
-        tokens: The sequence length.
+    It uses the fewest tiles that fit.
 
     Raises:
         DoesNotFitError: If no settings fit.
     """
-    least, finest = None, max(1, tokens // MIN_TILE_TOKENS)
+    tried: list[Plan] = []
+    finest = max(1, tokens // MIN_TILE_TOKENS)
     for settings in ladder(job).values():
-        found = plan(job, tokens, _with_shards(settings, finest))
-        if found.peak <= memory:
+        tried.append(plan(job, tokens, _with_shards(settings, finest)))
+        if tried[-1].peak <= memory:
             shards = 2
-            while shards < finest and settings != _with_shards(settings, shards):
+            while shards < finest and settings.tiling is not None:
                 fewer = plan(job, tokens, _with_shards(settings, shards))
                 if fewer.peak <= memory:
                     return fewer
                 shards *= 2
-            return found
-        least = found if least is None or found.peak < least.peak else least
-    assert least is not None
+            return tried[-1]
+    least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
         f" {describe(least.settings)}. Give more devices, more memory or a shorter sequence length."
@@ -121,17 +118,16 @@ def ladder(job: Job) -> dict[str, Settings]:
     loss: LossShards | None = None
     with suppress(NothingFoundError):
         loss = "auto" if find_losses(job.module) else None
-    steps: dict[str, tuple[Tiling | None, Checkpointing | None, LossShards | None]] = {
-        "without lt_tiled": (None, None, None),
-        "tiled loss": (None, None, loss),
-        "+ activation checkpointing": (None, Checkpointing(), loss),
-        "+ tiled MLP": (Tiling(), Checkpointing(), loss),
-        "+ offload to CPU memory": (Tiling(), Checkpointing(offload="cpu"), loss),
-        "+ offload to disk": (Tiling(), Checkpointing(offload="disk"), loss),
+    plain = replace(job.settings, tiling=None, checkpointing=None, loss=None)
+    tiled = replace(plain, loss=loss, tiling=Tiling())
+    return {
+        "without lt_tiled": plain,
+        **({} if loss is None else {"tiled loss": replace(plain, loss=loss)}),
+        "+ activation checkpointing": replace(plain, loss=loss, checkpointing=Checkpointing()),
+        "+ tiled MLP": replace(tiled, checkpointing=Checkpointing()),
+        "+ offload to CPU memory": replace(tiled, checkpointing=Checkpointing(offload="cpu")),
+        "+ offload to disk": replace(tiled, checkpointing=Checkpointing(offload="disk")),
     }
-    if loss is None:
-        del steps["tiled loss"]
-    return {name: replace(job.settings, tiling=t, checkpointing=c, loss=n) for name, (t, c, n) in steps.items()}
 
 
 def _with_shards(settings: Settings, num_shards: int) -> Settings:

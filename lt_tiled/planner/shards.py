@@ -56,10 +56,6 @@ class Unit:
     """The number of gradients still to come."""
     ready: list[nn.Parameter] = field(default_factory=list)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.weights)
-
     def reshard(self) -> None:
         """Release the gathered weights."""
         if self.gathered is not None:
@@ -82,15 +78,12 @@ class FSDP2(EngineMemory):
         self.reduce_buffer: Release = nothing
 
     def find_fsdp_units(self) -> list[Unit]:
-        """Return one FSDP unit for each block and, last, the root, whose module is the one that calls the blocks."""
+        """Return one FSDP unit for each block and, last, the root, which is the user's module."""
         found, taken = [], set[int]()
-        for path, module in find_blocks(self.model):
+        for path, module in [*find_blocks(self.model), ("", self.model)]:
             found.append(Unit(path, module, [p for p in module.parameters() if id(p) not in taken]))
             taken.update(map(id, found[-1].weights))
-        blocks = {id(unit.module) for unit in found}
-        around = (c for c in self.model.children() if any(id(m) in blocks for m in c.modules() if m is not c))
-        rest = [p for p in self.model.parameters() if id(p) not in taken]
-        return [*found, Unit("", next(around, self.model), rest)]
+        return found
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -102,6 +95,7 @@ class FSDP2(EngineMemory):
                     if weight.requires_grad:
                         hook = partial(self._after_gradient, unit)
                         stack.callback(weight.register_post_accumulate_grad_hook(hook).remove)
+            for unit in self.fsdp_units[:-1]:  # the root runs from the first phase to the second
                 before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
                 stack.callback(unit.module.register_forward_pre_hook(before).remove)
                 stack.callback(unit.module.register_forward_hook(after, always_call=True).remove)
@@ -121,10 +115,16 @@ class FSDP2(EngineMemory):
     def begin(self, phase: str) -> None:
         self.gather_buffer()
         self.reduce_buffer()
+        root = self.fsdp_units[-1]
+        if phase == "forward":
+            self.gather_in_forward(root)
+        elif phase == "backward":
+            self._append(root)
+            self._begin_backward(root)
 
     def hold(self, unit: Unit) -> Release:
         """Record the gathered weights of an FSDP unit."""
-        return self.ledger.hold(unit.nbytes, "gathered", unit.path)
+        return self.ledger.hold(sum(p.nbytes for p in unit.weights), "gathered", unit.path)
 
     def gather_in_forward(self, unit: Unit) -> None:
         buffer = self.hold(unit)
@@ -143,9 +143,6 @@ class FSDP2(EngineMemory):
         """Reduce-scatter the gradients of an FSDP unit, once all have come."""
         self.reduce_buffer()
         self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
-        self.scatter(unit)
-
-    def scatter(self, unit: Unit) -> None:
         for p in unit.ready:
             p.grad = None
         for p in unit.ready:
@@ -158,18 +155,19 @@ class FSDP2(EngineMemory):
             self.gather_in_forward(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if unit is self.fsdp_units[-1]:
-            self.gather_buffer()
-        elif not unit.in_backward:  # after a recompute, the backward pass needs the weights
+        if not unit.in_backward:  # after a recompute, the backward pass needs the weights
             unit.reshard()
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
-            self.order = [*(u for u in self.order if u is not unit), unit]
-            unit.waiting, unit.ready = sum(p.requires_grad for p in unit.weights), []
-            for t in outputs:
-                t.register_hook(partial(self._begin_backward, unit))
+            self._append(unit)
+        for t in outputs:
+            t.register_hook(partial(self._begin_backward, unit))
 
-    def _begin_backward(self, unit: Unit, gradient: Tensor) -> None:
+    def _append(self, unit: Unit) -> None:
+        self.order = [*(u for u in self.order if u is not unit), unit]
+        unit.waiting, unit.ready = sum(p.requires_grad for p in unit.weights), []
+
+    def _begin_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
         unit.in_backward = True
         if unit.gathered is None:
             self.gather_in_backward(unit)
@@ -200,6 +198,5 @@ class FSDP(FSDP2):
         unit.gathered, unit.prefetched = unit.prefetched or self.hold(unit), None
 
     def reduce(self, unit: Unit) -> None:
-        flat = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
-        self.scatter(unit)
-        flat()
+        super().reduce(unit)
+        self.reduce_buffer()

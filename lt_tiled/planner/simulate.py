@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
-from lt_tiled._training_step import stepped_on
+from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.planner.engines import SINGLE, Engine
+from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.flops import Flops
 from lt_tiled.planner.ledger import Allocation, Ledger
@@ -30,13 +30,9 @@ PARTS = (*_STATE, "block inputs", "attention", "MLP", "loss", "rest")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a step.
+    """The settings of a step: policies as in a strategy, the engine and its ranks, and what the Trainer sets.
 
     Attributes:
-        tiling: The policy, as in a strategy.
-        checkpointing: The policy, as in a strategy.
-        loss: The tiles of the loss, as in a strategy.
-        engine: What is sharded, and over how many ranks.
         dtype: The dtype of the weights.
         autocast: The dtype of mixed precision.
         accumulate: Batches per optimizer step.
@@ -47,7 +43,7 @@ class Settings:
     tiling: Tiling | None = None
     checkpointing: Checkpointing | None = None
     loss: LossShards | None = None
-    engine: Engine = SINGLE
+    engine: Engine = field(default_factory=Engine)
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     accumulate: int = 1
@@ -100,11 +96,7 @@ def simulate(
 ) -> Simulation:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
 
-    Args:
-        model: The model, on any device; its weights are replaced by fake ones.
-        step: Runs the forward pass and returns the loss; tensors that it makes are fake.
-        make_optimizer: Makes the optimizer.
-        settings: The settings of the step.
+    The model gets fake weights. ``step`` runs the forward pass and returns the loss.
 
     Raises:
         SimulationError: If an operation needs values.
@@ -137,7 +129,9 @@ def simulate(
             memory.begin(phase)
 
         where.begin("optimizer")
-        _run_first_step(optimizer, ledger)
+        on_device = not settings.engine.offload_optimizer
+        if on_device:
+            _run_first_step(optimizer, ledger)
         memory.stepped()
         ledger.restart_peak()
         start = ledger.clock
@@ -155,7 +149,8 @@ def simulate(
         begin("optimizer")
         if settings.clip:
             torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
-        optimizer.step()
+        if on_device:
+            optimizer.step()
         memory.stepped()
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
@@ -172,13 +167,10 @@ def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
             weight.backward(torch.empty_like(weight))
     optimizer.step()
     _name_gradients(optimizer, ledger)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                ledger.name(value, "optimizer")
+    for value in tensors_of([*optimizer.state.values()]):
+        ledger.name(value, "optimizer")
 
 
 def _name_gradients(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-    for weight in stepped_on(optimizer):
-        if weight.grad is not None:
-            ledger.name(weight.grad, "gradients")
+    for gradient in tensors_of([weight.grad for weight in stepped_on(optimizer)]):
+        ledger.name(gradient, "gradients")

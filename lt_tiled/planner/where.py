@@ -29,9 +29,6 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
 
     The number of a node tells in which forward or recompute it was made, and so for which module it works. Autograd has
     no public name for the current node and the next number.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +38,10 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         self._paths = {id(unwrapped(m)): plain_name(path) for path, m in model.named_modules()}
         self._blocks = {id(m) for _, m in find_blocks(model)}
         self._parts = {id(m): "attention" for _, block in find_blocks(model) for m in block.modules()}
-        self._parts |= {id(m): "MLP" for m in _mlps(model)}
+        mlps = [m for _, m, _ in tiled_patches(model)]
+        with suppress(NothingFoundError):
+            mlps += [m for t in find_tileable(model, Tiling()) for m in (t.module, *t.before, *t.behind)]
+        self._parts |= {id(part): "MLP" for m in mlps for part in m.modules()}
         self._past_blocks = False
         self._stack: list[int] = []
         self._numbers: list[int] = []
@@ -99,10 +99,3 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
             self._stack.pop()
         self._past_blocks |= id(module) in self._blocks
         self._note()
-
-
-def _mlps(model: nn.Module) -> list[nn.Module]:
-    found = [m for _, m, _ in tiled_patches(model)]
-    with suppress(NothingFoundError):
-        found += [m for t in find_tileable(model, Tiling()) for m in (t.module, *t.before, *t.behind)]
-    return [part for m in found for part in m.modules()]

@@ -26,17 +26,13 @@ class _DeepSpeed(EngineMemory):
         return master
 
     def begin(self, phase: str) -> None:
-        if phase == "optimizer":
+        if phase == "optimizer" and not self.engine.offload_optimizer:
             for master in stepped_on(self.optimizer):
                 master.backward(torch.empty_like(master))
 
     def stepped(self) -> None:
         self.optimizer.zero_grad()
         self.model.zero_grad(set_to_none=True)
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and self.engine.offload_optimizer:
-                    self.ledger.drop(value)
 
 
 class Zero3(_DeepSpeed, FSDP2):
@@ -51,7 +47,8 @@ class Zero3(_DeepSpeed, FSDP2):
         leaves = [(path, m) for path, m, _ in tiled_patches(self.model)]
         inside = {id(part) for _, leaf in leaves for part in leaf.modules()}
         alone = [(path, m) for path, m in walk(self.model) if id(m) not in inside and [*m.parameters(recurse=False)]]
-        return [Unit(path, m, list(m.parameters())) for path, m in [*leaves, *alone]] + [Unit("", self.model, [])]
+        root = Unit("", self.model, [*self.model.parameters(recurse=False)])
+        return [Unit(path, m, list(m.parameters())) for path, m in [*leaves, *alone]] + [root]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -112,4 +109,5 @@ class Zero(_DeepSpeed):
 
     def _after_gradient(self, weight: Tensor) -> None:
         weight.grad = None
-        self.held.callback(self.ledger.hold(-(-weight.nbytes // self.engine.ranks), "gradients"))
+        if not self.engine.offload_optimizer:
+            self.held.callback(self.ledger.hold(-(-weight.nbytes // self.engine.ranks), "gradients"))

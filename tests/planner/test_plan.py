@@ -269,6 +269,18 @@ def test_more_ranks_hold_less() -> None:
     assert away.get("weights", 0) + away.get("optimizer", 0) < MIB / 16
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_offloaded_optimizer_steps_on_the_cpu(stage: int) -> None:
+    """With ``offload_optimizer``, neither optimizer state nor the optimizer's step take device memory."""
+    run = plan(job(TiledDeepSpeedStrategy(stage=stage, offload_optimizer=True), accelerator="gpu")).simulation
+    rows = run.over_time()
+    assert "optimizer" not in rows
+    start = run.phases["optimizer"] - run.phases["forward"]
+    assert max(rows["gradients"][start:]) == 0
+    totals = [sum(values) for values in zip(*rows.values(), strict=True)]
+    assert totals[start:] == sorted(totals[start:], reverse=True)
+
+
 def test_a_plan_leaves_the_module_as_it_was() -> None:
     """After a simulation no forward is replaced, also after one that failed, and the same job gives the same peak
     again.
