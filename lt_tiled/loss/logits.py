@@ -155,7 +155,7 @@ class DeferredLogits(Deferred):
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 before = {} if patch.checked else kept_tensors(work)
                 with substituted(weights, leaves):
-                    found = self._compute(rows)
+                    found: Tensor = self._compute(rows)
                 if found.requires_grad and not patch.checked:
                     known = [cast("Tensor", rows._base), *leaves]
                     check_closed(found, known, work, before, f"the head of {patch.name}")
@@ -167,7 +167,7 @@ class DeferredLogits(Deferred):
             patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
             tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             loss: Tensor = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocab_size)
-            return loss.view(target.shape) if reduction == "none" else loss
+            return loss if reduction != "none" else loss.view(target.shape)
 
         return self.head(self.hidden, OnHead(compute))
 
