@@ -189,7 +189,7 @@ class Offloader:
                 tier.free_buffers()
 
     def close(self) -> None:
-        """Stop all copies and free CPU memory and disk space. A later backward pass fails."""
+        """Stop all copies and free CPU memory and disk space. Graphs that are still alive cannot run backward."""
         with self._lock:
             if self._closed:
                 return
