@@ -1,4 +1,4 @@
-"""Train with long context in Lightning and Fabric: tiled MLPs, activation checkpointing, offloading and tiled losses."""
+"""Train with long context in Lightning and Fabric: tiled MLPs and losses, activation checkpointing, offloading."""
 
 from lt_tiled import callbacks, fabric
 from lt_tiled._prepare import Prepared, prepare
