@@ -129,7 +129,7 @@ def test_containers_are_no_blocks() -> None:
     with pytest.raises(ValueError, match="Checkpointing found no blocks in Sequential"):
         prepare(model, checkpointing=Checkpointing())
     with pytest.raises(
-        ValueError, match=r"'layers.\*' matches layers.0, a ModuleList that nobody calls: name what is in it"
+        ValueError, match=r"'layers.\*' matches layers.0, a ModuleList that has no forward: name what is in it"
     ):
         prepare(model, checkpointing=Checkpointing(targets="layers.*"))
     with prepare(model, tiling=Tiling(2)) as prepared:

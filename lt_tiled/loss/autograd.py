@@ -160,7 +160,7 @@ class _LossCall:
                     slope[low:high] = parts[0]
                 del parts
         if self.autocast.dtype is not None:
-            torch.clear_autocast_cache()  # which holds casts of the leaves, that nobody else can use
+            torch.clear_autocast_cache()  # which holds casts of the leaves, which have no other use
         totals = iter([torch.zeros_like(w) if s.sum is None else s.sum for w, s in zip(learn, sums, strict=True)])
         found = [next(totals) if wanted else None for wanted in wants[1:]]
         return losses, [slope, *found]

@@ -99,7 +99,7 @@ def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str,
         for path, m in matches:
             if not has_forward(m):
                 raise ValueError(
-                    f"{what} target {target!r} matches {path}, a {type(m).__name__} that nobody calls: name what is in it."
+                    f"{what} target {target!r} matches {path}, a {type(m).__name__} that has no forward: name what is in it."
                 )
         found += matches
     return outermost(found)

@@ -1,5 +1,4 @@
-"""Marking a module: `forward`, or another method, is replaced on the instance, and all that the replacement needs hangs
-on the module.
+"""Patch a module: replace ``forward``, or another method, on the instance, which carries what the replacement needs.
 
 The replacement is a bound method of the same name that reaches its state through ``self``. So ``copy.deepcopy`` rebinds
 it to the copy, a pickled module comes back plain, and the keys, class and hooks of the module stay as they are.
@@ -28,7 +27,7 @@ class Patch:
     method = "forward"
     """What is replaced."""
     replaced: Callable[..., Any] | None = None
-    """An instance-level ``forward`` that was there before (Liger, kernels): kept, called, and put back."""
+    """An instance-level ``forward`` that was there before (Liger, kernels): kept, called, and restored."""
     active = True
     owner: object = None
     """Who set the patch and takes it off again."""
@@ -72,12 +71,12 @@ def set_patch(module: nn.Module, patch: Patch, function: Callable[..., Any], inn
         module: The module.
         patch: What it carries.
         function: Runs in place of the method.
-        innermost: Put it below another patch's function that stands there already, instead of above.
+        innermost: Put it below another patch's function that is there already, instead of above.
     """
     place, method = place_of(type(patch), function.__name__), function.__name__
     current, old = module.__dict__.get(method), module.__dict__.get(place)
     module.__dict__[place], patch.method = patch, method
-    if old is not None and current is not None:  # somebody's forward stands before ours, which is still in place
+    if old is not None and current is not None:  # another forward replaced ours, and may call it
         patch.replaced = old.replaced
         return
     above = [m for m in get_patches(module, Patch) if m is not patch and m.method == method] if innermost else []
@@ -90,7 +89,7 @@ def set_patch(module: nn.Module, patch: Patch, function: Callable[..., Any], inn
 
 
 def remove_patch(module: nn.Module, kind: type[Patch], function: Callable[..., Any]) -> None:
-    """Take the patch off again; nothing is left behind unless somebody replaced the method since."""
+    """Take the patch off again; nothing is left behind unless the method was replaced since."""
     method = function.__name__
     patch = get_patch(module, kind, method)
     if patch is None:

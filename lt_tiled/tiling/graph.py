@@ -71,8 +71,8 @@ def _graph(output: Any) -> set[Any]:
 
 def _check_kept(nodes: set[Any], work: Work, before: Kept, name: str) -> None:
     for (index, path, attribute), value in kept_tensors(work).items():
-        # What the output depends on (a normalised weight) is computed anew in each run; the rest is kept for somebody
-        # else.
+        # What the output depends on (a normalised weight) is computed anew in each run; the rest is kept for
+        # another use.
         if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:
             where = f"{path}.{attribute}" if path else attribute
             raise NotPositionWiseError(

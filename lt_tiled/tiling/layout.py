@@ -27,16 +27,16 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden: int, wide: int | None = Non
 
     ``"auto"`` makes ``ceil(4 * wide / hidden)`` tiles: a tile's widest tensor is then a quarter as large as the hidden
     states of all tokens, all that a tile holds is less than what attention adds at its own peak, and more tiles do not
-    lower the peak of a block (``pytest tests/planner/test_auto.py``). Where the width is not known it follows Arctic
-    Long Sequence Training (arXiv:2506.13996), ``ceil(tokens / hidden)``. No tile has less than :data:`MIN_TILE_TOKENS`.
+    lower the peak of a block (``pytest tests/planner/test_auto.py``). Where intermediate_size is not known it follows
+    Arctic Long Sequence Training (arXiv:2506.13996), ``ceil(tokens / hidden)``, with :data:`MIN_TILE_TOKENS` or more.
     A tile holds two tokens or more: one does not tell the layout of an output, and compiled code is compiled anew for
     sizes of one.
 
     Args:
         tiling: The policy.
         tokens: Of the call.
-        hidden: The width of the hidden states.
-        wide: The width between the projections of a feed-forward part.
+        hidden: The hidden_size.
+        wide: The intermediate_size of an MLP, if it is known.
     """
     if tiling.tile_tokens is not None:
         size = tiling.tile_tokens

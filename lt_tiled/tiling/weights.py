@@ -80,8 +80,8 @@ def substituted(weights: Sequence[Weight], tensors: Sequence[Tensor]) -> Iterato
 
 
 class GradientSum:
-    """Sums one tensor's gradients over the tiles while autograd produces them, so that only one tile's is alive beside
-    the sum.
+    """Sums one tensor's gradients over the tiles while autograd produces them, so that only the sum and
+    one tile's are alive.
 
     The leaf's hook adds the tile's gradient to the sum and hands autograd a stand-in of no size. Sums of 16-bit
     gradients are kept in float32 and rounded once: summed in their own dtype their error grows with the number of

@@ -198,7 +198,7 @@ def test_loss_alone() -> None:
 def test_the_deprecated_field() -> None:
     """``Tiling(loss=...)`` works, warns, and names the new place."""
     model = tiny_llama()
-    with pytest.warns(DeprecationWarning, match=r"Tiling\(loss=\.\.\.\) is deprecated: pass loss= beside tiling="):
+    with pytest.warns(DeprecationWarning, match=r"Tiling\(loss=\.\.\.\) is deprecated: pass loss= to the strategy"):
         tiling = Tiling(targets=[], loss=3)
     with prepare(model, tiling=tiling) as prepared:
         model(input_ids=IDS, labels=IDS)
