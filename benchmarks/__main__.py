@@ -1,6 +1,6 @@
 """Run all benchmarks: ``python -m benchmarks [--quick] [--only costs loss] [--json results.json] [--write]``.
 
-Tables are printed as soon as they are measured; ✓ and ✗ mark verdicts. ``--json`` writes them with versions, seed and
+Tables are printed as soon as they are measured; ✓ and ✗ are verdicts. ``--json`` writes them with versions, seed and
 load. ``--write`` writes them as Markdown between the ``<!-- benchmark: NAME -->`` comments of docs/. ``--quick`` takes
 about three minutes on two cores. Peers other than DeepSpeed are measured if they are installed: ``liger-kernel``,
 ``axolotl``, ``verl``, ``unsloth``, ``cut-cross-entropy``.
@@ -90,16 +90,16 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
     rounds = 3 if quick else 9
     few = Size(tokens=1024, hidden=128, intermediate=512, layers=2, shards=8)
     rows = [row for row in ROWS if row.lengths == (24, 24) and row.accumulate == 1] if quick else ROWS
-    words = (2048, 128, 8192) if quick else (4096, 256, 16384)
+    sizes = (2048, 128, 8192) if quick else (4096, 256, 16384)
     if device.type == "cuda":
-        words = (16384, 4096, 128256)
+        sizes = (16384, 4096, 128256)
     return {
         "peers": lambda: [roll_call(everyone)],
         "correctness": lambda: [*correctness(everyone), *rounding(everyone, device)],
         "engines": lambda: engines(everyone, rows),
         "costs": lambda: costs(everyone, few if quick else Size()),
         "step_time": lambda: step_time(everyone, device, rounds, quick),
-        "loss": lambda: loss(device, words, rounds=rounds),
+        "loss": lambda: loss(device, sizes, rounds=rounds),
         "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
         "faults": lambda: faults(directory),
         "longest": lambda: longest(device, quick, directory, plot),
@@ -137,8 +137,8 @@ def write(file: Path, found: list[Sheet]) -> None:
     """Write each table between its comments in a Markdown file, if the file has them."""
     text = file.read_text()
     for sheet in found:
-        mark = rf"(<!-- benchmark: {re.escape(sheet.name)} -->\n).*?(<!-- end -->)"
-        text = re.sub(mark, lambda match: f"{match[1]}{sheet.markdown()}\n{match[2]}", text, flags=re.DOTALL)  # noqa: B023
+        place = rf"(<!-- benchmark: {re.escape(sheet.name)} -->\n).*?(<!-- end -->)"
+        text = re.sub(place, lambda match: f"{match[1]}{sheet.markdown()}\n{match[2]}", text, flags=re.DOTALL)  # noqa: B023
     file.write_text(text)
 
 

@@ -140,7 +140,7 @@ def bounded(store: Store) -> str:
 
 
 def runs(store: Store) -> str:
-    """Writes until somebody ends it."""
+    """Writes until it is killed."""
     print("writing", flush=True)
     while True:
         store.settle([store.save(torch.randn(ELEMENTS)) for _ in range(4)])

@@ -39,7 +39,7 @@ RUNGS: dict[str, tuple[bool, bool, Tiers | None, bool]] = {
     "+ tiled MLPs": (True, True, None, True),
     "+ block inputs on disk": (True, True, "disk", True),
 }
-"""Checkpointing, tiled loss, offload, tiled MLPs."""
+"""Activation checkpointing, tiled loss, offload, tiled MLPs."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ class Cell:
     good: bool | None = None
 
     @property
-    def marked(self) -> str:
-        """Return the text, with a mark if it has a verdict."""
+    def verdict(self) -> str:
+        """Return the text, with ✓ or ✗ if it has a verdict."""
         return self.text if self.good is None else f"{'✓' if self.good else '✗'} {self.text}".rstrip()
 
 
@@ -53,13 +53,13 @@ class Sheet:
 
     def markdown(self) -> str:
         """Return the table with its notes and without its title."""
-        lines = [self.headings, ["---"] * len(self.headings), *([cell.marked for cell in row] for row in self.rows)]
+        lines = [self.headings, ["---"] * len(self.headings), *([cell.verdict for cell in row] for row in self.rows)]
         table = "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
         return "\n\n".join([table, *([" ".join(self.notes)] if self.notes else [])])
 
 
 def _colored(cell: Cell) -> str:
-    text = escape(cell.marked)
+    text = escape(cell.verdict)
     return text if cell.good is None else f"[{'green' if cell.good else 'red'}]{text}[/]"
 
 

@@ -1,6 +1,4 @@
-"""Train on sequences many times longer with Lightning and Fabric: tiled modules and checkpointed blocks, by choosing a
-strategy.
-"""
+"""Train with long context in Lightning and Fabric: tiled MLPs and losses, activation checkpointing, offloading."""
 
 from lt_tiled import callbacks, fabric
 from lt_tiled._prepare import Prepared, prepare
@@ -24,7 +22,7 @@ from lt_tiled.strategies import (
 )
 from lt_tiled.tiling.api import tile, untile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__ = deprecated(__name__, {"OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError"})
 

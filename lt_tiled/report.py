@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from rich.table import Table
 from torch import nn
 
+from lt_tiled._renamed import deprecated
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.tiling.state import TiledPatch
+
+__getattr__ = deprecated(__name__, {"CheckpointedBlock": "lt_tiled.report.RecomputedBlock"})
 
 
 @dataclass(frozen=True)

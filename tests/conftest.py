@@ -69,7 +69,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Patch the quick tier, and skip the GPU tests on a machine without a GPU."""
+    """Mark the quick tier, and skip the GPU tests on a machine without a GPU."""
     for item in items:
         assert isinstance(item, pytest.Function)
         if item.get_closest_marker("gpu"):

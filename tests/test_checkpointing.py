@@ -198,7 +198,8 @@ def test_a_filled_cache_is_refused() -> None:
     with (
         prepare(model, checkpointing=Checkpointing()),
         pytest.raises(
-            ValueError, match=r"LlamaDecoderLayer uses activation checkpointing and was given past_key_values with 16 cached"
+            ValueError,
+            match=r"LlamaDecoderLayer uses activation checkpointing and was given past_key_values with 16 cached",
         ),
     ):
         model(input_ids=ids, past_key_values=cache)

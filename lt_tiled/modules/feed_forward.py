@@ -78,12 +78,12 @@ def _methods(model: nn.Module, target: str) -> list[Tileable]:
 
 
 def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
-    """Return the blocks' MLPs and what is named beside them, without what is inside of something else."""
+    """Return the blocks' MLPs and what else is named, without what is inside of something else."""
     roots = find_blocks(model) or [("", model)]
     found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
     if not found:
         raise NothingFoundError(
-            f"Tiling found no MLP in {type(model).__name__} (a module in a block that leads to a larger width and back): name it, as in"
+            f"Tiling found no MLP in {type(model).__name__} (a module in a block that leads to a larger size and back): name it, as in"
             " Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with tiling=None."
         )
     heads = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
@@ -196,7 +196,7 @@ def _mixes_tokens(name: str, module: nn.Module) -> bool:
 
 
 def _widens(module: nn.Module) -> bool:
-    """Whether projections lead to a larger width and back, or to experts whose projections do."""
+    """Whether projections lead to a larger size and back, or to experts whose projections do."""
     return any(name == "experts" for name, _ in module.named_children()) or feed_forward_widths(module) is not None
 
 

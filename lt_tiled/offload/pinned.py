@@ -1,4 +1,11 @@
-"""Pinned CPU memory in slabs, and copies between it and a device on a stream of their own."""
+"""Pinned CPU memory in slabs, and copies between it and a device on a stream of their own.
+
+NOTE [Streams]
+Each device has one copy stream, so its copies run in order. A copy waits for the event after which its source is
+complete and its destination free; the current stream waits for a loaded tensor before it uses it. ``record_stream``
+tells torch's allocator of the second stream. A slot of pinned memory is reused once the event after its last copy has
+passed. Threads that write to disk wait for the copy's event and never use the current stream.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""DeepSpeed ZeRO-1, 2 and 3. DeepSpeed is imported only where it is used, because it is an optional dependency."""
+"""DeepSpeed ZeRO-1, 2 and 3. DeepSpeed is imported only where it is used, because it is an optional dependency.
+
+NOTE [ZeRO-3 leaves]
+ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
+tile. So each tiled module is a leaf module: its hooks all-gather all its weights once per forward and backward pass,
+and the tiles run in between. A norm next to an MLP is outside of the leaf, so its weights may be freed by then: it is
+not deferred. Hooks of a leaf run on the gradients of its positional inputs, so hidden states are passed by position and
+require a gradient.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +163,7 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
         ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
     """
     for _, _, patch in tiled_patches(model):
-        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros. A norm is
-        # outside of the leaf module of ZeRO-3, so its weights are sharded while the tiles run.
+        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros.
         patch.needs.zeros_for_unused, patch.needs.defer = True, not strategy.zero_stage_3
     if not strategy.zero_stage_3:
         return
@@ -177,8 +184,7 @@ def _arguments_for_a_leaf(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pass tensors to a leaf module by position where possible, with hidden states that require a gradient.
 
-    ZeRO-3 reduces a leaf's gradients and frees its weights in hooks on the gradients of its positional inputs. Without
-    such a gradient, as after frozen embeddings, DeepSpeed fails: https://github.com/deepspeedai/DeepSpeed/pull/5074.
+    DeepSpeed fails without one, as after frozen embeddings: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
     if kwargs:
         patch = get_patch(module, TiledPatch)

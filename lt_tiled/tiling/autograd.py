@@ -2,8 +2,8 @@
 
 NOTE [Anchor]
 :class:`Anchor` saves the call's inputs before any arithmetic runs, and nothing behind it saves a tensor. So inside an
-activation-checkpointed block torch's early stop ends the block's recompute at the anchor, and the tiled forward does
-not run a second time. Then :class:`TiledFunction` recomputes each tile with a graph and takes its gradients with
+activation-checkpointed block torch's early stop ends the block's recompute at the anchor, and the tiled forward is
+not recomputed. Then :class:`TiledFunction` recomputes each tile with a graph and takes its gradients with
 ``torch.autograd.grad``. Where a norm may be tiled together with its neighbor, the anchor also saves an empty tensor
 whose shape tells what the call consists of: torch's checkpoint compares shapes and raises where the recompute joins
 other modules than the forward pass did, instead of handing a call the input of another.

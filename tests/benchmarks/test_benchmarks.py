@@ -88,7 +88,7 @@ def test_page_has_results() -> None:
 
 
 def test_markdown_and_json(tmp_path: Path) -> None:
-    """A sheet goes between its patches, and there alone, each time anew; the record names versions, seed and load."""
+    """A sheet goes between its comments and nowhere else, each time anew; the record names versions, seed and load."""
     sheet = Sheet("costs", "a title", ["", "FLOPs"], notes=["A note."])
     sheet.add("a|b", "1.00")
     page = tmp_path / "page.md"
