@@ -87,7 +87,8 @@ class Slabs:
         if pin and self._pin:
             self._pin = _pin_pages(memory)
             if self._pin:
-                self._unpin.append(weakref.finalize(self, _unpin_pages, memory.data_ptr()))
+                unpin = torch.cuda.cudart().cudaHostUnregister
+                self._unpin.append(weakref.finalize(self, unpin, memory.data_ptr()))
             else:
                 warn("The system refuses to pin CPU memory (see ulimit -l): copies to it are slower and block.")
         self._slabs.append((memory, Extents(size)))
@@ -138,10 +139,6 @@ def _pin_pages(memory: Tensor) -> bool:
     with suppress(RuntimeError):  # CUDA reports the error to the next call, so make one
         torch.zeros(1, device="cuda")
     return False
-
-
-def _unpin_pages(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def available_memory() -> int:

@@ -56,7 +56,8 @@ class _DeepSpeed(TiledStrategy):
         if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
             raise ValueError(
                 f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, which"
-                " offload the same activations: remove cpu_checkpointing, or pass checkpointing=False."
+                " both offload the same activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass"
+                " checkpointing=False."
             )
 
     def setup_environment(self) -> None:
