@@ -18,6 +18,7 @@ from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import LitTiny, trainer
 from tests.planner.runs import LLAMA
+from tests.processes import LIMIT
 from tests.world import World
 
 
@@ -141,7 +142,6 @@ from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import trainer
 from tests.planner.runs import LLAMA
-from tests.processes import LIMIT
 
 model = CausalLM({**LLAMA, "intermediate_size": 4096})
 finder = SequenceLengthFinder(start=512, granule=512)

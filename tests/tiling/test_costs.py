@@ -146,7 +146,7 @@ def test_profiler_sees_the_same_peaks() -> None:
 
 
 def test_profiler_sees_the_same_peaks_of_a_model() -> None:
-    """The same holds for a language model, whose tiling lowers the peak."""
+    """The same holds for a language model, but for scratch memory of operations, which no tensor holds."""
     model, ids = TinyLM(), torch.arange(256).view(2, 128) % 32
     peaks = []
     for tiling in (None, Tiling(4, self_check=False)):
@@ -154,7 +154,10 @@ def test_profiler_sees_the_same_peaks_of_a_model() -> None:
             for meter in (flops, peak_bytes, profiled_peak_bytes):
                 model.zero_grad(set_to_none=True)
                 peaks.append(meter(lambda: lm_loss(model(ids), ids).backward()))
-    assert peaks[1] == peaks[2] > peaks[4] == peaks[5]
+    untiled, profiled, tiled, tiled_profiled = peaks[1], peaks[2], peaks[4], peaks[5]
+    assert untiled <= profiled <= untiled + 8 * 1024
+    assert tiled <= tiled_profiled <= tiled + 8 * 1024
+    assert tiled_profiled < profiled
 
 
 def test_intermediates_do_not_grow_with_the_tokens() -> None:
