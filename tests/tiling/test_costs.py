@@ -131,11 +131,7 @@ def test_peak_of_forward_and_backward(dtype: torch.dtype) -> None:
 
 
 def test_profiler_sees_the_same_peaks() -> None:
-    """The ledger's peaks of a checkpointed block, untiled and tiled, are those of torch's profiler, byte for byte.
-
-    The profiler also sees the states of the random numbers, which no operation makes: ``checkpoint`` saves one, and
-    the tiled call another.
-    """
+    """The ledger's peaks of a checkpointed block, untiled and tiled, are those of torch's profiler, byte for byte."""
     block, x = Block(HIDDEN, WIDE), randn(1, TOKENS, HIDDEN)
     peaks: dict[bool, list[int]] = {}
     for tiled in (False, True):
@@ -145,12 +141,12 @@ def test_profiler_sees_the_same_peaks() -> None:
             x.grad = None
             block.zero_grad(set_to_none=True)
             peaks.setdefault(tiled, []).append(meter(lambda: step(block, x, checkpointed=True)))
-        assert peaks[tiled][1] + (1 + tiled) * torch.get_rng_state().nbytes == peaks[tiled][2]
+        assert peaks[tiled][1] == peaks[tiled][2]
     assert peaks[True][1] < peaks[False][1]
 
 
-def test_profiler_sees_the_same_saving() -> None:
-    """Tiling lowers the peak of a language model's step by as many bytes in the ledger as in torch's profiler."""
+def test_profiler_sees_the_same_peaks_of_a_model() -> None:
+    """The same holds for a language model, but for scratch memory of operations, which no tensor holds."""
     model, ids = TinyLM(), torch.arange(256).view(2, 128) % 32
     peaks = []
     for tiling in (None, Tiling(4, self_check=False)):
@@ -158,7 +154,10 @@ def test_profiler_sees_the_same_saving() -> None:
             for meter in (flops, peak_bytes, profiled_peak_bytes):
                 model.zero_grad(set_to_none=True)
                 peaks.append(meter(lambda: lm_loss(model(ids), ids).backward()))
-    assert peaks[1] - peaks[4] == peaks[2] - peaks[5] > 0
+    untiled, profiled, tiled, tiled_profiled = peaks[1], peaks[2], peaks[4], peaks[5]
+    assert untiled <= profiled <= untiled + 8 * 1024
+    assert tiled <= tiled_profiled <= tiled + 8 * 1024
+    assert tiled_profiled < profiled
 
 
 def test_intermediates_do_not_grow_with_the_tokens() -> None:
