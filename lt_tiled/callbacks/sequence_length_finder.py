@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torchmetrics import Metric
 
 from lt_tiled._log import inform
@@ -104,7 +103,7 @@ class SequenceLengthFinder(Callback):
                 f" module with data loaders, that has an attribute {self.attribute!r} for the sequence length."
             )
         for holder in (data, module):
-            if holder is not None and hasattr(holder, self.attribute):
+            if hasattr(holder, self.attribute):
                 return holder
         raise ValueError(
             f"Neither the datamodule ({type(data).__name__}) nor {type(module).__name__} has an attribute"
@@ -150,8 +149,8 @@ class _Trial:
         """Create the optimizer state, by a step with a learning rate and gradients of zero."""
         for optimizer in self.trainer.optimizers:
             rates = [group["lr"] for group in optimizer.param_groups]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0.0  # a number or a tensor
             try:
                 for weight in stepped_on(optimizer):
                     if weight.requires_grad:
@@ -209,7 +208,6 @@ class _Trial:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
-        for name in ("log", "log_dict"):
-            del vars(self.module)[name]
+        del self.module.log, self.module.log_dict  # of the instance
         vars(self.module).update(self._log)
         self._free()
