@@ -1,8 +1,8 @@
 """Compare losses of a projection without full logits: ``python -m benchmarks --only loss``.
 
 Every way computes the mean cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are relative, of
-the worse gradient, against float64; FLOPs and peak are exact, and times are medians of interleaved rounds, relative
-to full logits. Peers that are not installed, or need another device, are named: DeepSpeed (``pip install deepspeed``), Cut
+the worse gradient, against float64; FLOPs and peak are exact, and times are medians of interleaved rounds, relative to
+full logits. Peers that are not installed, or need another device, are named: DeepSpeed (``pip install deepspeed``), Cut
 Cross-Entropy (``cut-cross-entropy`` and ``triton``; on a CPU its ``torch_compile`` implementation), Liger
 (``liger-kernel``, on a GPU).
 """
