@@ -22,6 +22,7 @@ from lt_tiled.planner.shards import FSDP, FSDP2, EngineMemory
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.planner.zero import Zero, Zero3
 from lt_tiled.policies import Checkpointing, LossShards, Tiling
+from lt_tiled.tiling.state import EngineNeeds
 
 _STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
 PARTS = (*_STATE, "block inputs", "attention", "MLP", "loss", "rest")
@@ -113,9 +114,9 @@ def simulate(
         fake_weights(model)
         for tensor in (*model.parameters(), *model.buffers()):
             ledger.name(tensor, "weights")
-        prepared = stack.enter_context(
-            Prepared(model, tiling, settings.checkpointing, settings.loss, build=fake_offloader)
-        )
+        needs = EngineNeeds(defer=settings.engine.name != "zero3")  # as its strategy sets it
+        policies = (tiling, settings.checkpointing, settings.loss)
+        prepared = stack.enter_context(Prepared(model, *policies, needs=needs, build=fake_offloader))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
