@@ -18,6 +18,7 @@ from lt_tiled.modules.patch import SharedPatch
 from lt_tiled.policies import LossShards
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
+from lt_tiled.tiling.recompute import AutocastState
 from lt_tiled.tiling.state import Learned, Work
 from lt_tiled.tiling.weights import substituted, trainable_weights
 
@@ -64,15 +65,23 @@ class DeferredLogits(Deferred):
     meta: Tensor
     """A tensor of their shape and dtype on the meta device."""
     grad_mode: bool
+    autocast: AutocastState
+    version: int
+    """Of the hidden states."""
     full: Tensor | None
     """The full logits, once they were used."""
 
     @classmethod
     def of(cls, head: nn.Module, hidden: Tensor, steps: Any, meta: Tensor) -> DeferredLogits:
         """Return deferred logits of hidden states ``[..., H]``."""
-        logits: DeferredLogits = cls.like(tuple(meta.shape), meta.dtype, hidden.device)
+        with torch._C.DisableTorchFunctionSubclass():
+            link = torch.empty(0, requires_grad=True)
+            logits: DeferredLogits = _OnlyFull.apply(
+                head_patch(head).name, tuple(meta.shape), meta.dtype, hidden.device, link
+            )
         logits.head, logits.hidden, logits.steps, logits.meta = head, hidden, steps, meta
-        logits.grad_mode, logits.full = torch.is_grad_enabled(), None
+        logits.grad_mode, logits.autocast, logits.full = torch.is_grad_enabled(), AutocastState.now(hidden.device), None
+        logits.version = 0 if hidden.is_inference() else hidden._version
         return logits
 
     def _compute(self, rows: Tensor) -> Tensor:
@@ -82,28 +91,28 @@ class DeferredLogits(Deferred):
         return logits
 
     def value(self, because: str = "") -> Tensor:
-        """Return the full logits.
-
-        Raises:
-            RuntimeError: If gradients were on when the head was called and are off now, so that its graph would be lost.
-        """
+        """Return the full logits with the graph that they had when the head was called."""
         if self.full is None:
             name, shape = head_patch(self.head).name, self.meta.shape
-            if self.grad_mode != torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{name}: a custom autograd Function, or code without gradients, uses the full logits ({because}),"
-                    " which a tiled loss does not have: turn it off with loss=False."
-                )
             inform_once(
                 f"full logits {name}", f"the loss of {name} is not tiled: its code uses full logits ({because})"
             )
-            self.full = self.head(self.hidden, OnHead(lambda _, hidden: self._compute(hidden).view(shape)))
+            with torch.set_grad_enabled(self.grad_mode):
+                self.full = self._on_head(lambda _, hidden: self._compute(hidden).view(shape))
         return self.full
 
     def data_value(self) -> Tensor:
-        """Return the full logits without a graph; raises as :meth:`value`."""
-        with torch.no_grad():
-            return self.value("a custom autograd Function")
+        """Return the full logits without a graph."""
+        return self.value("a custom autograd Function").detach()
+
+    def _on_head(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
+        if not self.hidden.is_inference() and self.hidden._version != self.version:
+            raise RuntimeError(
+                f"{head_patch(self.head).name}: the hidden states were changed in place before their logits were used."
+                " Make the change out of place, or turn the tiled loss off with loss=False."
+            )
+        with self.autocast.context():
+            return self.head(self.hidden, OnHead(function))
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss in tiles, or the logits with one more thing to be done to them."""
@@ -169,7 +178,25 @@ class DeferredLogits(Deferred):
             loss: Tensor = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocab_size)
             return loss if reduction != "none" else loss.view(target.shape)
 
-        return self.head(self.hidden, OnHead(compute))
+        return self._on_head(compute)
+
+
+class _OnlyFull(torch.autograd.Function):
+    """The graph of deferred logits, which only code below Python's operators can reach: it raises there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, _: Tensor
+    ) -> Any:
+        ctx.name = name
+        return DeferredLogits.like(shape, dtype, device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: a custom autograd Function uses the full logits, which a tiled loss does not have: turn it off"
+            " with loss=False."
+        )
 
 
 class HeadOutput:

@@ -18,10 +18,9 @@ def has_class(module: nn.Module, names: Iterable[str]) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile(module)`` or a ``FullyShardedDataParallel`` unit."""
-    for name in ("_orig_mod", "_fsdp_wrapped_module"):
-        if isinstance(inner := module._modules.get(name), nn.Module):
-            return unwrapped(inner)
-    return module
+    children = dict(module.named_children())
+    inner = children.get("_orig_mod", children.get("_fsdp_wrapped_module"))
+    return module if inner is None else unwrapped(inner)
 
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

@@ -141,7 +141,7 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [new.get(weight, weight) for weight in group["params"]]
-            for weight in new.keys() & optimizer.state.keys():
+            for weight in [w for w in new if w in optimizer.state]:  # in the same order on all ranks: it communicates
                 optimizer.state[new[weight]] = _sharded_state(optimizer.state.pop(weight), new[weight])
         return result
 

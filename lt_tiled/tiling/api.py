@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
-from lt_tiled.tiling.deferred import DeferredCall, values
+from lt_tiled.tiling.deferred import DeferredCall, none_left, values
+from lt_tiled.tiling.recompute import hidden_from_modes
 from lt_tiled.tiling.self_check import RecordedError, check_first, refuse_recorded
 from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch, Work
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
@@ -155,10 +156,10 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     )
     patch = TiledPatch(found, tiling, needs, owner)
     set_patch(module, patch, tiled_method(tileable.method))
-    for place, norms in (("before", tileable.before), ("behind", tileable.behind)):
-        for norm in norms:
+    for behind, norms in ((False, tileable.before), (True, tileable.behind)):
+        for index, norm in enumerate(norms):
             if get_patch(norm, NormPatch) is None:
-                set_patch(norm, NormPatch(place, patch, owner), _norm_forward)
+                set_patch(norm, NormPatch(behind, index, patch, owner), _norm_forward)
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
         set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
     return patch
@@ -258,9 +259,8 @@ class NormPatch(Patch):
 
     attribute = "_lt_tiled_norm"
 
-    def __init__(self, place: str, mlp: TiledPatch, owner: object) -> None:
-        self.place: Literal["before", "behind"] | str = place
-        self.mlp, self.owner = mlp, owner
+    def __init__(self, behind: bool, index: int, mlp: TiledPatch, owner: object) -> None:
+        self.behind, self.key, self.mlp, self.owner = behind, ("norm", behind, index), mlp, owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -286,7 +286,8 @@ def _norm_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parent_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return values(self.__dict__[ParentPatch.attribute].inner(self, *args, **kwargs))
+    with none_left():
+        return values(self.__dict__[ParentPatch.attribute].inner(self, *args, **kwargs))
 
 
 _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle looks up on the class
@@ -294,15 +295,15 @@ _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle loo
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work, traces = Work(partial(patch.inner, module), (module,), patch.place), list[Trace]()
-    if patch.place == "behind":
+    work, traces = Work(partial(patch.inner, module), (module,), patch.key), list[Trace]()
+    if patch.behind:
         made = _with_neighbor(work, patch.mlp, args, kwargs, traces)
         return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made, traces)
     args, kwargs = values((args, kwargs))
-    if patch.place not in patch.mlp.learned.refused:
+    if patch.key not in patch.mlp.learned.refused:
         made = TiledCall.of(work, patch.mlp, args, kwargs)
-        if made is not None and _may_defer(made, patch.mlp) and _passes(made, patch.place):
-            deferred = defer(*made, traces)
+        if made is not None and _may_defer(made, patch.mlp) and _passes(made, patch.key):
+            deferred = None if made[0].draws(made[1]) else defer(*made, traces)
             if deferred is not None:
                 return deferred
     return patch.inner(module, *args, **kwargs)
@@ -311,7 +312,7 @@ def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwarg
 def _may_defer(made: Call, patch: TiledPatch) -> bool:
     tensors: list[Any] = made[1]
     plain = all(not (is_traceable_wrapper_subclass(t) or t.is_inference()) for t in tensors)
-    return patch.needs.defer and plain and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return patch.needs.defer and plain and made[0].differentiable and not torch.compiler.is_compiling()
 
 
 def _with_neighbor(
@@ -331,11 +332,17 @@ def _with_neighbor(
 
 
 def _passes(made: Call, key: Any) -> bool:
-    """Whether a call with a norm in it passes the self-check; if not, it is not tried again."""
+    """Whether a call with a norm in it passes the self-check, which a guess always needs; if not, it is not tried again.
+
+    It is not counted as work of the step, and fake tensors, which have no values, are not checked.
+    """
+    call, inputs = made
     try:
-        refuse_recorded(made[0])
-        check_first(*made)
-    except NotPositionWiseError:
-        made[0].patch.learned.refused.add(key)
+        refuse_recorded(call)
+        if type(inputs[0]) in (Tensor, nn.Parameter):
+            with hidden_from_modes(inputs[0]):
+                check_first(call, inputs, guessed=True)
+    except Exception:  # whatever the norm does not take, it takes by itself
+        call.patch.learned.refused.add(key)
         return False
     return True

@@ -11,8 +11,10 @@ A :class:`DeferredCall` has its place in the autograd graph from the beginning: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
-from lt_tiled.tiling.recompute import AutocastState, random_state_kept
+from lt_tiled.tiling.recompute import AutocastState, random_state_kept, training_set
 from lt_tiled.tiling.state import TiledPatch, Work
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(Deferred, Deferred.data_value, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Deferred, lambda t: t.data_value(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -76,6 +78,23 @@ def values(tree: Any, because: str = "") -> Any:
     if not any(isinstance(leaf, Deferred) for leaf in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map_only(Deferred, lambda t: t.value(because), tree)
+
+
+_unused: ContextVar[list[weakref.ref[DeferredCall]] | None] = ContextVar("unused", default=None)
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """Run the calls that were deferred inside and that something still refers to, while their weights are there."""
+    unused: list[weakref.ref[DeferredCall]] = []
+    token = _unused.set(unused)
+    try:
+        yield
+    finally:
+        _unused.reset(token)
+    for reference in unused:
+        if (deferred := reference()) is not None:
+            deferred.computed()
 
 
 class DeferredCall(Deferred):
@@ -88,6 +107,8 @@ class DeferredCall(Deferred):
     """The trace of the call once it ran; the call's node shares the list."""
     followers: list[list[Trace]]
     """The same of the calls that run this one's work in their own tiles."""
+    hooked: bool
+    """Whether its gradient was asked for, which it has only if its neighbor does not run in its tiles."""
     _data: Tensor | None
     _value: Tensor | None
     _node: Any
@@ -99,66 +120,82 @@ class DeferredCall(Deferred):
         """Return the deferred output of a call."""
         deferred: DeferredCall = cls.like(shape, dtype, call.device)
         deferred.call, deferred.inputs, deferred.traces, deferred.followers = call, inputs, traces, []
-        deferred.versions = [t._version for t in inputs]
+        deferred.versions = [t._version for t in [*inputs, *(w.tensor for w in call.weights)]]
         deferred._data = deferred._value = deferred._node = None
+        deferred.hooked = False
+        if (unused := _unused.get()) is not None:
+            unused.append(weakref.ref(deferred))
         return deferred
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what module trackers (FlopCounterMode) ask of every output, as long as there is no value."""
-        if self._value is None and (func in _ASKED or (func is Tensor.register_hook and _tracks(args[1]))):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return NotImplemented
+        """Answer what is asked of the gradient from this tensor's own place in the graph, which all uses share."""
+        if func not in _OF_THE_GRADIENT or self._changed():
+            return NotImplemented
+        if func not in _READS and not (func is Tensor.register_hook and _tracks(args[1])):
+            if self.followers:
+                raise RuntimeError(
+                    f"{self.call.patch.name}: a norm took its output into its own tiles, so there is no gradient of it."
+                    " Ask for it before the norm runs, or leave the module out of Tiling(targets=...)."
+                )
+            self.hooked = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     def value(self, because: str = "") -> Tensor:
-        """Run the call, once."""
-        if not torch.is_grad_enabled():
-            return self.data_value()
+        """Run the call, once, and return its output with the graph that it had when it was called."""
         if self._value is None:
-            self._value = _Value.apply(self)
-            self._node = self._value.grad_fn
+            with torch.inference_mode(False), torch.enable_grad():
+                self._value = _Value.apply(self)
+                self._node = self._value.grad_fn
+        elif not torch.is_grad_enabled():
+            self._refuse_if_changed()
         return self._value
 
     def data_value(self) -> Tensor:
-        """Run the call, once.
+        """Run the call, once, and return its output without a graph."""
+        self._refuse_if_changed()
+        return self.computed().detach()
 
-        Raises:
-            RuntimeError: If the value was changed in place, which the graph of this tensor does not know.
-        """
-        if self._value is not None and self._value.grad_fn is not self._node:
+    def _changed(self) -> bool:
+        return self._value is not None and self._value.grad_fn is not self._node
+
+    def _refuse_if_changed(self) -> None:
+        if self._changed():
             raise RuntimeError(
                 f"{self.call.patch.name}: its output was changed in place and then read without gradients, or by a custom"
                 " autograd Function, whose gradient would miss the change. Make the change out of place."
             )
-        return self._computed().detach()
 
-    def _computed(self) -> Tensor:
+    def computed(self) -> Tensor:
+        """Run the call, once."""
         if self._data is None:
-            self._check_inputs()
+            self._check_unchanged()
             # Joined before: draw the numbers that its neighbor saw.
             drawn = next((t for traces in self.followers for t in traces if t.random is not None), None)
-            with random_state_kept(self.call.device, drawn.random) if drawn is not None else nullcontext():
+            replay = random_state_kept(self.call.device, drawn.random) if drawn is not None else nullcontext()
+            with torch.inference_mode(False), training_set(self.call.modes), replay:
                 leaves, trace = self.call.forward(self.inputs, learn=True)
-                if drawn is not None and trace.random is not None and not trace.end.same_as(drawn.end):
-                    raise RuntimeError(
-                        f"{self.call.patch.name}: its output is used by a norm and once more, and the norm draws random"
-                        " numbers. Leave the module out of Tiling(targets=...)."
-                    )
+            if drawn is not None and trace.random is not None and not trace.end.same_as(drawn.end):
+                raise RuntimeError(
+                    f"{self.call.patch.name}: its output is used by a norm and once more, and the norm draws random"
+                    " numbers. Leave the module out of Tiling(targets=...)."
+                )
             self.traces.append(trace)
             self._data, self.inputs = leaves[0], []
         return self._data
 
-    def _check_inputs(self) -> None:
-        if [t._version for t in self.inputs] != self.versions:
+    def _check_unchanged(self) -> None:
+        tensors = [*self.inputs, *(w.tensor for w in self.call.weights)]
+        if [t._version for t in tensors] != self.versions:
             raise RuntimeError(
-                f"{self.call.patch.name}: its input was changed in place before its output was used. Make the change"
-                " out of place, or leave the module out of Tiling(targets=...)."
+                f"{self.call.patch.name}: its input or a weight was changed in place before its output was used. Make the"
+                " change out of place, use the output before, or leave the module out of Tiling(targets=...)."
             )
 
     def open_for(self, patch: TiledPatch) -> bool:
         """Whether a neighbor of the same MLP can run in the same tiles."""
         same = self.call.patch is patch and self.call.autocast == AutocastState.now(self.call.device)
-        return self._data is None and same and torch.is_grad_enabled()
+        return self._data is None and not (self.followers or self.hooked) and same and torch.is_grad_enabled()
 
     def then(
         self, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -170,7 +207,7 @@ class DeferredCall(Deferred):
             args: Its positional arguments; this tensor is one of them or of the next.
             kwargs: Its keyword arguments.
         """
-        self._check_inputs()
+        self._check_unchanged()
         own_args, own_kwargs = self.call.arguments.call_with(self.inputs)
         args, kwargs = pytree.tree_map_only(Deferred, lambda t: _HERE if t is self else t.value(), (args, kwargs))
         names = tuple(own_kwargs), tuple(kwargs)
@@ -204,17 +241,19 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, deferred: DeferredCall) -> Tensor:
-        return deferred._computed()
+        return deferred.computed()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
-_ASKED = {
-    Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__
-    for name in ("requires_grad", "grad_fn", "is_leaf")
-}
+def _getters(*names: str) -> set[Any]:
+    return {Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__ for name in names}
+
+
+_READS = _getters("requires_grad", "grad_fn", "is_leaf", "grad")
+_OF_THE_GRADIENT = _READS | {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward}
 
 
 def _tracks(hook: Any) -> bool:

@@ -27,15 +27,21 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 _CAPTURING = "transformers.utils.output_capturing"
 
 
-def check_first(call: TiledCall, inputs: Sequence[Tensor]) -> None:
+def check_first(call: TiledCall, inputs: Sequence[Tensor], guessed: bool = False) -> None:
     """Check a call's work, once for each mode: auxiliary losses are computed in training only.
+
+    Args:
+        call: The call.
+        inputs: The tensors of its arguments.
+        guessed: Check what was joined by its name, also where the policy wants no check.
 
     Raises:
         NotPositionWiseError: See :func:`check_position_wise`.
     """
     mode = (call.work.key, call.work.training, torch.is_grad_enabled())
     checked = call.patch.learned.checked
-    if call.patch.tiling.self_check and mode not in checked and check_position_wise(call, inputs):
+    wanted = guessed or call.patch.tiling.self_check
+    if wanted and mode not in checked and check_position_wise(call, inputs):
         checked.add(mode)
 
 

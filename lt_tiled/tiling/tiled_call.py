@@ -136,6 +136,13 @@ class TiledCall:
         with torch.no_grad(), random_state_kept(self.device):
             return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
 
+    def draws(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the work draws random numbers: two tokens tell."""
+        with hidden_from_modes(inputs[0]), torch.no_grad(), random_state_kept(self.device):
+            start = RandomState.now(self.device)
+            self.run_tile(self.cut(self.flat(inputs), slice(0, 2)))
+            return not start.same_as(RandomState.now(self.device))
+
     def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Return shape and dtype of the output if it is one per-token tensor, else ``None``: two tokens tell."""
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures

@@ -223,11 +223,12 @@ def test_a_custom_function_on_the_logits_is_refused() -> None:
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, logits: Tensor) -> Tensor:
+            ctx.shape = logits.shape
             return logits.sum()
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient
+            return gradient.expand(ctx.shape)
 
     model = tiny_llama()
     model._loss_function = lambda logits, labels, **kwargs: Kernel.apply(logits)
@@ -235,7 +236,7 @@ def test_a_custom_function_on_the_logits_is_refused() -> None:
         prepare(model, **LOSS),
         pytest.raises(RuntimeError, match=r"LlamaForCausalLM: a custom autograd Function.*loss=False"),
     ):
-        model(input_ids=IDS, labels=IDS)
+        model(input_ids=IDS, labels=IDS).loss.backward()
 
 
 def test_hooks_on_the_head(caplog: pytest.LogCaptureFixture) -> None:

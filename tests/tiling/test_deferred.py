@@ -398,3 +398,111 @@ def test_post_norm_block_that_returns_its_mlps_output_too(dropout: float) -> Non
     with prepare(net, tiling=Tiling(4, self_check=False)):
         normed, y = net(x)
         assert torch.allclose(normed, F.rms_norm(y, (H,)), rtol=1e-10)
+
+
+# Cases that an adversarial review found
+
+
+def test_gradients_of_the_output() -> None:
+    """Hooks and ``retain_grad`` on an MLP's output get its whole gradient, whatever uses the output."""
+    seen: list[Tensor] = []
+
+    def use(block: Any, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+        y.register_hook(lambda g: seen.append(g.clone()) and None)
+        y.retain_grad()
+        seen.append(y)
+        return x + block.post_mlp_norm(y) + h + Twice.apply(y)
+
+    net, x = model(use)[:1], tokens()
+    true = gradients(net, x)
+    with prepare(net, tiling=TILES):
+        assert worst(gradients(net, x), true) <= ERROR
+    kept, plain, tiled_kept, tiled = seen
+    assert torch.allclose(tiled, plain, rtol=1e-10)
+    assert torch.allclose(tiled_kept.grad, kept.grad, rtol=1e-10)
+
+
+def test_a_gradient_that_tiles_do_not_have_is_refused() -> None:
+    """Asking for the gradient of an output after a norm took it into its tiles is an error, not a part of it."""
+    for ask in (lambda y: y.retain_grad(), lambda y: y.register_hook(print), lambda y: torch.autograd.grad(y.sum(), y)):
+
+        def use(block: Any, x: Tensor, h: Tensor, y: Tensor, ask: Any = ask) -> Tensor:
+            z = block.post_mlp_norm(y)
+            ask(y)
+            return z
+
+        net = model(use)
+        with prepare(net, tiling=TILES), pytest.raises(RuntimeError, match="a norm took its output into its own tiles"):
+            net(tokens())
+
+
+@pytest.mark.parametrize("name", ["h", "y"])
+def test_an_output_that_is_stored(name: str) -> None:
+    """An output that the block stores has the values of its own step, also after the optimizer has stepped."""
+    stored: list[Tensor] = []
+
+    def use(block: Any, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+        stored.append({"h": h, "y": y}[name])
+        return x + block.post_mlp_norm(y)
+
+    net, x = model(use)[:1], tokens()
+    net(x)
+    with prepare(net, tiling=TILES):
+        net(x)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(1.0)
+        assert torch.allclose(stored[1], stored[0], rtol=1e-10)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_first_read_without_gradients(mode: Any) -> None:
+    """An output that is first read without gradients still has its graph, and says so."""
+
+    def use(block: Any, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+        with mode():
+            scale = float(y.abs().max()) * 0 + 1
+        assert y.requires_grad
+        return x + y * scale + h
+
+    net, x = model(use), tokens()
+    true = reference(net, x)
+    with prepare(net, tiling=TILES, checkpointing=Checkpointing()):
+        assert worst(gradients(net, x), true) <= ERROR
+
+
+def test_a_frozen_model_saves_nothing() -> None:
+    """Without anything to differentiate, nothing is deferred: the output wants no gradient."""
+    net, x = model().requires_grad_(False), tokens().detach()
+    with prepare(net, tiling=TILES):
+        assert not net(x).requires_grad
+
+
+def test_a_norm_that_takes_no_tile_runs_by_itself() -> None:
+    """A norm over more than the last dimension, which no tile fits, is left out of the tiles."""
+    net, x = model(), tokens()
+    for block in net:
+        block.pre_mlp_norm = nn.LayerNorm((24, H)).double()
+    true = reference(net, x)
+    with prepare(net, tiling=TILES):
+        assert worst(gradients(net, x), true) <= ERROR
+
+
+def test_a_norm_that_draws_random_numbers_runs_by_itself() -> None:
+    """A norm with dropout before an MLP has one mask, also where its output is used twice."""
+
+    class NoisyNorm(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5)
+
+    outputs: list[Tensor] = []
+
+    def use(block: Any, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+        outputs.append(h)
+        return block.mlp(h) - y
+
+    net = model(use)[:1]
+    net[0].pre_mlp_norm = NoisyNorm(H).double()
+    with prepare(net, tiling=Tiling(4, self_check=False)):
+        assert torch.allclose(net(tokens()), torch.zeros((), dtype=torch.float64), atol=1e-12)
+    assert bool((outputs[0] == 0).any())
