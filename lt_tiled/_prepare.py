@@ -83,7 +83,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                     self._blocks.append(block)
             if self.offloader is not None and checkpointing is not None and not self._blocks:
                 raise ValueError(
-                    f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks are checkpointed already."
+                    f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks are checkpointed."
                     " Set it where they are, in the strategy's checkpointing argument for one, or turn that off."
                 )
             if self._blocks:
@@ -210,8 +210,8 @@ def prepare(
     policy = as_tiling(tiling)
     if policy and (already := Report.of(model).tiled):
         warn(
-            f"{len(already)} modules are tiled already, {already[0].path} among them, and stay as they are: release what"
-            " tiled them first."
+            f"{len(already)} modules are tiled already, {already[0].path} among them, and stay as they are: release"
+            " what tiled them first."
         )
     return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss, policy))
 

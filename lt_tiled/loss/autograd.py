@@ -67,7 +67,8 @@ class LossTiles:
         """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``."""
         if count is not None and self.reduction != "mean":
             raise ValueError(
-                f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave count out."
+                f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave"
+                " count out."
             )
         number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float) and count >= 0
         if count is not None and not number and (isinstance(count, Tensor) or count != "global"):

@@ -89,7 +89,5 @@ class CrossEntropy:
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """For each token the next one's label, and none for the last: ``[..., S]``. The one place where labels of causal
-    models are shifted.
-    """
+    """Return for each token the next one's label, and none for the last: ``[..., S]``."""
     return F.pad(labels[..., 1:], (0, 1), value=ignore_index)

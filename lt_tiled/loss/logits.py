@@ -194,8 +194,8 @@ class _OnlyFull(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(
-            f"{ctx.name}: a custom autograd Function uses the full logits, which a tiled loss does not have: turn it off"
-            " with loss=False."
+            f"{ctx.name}: a custom autograd Function uses the full logits, which a tiled loss does not have: turn it"
+            " off with loss=False."
         )
 
 

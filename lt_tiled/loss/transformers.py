@@ -44,8 +44,8 @@ class AbsentLogits:
         if isinstance(name, str) and name.startswith("_"):  # copying and pickling ask for what an object may lack
             raise AttributeError(name)
         raise AttributeError(
-            f"{self._name} computed its loss in tiles, so its logits are unavailable. Call it without labels for logits,"
-            " use lt_tiled.metrics, or turn this off with loss=False."
+            f"{self._name} computed its loss in tiles, so its logits are unavailable. Call it without labels for"
+            " logits, use lt_tiled.metrics, or turn this off with loss=False."
         )
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __add__ = __mul__ = _refuse

@@ -332,7 +332,7 @@ def _with_neighbor(
 
 
 def _passes(made: Call, key: Any) -> bool:
-    """Whether a call with a norm in it passes the self-check, which a guess always needs; if not, it is not tried again.
+    """Whether a call with a norm in it passes the self-check, which a guess always needs; else it is not tried again.
 
     It is not counted as work of the step, and fake tensors, which have no values, are not checked.
     """

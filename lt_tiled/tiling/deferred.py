@@ -4,7 +4,7 @@ NOTE [Deferred]
 A module that may be tiled together with its neighbor (the norm before an MLP, an MLP with a norm behind it, a head with
 its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits on first use. If its first use is the
 neighbor, both run in the same tiles, and what is between them is never there in full. Any other use computes the
-module's own value and goes on with that, so the block's own code decides and a wrong guess costs nothing but the saving.
+module's own value and goes on with that, so the block's own code decides and a wrong guess costs only the saving.
 A :class:`DeferredCall` has its place in the autograd graph from the beginning: code that goes past Python's operators
 (a custom autograd Function, hooks of engines) gets the right values and gradients too.
 """
@@ -162,8 +162,8 @@ class DeferredCall(Deferred):
     def _refuse_if_changed(self) -> None:
         if self._changed():
             raise RuntimeError(
-                f"{self.call.patch.name}: its output was changed in place and then read without gradients, or by a custom"
-                " autograd Function, whose gradient would miss the change. Make the change out of place."
+                f"{self.call.patch.name}: its output was changed in place and then read without gradients, or by a"
+                " custom autograd Function, whose gradient would miss the change. Make the change out of place."
             )
 
     def computed(self) -> Tensor:
@@ -188,8 +188,8 @@ class DeferredCall(Deferred):
         tensors = [*self.inputs, *(w.tensor for w in self.call.weights)]
         if [t._version for t in tensors] != self.versions:
             raise RuntimeError(
-                f"{self.call.patch.name}: its input or a weight was changed in place before its output was used. Make the"
-                " change out of place, use the output before, or leave the module out of Tiling(targets=...)."
+                f"{self.call.patch.name}: its input or a weight was changed in place before its output was used. Make"
+                " the change out of place, use the output before, or leave the module out of Tiling(targets=...)."
             )
 
     def open_for(self, patch: TiledPatch) -> bool:

@@ -66,9 +66,7 @@ class TokenShape:
         return flat.view(*self.lead, *flat.shape[1:])
 
     def as_tile(self, flat: Tensor) -> Tensor:
-        """``[t, ...]`` as the module sees it: ``[1, t, ...]`` for three-dimensional hidden states, ``[t, ...]`` for
-        two.
-        """
+        """Return ``[t, ...]`` as the module sees it: ``[1, t, ...]`` for hidden states ``[B, S, H]``."""
         return flat.view(*self.tile_lead(flat.shape[0]), *flat.shape[1:])
 
     def tile_lead(self, tokens: int) -> tuple[int, ...]:
@@ -109,7 +107,8 @@ def compare_outputs(
     (few, tree), (many, other_tree) = (_flatten_named(output) for output in outputs)
     if tree != other_tree:
         raise NotPositionWiseError(
-            f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be tiled."
+            f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be"
+            " tiled."
         )
 
     def kind_of(name: str, leaves: tuple[Any, Any]) -> Kind:
@@ -178,7 +177,8 @@ class OutputAssembly:
                 lead = self.shape.tile_lead(high - low) if kind == "tokens" else (high - low,)
                 if leaf.shape[: len(lead)] != lead:
                     raise NotPositionWiseError(
-                        f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for {high - low} tokens."
+                        f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for"
+                        f" {high - low} tokens."
                     )
                 rows = self.shape.flatten(whole) if kind == "tokens" else whole
                 rows[low:high].copy_(leaf.flatten(0, len(lead) - 1))

@@ -145,5 +145,6 @@ def refuse_recorded(call: TiledCall) -> None:
     inside = (part for part in call.work.parts() if part not in call.work.modules)
     if collector and any(h.__module__ == _CAPTURING for part in inside for h in part._forward_hooks.values()):
         raise RecordedError(
-            f"{call.patch.name}: transformers records {', '.join(sorted(collector))} inside it, which tiles would change."
+            f"{call.patch.name}: transformers records {', '.join(sorted(collector))} inside it, which tiles would"
+            " change."
         )

@@ -29,9 +29,9 @@ class Weight:
         if self.tensor._version != version:
             owner, name = self.places[0]
             raise RuntimeError(
-                f"The weight {type(owner).__name__}.{name} of shape {list(self.tensor.shape)} was changed in place between"
-                f" the forward and the backward pass of a tiled module (version {version}, now {self.tensor._version}):"
-                " step the optimizer after the backward pass."
+                f"The weight {type(owner).__name__}.{name} of shape {list(self.tensor.shape)} was changed in place"
+                f" between the forward and the backward pass of a tiled module (version {version}, now"
+                f" {self.tensor._version}): step the optimizer after the backward pass."
             )
         return self.tensor
 

@@ -183,7 +183,7 @@ def test_several_owners() -> None:
 
 
 def test_loss_alone() -> None:
-    """``loss`` alone tiles no module; a number of tiles that is not positive is refused with the value and the bound."""
+    """``loss`` alone tiles no module; a number of tiles that is not positive is refused with the bound."""
     model = tiny_llama()
     with prepare(model, loss=2) as prepared:
         assert prepared.report().tiled == ()

@@ -384,6 +384,6 @@ def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
     model = TinyLM()
     with (
         prepare(model, checkpointing=Checkpointing()),
-        pytest.raises(ValueError, match="offload='disk' has no effect: all 2 blocks are checkpointed already"),
+        pytest.raises(ValueError, match="offload='disk' has no effect: all 2 blocks are checkpointed"),
     ):
         prepare(model, checkpointing=policy(offload="disk"))

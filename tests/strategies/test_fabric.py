@@ -59,9 +59,7 @@ def test_registered_names() -> None:
 
 
 def test_several_models() -> None:
-    """Two models that go through one strategy are both marked; setting one up again patches nothing twice; teardown frees
-    both.
-    """
+    """Two models of one strategy are both tiled; setting one up again patches nothing twice; teardown restores both."""
     fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=4))
     models = [TinyLM(), TinyLM()]
     for model in models:

@@ -43,7 +43,7 @@ WITH_MLP = [name for name, architecture in ARCHITECTURES.items() if architecture
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITH_MLP])
 def test_no_mlp(name: str) -> None:
-    """Where a block's own code holds the halves of its MLP, ``auto`` finds none, and says so before anything changes."""
+    """Where a block's own code holds the halves of its MLP, ``auto`` says so before anything changes."""
     model = ARCHITECTURES[name].build()
     before = [set(vars(m)) for m in model.modules()]
     with pytest.raises(NothingFoundError, match=rf"Tiling found no MLP in {type(model).__name__}.*tiling=None"):

@@ -278,9 +278,7 @@ class StateSpace(nn.Module):
 
 
 def test_state_space_block_is_refused() -> None:
-    """A state-space block, which widens and narrows as an MLP does, is refused by the self-check as not position-wise, by
-    name.
-    """
+    """A state-space block, which widens and narrows as an MLP does, is refused by the self-check by name."""
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), StateSpace()) for _ in range(2)))
     with (
         prepare(model, tiling=Tiling(4)),
