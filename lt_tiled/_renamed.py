@@ -35,7 +35,7 @@ class _RenamedModules(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if name in MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        _warn(module.__name__, MODULES[module.__name__])
+        warn_renamed(module.__name__, MODULES[module.__name__])
         sys.modules[module.__name__] = import_module(MODULES[module.__name__])  # which importlib returns
 
 
@@ -48,12 +48,13 @@ def deprecated(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:
         if name not in renamed:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", renamed[name])
+        warn_renamed(f"{module}.{name}", renamed[name])
         path, _, new = renamed[name].rpartition(".")
         return getattr(import_module(path), new)
 
     return __getattr__
 
 
-def _warn(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
+    """Warn that ``old`` has the name ``new`` now."""
     warnings.warn(f"{old} is now {new}; the old name will go in 0.3.0.", DeprecationWarning, stacklevel=3)

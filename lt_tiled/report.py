@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from torch import nn
 
-from lt_tiled._renamed import deprecated
+from lt_tiled._renamed import deprecated, warn_renamed
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.modules.find import walk
@@ -32,6 +32,12 @@ class TiledModule:
     """hidden_size and intermediate_size, if the module is an MLP whose projections show them."""
     weight_bytes: int = 0
     """The bytes of its weights on all ranks together."""
+
+    @property
+    def widths(self) -> tuple[int, int] | None:
+        """The old name of :attr:`sizes`."""
+        warn_renamed("TiledModule.widths", "TiledModule.sizes")
+        return self.sizes
 
 
 @dataclass(frozen=True)

@@ -51,3 +51,11 @@ def test_names_that_never_existed() -> None:
         _ = importlib.import_module("lt_tiled").nothing
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("lt_tiled.nothing")
+
+
+def test_old_attribute_of_a_report() -> None:
+    """``TiledModule.widths`` is ``sizes``, and warns where it is used."""
+    row = TiledModule("mlp", "MLP", 8, 2, sizes=(16, 48))
+    with pytest.warns(DeprecationWarning, match="TiledModule.widths is now TiledModule.sizes") as warned:
+        assert row.widths == (16, 48)
+    assert warned[0].filename == __file__
