@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from lt_tiled import _renamed
+from lt_tiled.report import TiledModule
 
 NAMES = [
     ("lt_tiled", "OffloadDiskFull", "errors.OffloadDiskFullError"),
