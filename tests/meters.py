@@ -32,10 +32,16 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 def profiled_peak_bytes(run: Callable[[], Any]) -> int:
     """Return the peak of the bytes that torch's CPU allocator hands out while ``run`` works, by torch's profiler.
 
-    States of the random numbers do not count: no operation makes them, so the ledger cannot see them.
+    States of the random numbers do not count: no operation makes them, so the ledger cannot see them. It runs on one
+    thread, because kernels give each thread scratch memory that no tensor holds.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run()
+    finally:
+        torch.set_num_threads(threads)
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     random_state = torch.get_rng_state().nbytes
