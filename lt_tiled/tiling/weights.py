@@ -79,7 +79,7 @@ class GradientSum:
     """Sums one tensor's gradients over the tiles while autograd produces them.
 
     The leaf's hook adds a tile's gradient to the sum and hands autograd a stand-in without memory, so that only one
-    gradient is alive beside the sum. Sums of 16-bit gradients are kept in float32 and rounded once: summed in their
+    gradient is alive next to the sum. Sums of 16-bit gradients are kept in float32 and rounded once: summed in their
     own dtype, their error grows with the number of tiles.
     """
 
