@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -39,8 +40,8 @@ class _TiledMetric(Metric):
         self.total += self._sum(hidden, weight, labels, bias)
         self.count += (labels != self.ignore_index).sum()
 
-    def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class TiledPerplexity(_TiledMetric):

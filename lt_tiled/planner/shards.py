@@ -143,8 +143,7 @@ class FSDP2(EngineMemory):
         """Reduce-scatter the gradients of an FSDP unit, once all have come."""
         self.reduce_buffer()
         self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
-        for p in unit.ready:
-            p.grad = None
+        nn.ParameterList(unit.ready).zero_grad(set_to_none=True)
         for p in unit.ready:
             shard = self.shards[id(p)]
             shard.backward(torch.empty_like(shard))

@@ -77,8 +77,7 @@ class Zero3(_DeepSpeed, FSDP2):
         """Allocate nothing: prefetched weights are part of the live ones."""
 
     def reduce(self, unit: Unit) -> None:
-        for p in unit.ready:
-            p.grad = None  # moved to the bucket
+        nn.ParameterList(unit.ready).zero_grad(set_to_none=True)  # moved to the bucket
         unit.ready = []
 
 
@@ -108,6 +107,6 @@ class Zero(_DeepSpeed):
         super().begin(phase)
 
     def _after_gradient(self, weight: Tensor) -> None:
-        weight.grad = None
+        nn.ParameterList([weight]).zero_grad(set_to_none=True)
         if not self.engine.offload_optimizer:
             self.held.callback(self.ledger.hold(-(-weight.nbytes // self.engine.ranks), "gradients"))
