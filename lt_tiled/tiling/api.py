@@ -303,7 +303,7 @@ def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwarg
     if patch.key not in patch.mlp.learned.refused:
         made = TiledCall.of(work, patch.mlp, args, kwargs)
         if made is not None and _may_defer(made, patch.mlp) and _passes(made, patch.key):
-            deferred = None if made[0].draws(made[1]) else defer(*made, traces)
+            deferred = defer(*made, traces, may_draw=False)  # its output may be needed more than once
             if deferred is not None:
                 return deferred
     return patch.inner(module, *args, **kwargs)

@@ -84,9 +84,9 @@ def run_tiled(call: TiledCall, inputs: list[Tensor], traces: list[Trace]) -> Any
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def defer(call: TiledCall, inputs: list[Tensor], traces: list[Trace]) -> DeferredCall | None:
-    """Return a tensor that runs the call on first use, or ``None`` if its output is not one tensor."""
-    like = call.signature(inputs)
+def defer(call: TiledCall, inputs: list[Tensor], traces: list[Trace], may_draw: bool = True) -> DeferredCall | None:
+    """Return a tensor that runs the call on first use, or ``None``: see :meth:`TiledCall.signature`."""
+    like = call.signature(inputs, may_draw)
     if like is None:
         return None
     _note(call)

@@ -46,7 +46,7 @@ class Learned:
     """The works that are not tiled together with a norm next to them."""
     layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
-    """Trailing shape and dtype of an output that is one tensor, else ``None``."""
+    """Trailing shape and dtype of an output that is one tensor, and whether random numbers are drawn; else ``None``."""
     saved: dict[Hashable, int | None] = field(default_factory=dict)
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
     uncompiled: bool = False

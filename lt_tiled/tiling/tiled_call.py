@@ -136,22 +136,26 @@ class TiledCall:
         with torch.no_grad(), random_state_kept(self.device):
             return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
 
-    def draws(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the work draws random numbers: two tokens tell."""
-        with hidden_from_modes(inputs[0]), torch.no_grad(), random_state_kept(self.device):
-            start = RandomState.now(self.device)
-            self.run_tile(self.cut(self.flat(inputs), slice(0, 2)))
-            return not start.same_as(RandomState.now(self.device))
+    def signature(self, inputs: Sequence[Tensor], may_draw: bool) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return shape and dtype of the output, from a run of two tokens that is made once.
 
-    def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return shape and dtype of the output if it is one per-token tensor, else ``None``: two tokens tell."""
+        Args:
+            inputs: The tensors of the call's arguments.
+            may_draw: Whether the work may draw random numbers.
+
+        Returns:
+            ``None`` if the output is not one per-token tensor, or the work draws random numbers and may not.
+        """
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
-            with hidden_from_modes(inputs[0]):
-                output = self.probe(inputs, 2)
+            with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad():
+                start = RandomState.now(self.device)
+                output = self.run_tile(self.cut(self.flat(inputs), slice(0, 2)))
+                draws = not start.same_as(RandomState.now(self.device))
             one = describe_output(output, self.shape, 2) is not None
-            known[key] = (output.shape[len(self.shape.lead) :], output.dtype) if one else None
-        if (found := known[key]) is None:
+            known[key] = (output.shape[len(self.shape.lead) :], output.dtype, draws) if one else None
+        found = known[key]
+        if found is None or (found[2] and not may_draw):
             return None
         return (*self.shape.lead, *found[0]), found[1]
 
