@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled._arguments import split_arguments
 from lt_tiled._log import inform_once, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
@@ -21,6 +20,7 @@ from lt_tiled.offload.geometry import storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
+from lt_tiled.tiling.layout import split_arguments
 
 
 @dataclass(frozen=True)

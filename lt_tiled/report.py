@@ -11,7 +11,7 @@ from torch import nn
 
 from lt_tiled._renamed import deprecated, warn_renamed
 from lt_tiled.checkpointing import BlockPatch
-from lt_tiled.loss.logits import HeadPatch
+from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats

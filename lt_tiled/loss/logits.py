@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,38 +15,14 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform_once
 from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
-from lt_tiled.modules.patch import SharedPatch
-from lt_tiled.policies import LossShards
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.recompute import AutocastState
-from lt_tiled.tiling.state import Learned, Work
+from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import substituted, trainable_weights
 
-
-class HeadPatch(SharedPatch):
-    """On the head of a model that computes its own loss; each owner's value is a number of tiles."""
-
-    attribute = "_lt_tiled_head"
-
-    wanted = False
-    """Whether the model runs with labels."""
-    checked = False
-    """Whether a tile showed that only the hidden states and the head's own weights want a gradient."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.learned = Learned()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy: Any = super().__deepcopy__(memo)
-        copy.learned = Learned(self.learned.largest)
-        return copy
-
-    @property
-    def num_shards(self) -> LossShards:
-        """The number of tiles that was asked for last."""
-        return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
+if TYPE_CHECKING:
+    from lt_tiled.loss.transformers import HeadPatch
 
 
 @dataclass(frozen=True)
@@ -59,6 +36,7 @@ class DeferredLogits(Deferred):
     """Logits ``[..., V]`` that are not computed yet, and what is to be done to them."""
 
     head: nn.Module
+    patch: HeadPatch
     hidden: Tensor
     steps: tuple[tuple[Callable[[Tensor], Tensor], bool], ...]
     """What is to be done to each of the logits, and whether that only makes them float32."""
@@ -72,20 +50,18 @@ class DeferredLogits(Deferred):
     """The full logits, once they were used."""
 
     @classmethod
-    def of(cls, head: nn.Module, hidden: Tensor, steps: Any, meta: Tensor) -> DeferredLogits:
+    def of(cls, head: nn.Module, patch: HeadPatch, hidden: Tensor, steps: Any, meta: Tensor) -> DeferredLogits:
         """Return deferred logits of hidden states ``[..., H]``."""
         with torch._C.DisableTorchFunctionSubclass():
             link = torch.empty(0, requires_grad=True)
-            logits: DeferredLogits = _OnlyFull.apply(
-                head_patch(head).name, tuple(meta.shape), meta.dtype, hidden.device, link
-            )
-        logits.head, logits.hidden, logits.steps, logits.meta = head, hidden, steps, meta
+            logits: DeferredLogits = _OnlyFull.apply(patch.name, tuple(meta.shape), meta.dtype, hidden.device, link)
+        logits.head, logits.patch, logits.hidden, logits.steps, logits.meta = head, patch, hidden, steps, meta
         logits.grad_mode, logits.autocast, logits.full = torch.is_grad_enabled(), AutocastState.now(hidden.device), None
         logits.version = 0 if hidden.is_inference() else hidden._version
         return logits
 
     def _compute(self, rows: Tensor) -> Tensor:
-        logits: Tensor = head_patch(self.head).inner(self.head, rows)
+        logits: Tensor = self.patch.inner(self.head, rows)
         for function, _ in self.steps:
             logits = function(logits)
         return logits
@@ -93,7 +69,7 @@ class DeferredLogits(Deferred):
     def value(self, because: str = "") -> Tensor:
         """Return the full logits with the graph that they had when the head was called."""
         if self.full is None:
-            name, shape = head_patch(self.head).name, self.meta.shape
+            name, shape = self.patch.name, self.meta.shape
             inform_once(
                 f"full logits {name}", f"the loss of {name} is not tiled: its code uses full logits ({because})"
             )
@@ -108,7 +84,7 @@ class DeferredLogits(Deferred):
     def _on_head(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
         if not self.hidden.is_inference() and self.hidden._version != self.version:
             raise RuntimeError(
-                f"{head_patch(self.head).name}: the hidden states were changed in place before their logits were used."
+                f"{self.patch.name}: the hidden states were changed in place before their logits were used."
                 " Make the change out of place, or turn the tiled loss off with loss=False."
             )
         with self.autocast.context():
@@ -120,7 +96,9 @@ class DeferredLogits(Deferred):
         if self.full is not None or any(isinstance(t, Deferred) for t in others):
             return NotImplemented
         if func is F.cross_entropy:
-            return self._loss(*args, **kwargs)
+            given = _CROSS_ENTROPY.bind(*args, **kwargs)
+            given.apply_defaults()
+            return self._loss(**given.arguments)
         if func in _DESCRIBES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -137,28 +115,26 @@ class DeferredLogits(Deferred):
         else:
             upcast = func in (Tensor.float, Tensor.to) and meta.dtype == torch.float32
             kept, steps = meta.shape == self.meta.shape and meta.is_floating_point(), (*self.steps, (step, upcast))
-        return DeferredLogits.of(self.head, self.hidden, steps, meta) if kept else NotImplemented
+        return DeferredLogits.of(self.head, self.patch, self.hidden, steps, meta) if kept else NotImplemented
 
     def _loss(
         self,
         input: Any,
         target: Tensor,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: Any = "mean",
-        label_smoothing: float = 0.0,
+        ignore_index: int,
+        label_smoothing: float,
+        reduction: Any,
+        **others: Any,
     ) -> Any:
         """Return ``F.cross_entropy`` in tiles, unless its arguments ask for what tiles do not do."""
-        plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+        plain = all(value is None for value in others.values()) and not target.is_floating_point()
         if not plain or self.meta.shape[:-1] != target.shape or input is not self:
             return NotImplemented
         while self.steps and self.steps[-1][1]:  # tiles are float32 themselves
             self.steps = self.steps[:-1]
 
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
-            patch, work, vocab_size = head_patch(head), Work(head.forward, (head,)), self.meta.shape[-1]
+            patch, work, vocab_size = self.patch, Work(head.forward, (head,)), self.meta.shape[-1]
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
@@ -223,12 +199,7 @@ for _name in set(dir(Tensor)) - (set(dir(object)) - {"__eq__", "__ne__", "__lt__
         setattr(HeadOutput, _name, _operator(_name))
 
 
-def head_patch(head: nn.Module) -> HeadPatch:
-    """Return the patch of a head, active or not."""
-    patch: HeadPatch = head.__dict__[HeadPatch.attribute]
-    return patch
-
-
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _DESCRIBES = {getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "stride", "ndimension")}
 _DESCRIBES |= {getattr(torch._C.TensorBase, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")}
 _ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}

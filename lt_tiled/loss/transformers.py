@@ -18,10 +18,11 @@ from torch import nn
 
 from lt_tiled._log import inform_once
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.logits import DeferredLogits, HeadOutput, HeadPatch, OnHead, head_patch
+from lt_tiled.loss.logits import DeferredLogits, HeadOutput, OnHead
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import SharedPatch, get_patch, get_patches, remove_patch, set_patch
 from lt_tiled.policies import LossShards
+from lt_tiled.tiling.state import Learned
 
 
 class LossPatch(SharedPatch):
@@ -32,6 +33,31 @@ class LossPatch(SharedPatch):
     def head(self, module: nn.Module) -> nn.Module:
         """Return the model's head as it is now: peft may have put another in its place."""
         return module.get_output_embeddings()  # type: ignore[operator,no-any-return]
+
+
+class HeadPatch(SharedPatch):
+    """On the head of a model that computes its own loss; each owner's value is a number of tiles."""
+
+    attribute = "_lt_tiled_head"
+
+    wanted = False
+    """Whether the model runs with labels."""
+    checked = False
+    """Whether a tile showed that only the hidden states and the head's own weights want a gradient."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.learned = Learned()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy: Any = super().__deepcopy__(memo)
+        copy.learned = Learned(self.learned.largest)
+        return copy
+
+    @property
+    def num_shards(self) -> LossShards:
+        """The number of tiles that was asked for last."""
+        return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
 
 
 class AbsentLogits:
@@ -55,7 +81,7 @@ class AbsentLogits:
 
 
 def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    patch = head_patch(self)
+    patch: HeadPatch = self.__dict__[HeadPatch.attribute]
     if len(args) == 2 and isinstance(args[1], OnHead):
         return args[1].function(self, args[0])
     if not patch.wanted or kwargs or len(args) != 1 or torch.compiler.is_compiling():
@@ -68,7 +94,7 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     shape: tuple[int, ...] = (*hidden.shape[:-1], int(self.out_features))  # type: ignore[arg-type]
-    logits = DeferredLogits.of(self, hidden, (), torch.empty(shape, dtype=dtype, device="meta"))
+    logits = DeferredLogits.of(self, patch, hidden, (), torch.empty(shape, dtype=dtype, device="meta"))
     return HeadOutput(logits) if hooks else logits
 
 

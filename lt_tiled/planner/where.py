@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lt_tiled._arguments import split_arguments
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.feed_forward import find_tileable
@@ -19,6 +18,7 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.api import tiled_patches
+from lt_tiled.tiling.layout import split_arguments
 
 _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""

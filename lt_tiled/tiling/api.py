@@ -22,9 +22,9 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
 from lt_tiled.tiling.recompute import hidden_from_modes
-from lt_tiled.tiling.self_check import RecordedError, check_first, refuse_recorded
+from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch, Work
-from lt_tiled.tiling.tiled_call import TiledCall, Trace
+from lt_tiled.tiling.tiled_call import TiledCall
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 Call = tuple[TiledCall, list[Tensor]]
@@ -106,8 +106,8 @@ class TiledCallable:
         made = TiledCall.of(Work(self.function, modules_of(self.function)), self.patch, args, kwargs)
         if made is None:
             return self.function(*args, **kwargs)
-        check_first(*made)
-        return run_tiled(*made, [])
+        _check(made)
+        return run_tiled(*made)
 
 
 def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...]:
@@ -212,29 +212,41 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work, traces = Work(partial(patch.inner, module), _parts(module, patch.found.parts)), list[Trace]()
-    made = _with_neighbor(work, patch, args, kwargs, traces)
+    work = Work(partial(patch.inner, module), _parts(module, patch.found.parts))
+    made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
         made = TiledCall.of(work, patch, args, kwargs)
         if made is None:
             return work.function(*args, **kwargs)
+        if recorded := work.recorded():
+            names = ", ".join(recorded)
+            _tile_below(
+                module, patch, f"{patch.name}: transformers records {names} inside it, which tiles would change."
+            )
+            return work.function(*args, **kwargs)
         try:
-            refuse_recorded(made[0])
-            check_first(*made)
+            _check(made)
         except NotPositionWiseError as error:
-            if not (patch.found.below or isinstance(error, RecordedError)):
+            if not patch.found.below:
                 raise
-            _tile_below(module, patch, error)
-            return patch.inner(module, *args, **kwargs)
-    if patch.found.has_norm_behind and _may_defer(made, patch):
-        deferred = defer(*made, traces)
+            _tile_below(module, patch, str(error))
+            return work.function(*args, **kwargs)
+    if patch.found.has_norm_behind and not kwargs and _may_defer(made, patch):
+        deferred = defer(*made)
         if deferred is not None:
             return deferred
-    return run_tiled(*made, traces)
+    return run_tiled(*made)
 
 
-def _tile_below(module: nn.Module, patch: TiledPatch, reason: NotPositionWiseError) -> None:
+def _check(made: Call, guessed: bool = False) -> None:
+    """Check a call, unless that was done, or what runs is not guessed and the policy wants no check."""
+    call, inputs = made
+    if (guessed or call.patch.tiling.self_check) and call.mode not in call.patch.learned.checked:
+        check_position_wise(call, inputs)
+
+
+def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
     """Run a mixture of experts untiled, and its experts, below the router, in tiles.
 
     From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
@@ -295,15 +307,15 @@ _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle loo
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work, traces = Work(partial(patch.inner, module), (module,), patch.key), list[Trace]()
+    work = Work(partial(patch.inner, module), (module,), patch.key)
     if patch.behind:
-        made = _with_neighbor(work, patch.mlp, args, kwargs, traces)
-        return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made, traces)
+        made = _with_neighbor(work, patch.mlp, args, kwargs)
+        return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made)
     args, kwargs = values((args, kwargs))
-    if patch.key not in patch.mlp.learned.refused:
+    if not kwargs and patch.key not in patch.mlp.learned.refused:
         made = TiledCall.of(work, patch.mlp, args, kwargs)
         if made is not None and _may_defer(made, patch.mlp) and _passes(made, patch.key):
-            deferred = defer(*made, traces, may_draw=False)  # its output may be needed more than once
+            deferred = defer(*made)
             if deferred is not None:
                 return deferred
     return patch.inner(module, *args, **kwargs)
@@ -315,19 +327,19 @@ def _may_defer(made: Call, patch: TiledPatch) -> bool:
     return patch.needs.defer and plain and made[0].differentiable and not torch.compiler.is_compiling()
 
 
-def _with_neighbor(
-    work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any], traces: list[Trace]
-) -> Call | None:
-    """Return one call of this work and the deferred one among its arguments, if there is one to join."""
-    given = (*args, *kwargs.values())
-    deferred = next((a for a in given if isinstance(a, DeferredCall) and a.open_for(patch)), None)
-    if deferred is None:
+def _with_neighbor(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Return one call of this work and the deferred one that is its first argument, if that can be joined."""
+    deferred = args[0] if args else None
+    if not isinstance(deferred, DeferredCall) or not deferred.open_for(patch):
         return None
-    together, args, kwargs = deferred.then(work, args, kwargs)
-    made = None if together.key in patch.learned.refused else TiledCall.of(together, patch, args, kwargs)
+    together, own = deferred.then(work)
+    others = values((args[1:], kwargs))
+    made = (
+        None if together.key in patch.learned.refused else TiledCall.of(together, patch, (own, *others[0]), others[1])
+    )
     if made is None or not _passes(made, together.key):
         return None
-    deferred.followers.append(traces)
+    deferred.taken = True
     return made
 
 
@@ -337,11 +349,12 @@ def _passes(made: Call, key: Any) -> bool:
     It is not counted as work of the step, and fake tensors, which have no values, are not checked.
     """
     call, inputs = made
+    if call.work.recorded():
+        return False
     try:
-        refuse_recorded(call)
         if type(inputs[0]) in (Tensor, nn.Parameter):
             with hidden_from_modes(inputs[0]):
-                check_first(call, inputs, guessed=True)
+                _check(made, guessed=True)
     except Exception:  # whatever the norm does not take, it takes by itself
         call.patch.learned.refused.add(key)
         return False

@@ -73,24 +73,25 @@ class TiledFunction(torch.autograd.Function):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_tiled(call: TiledCall, inputs: list[Tensor], traces: list[Trace]) -> Any:
-    """Run a call tile by tile, and append its trace."""
+def run_tiled(call: TiledCall, inputs: list[Tensor]) -> Any:
+    """Run a call tile by tile."""
     _note(call)
     if not call.differentiable:
         leaves, trace = call.forward(inputs, learn=False)
         return pytree.tree_unflatten(leaves, trace.layout.tree)
+    traces: list[Trace] = []
     leaves = _apply(call, inputs, traces, None)
     return pytree.tree_unflatten(leaves, traces[0].layout.tree)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def defer(call: TiledCall, inputs: list[Tensor], traces: list[Trace], may_draw: bool = True) -> DeferredCall | None:
+def defer(call: TiledCall, inputs: list[Tensor]) -> DeferredCall | None:
     """Return a tensor that runs the call on first use, or ``None``: see :meth:`TiledCall.signature`."""
-    like = call.signature(inputs, may_draw)
+    like = call.signature(inputs)
     if like is None:
         return None
     _note(call)
-    deferred: DeferredCall = _apply(call, inputs, traces, like)
+    deferred: DeferredCall = _apply(call, inputs, [], like)
     return deferred
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._arguments import Arguments
 from lt_tiled._log import inform_once
 from lt_tiled.policies import CompileOptions
+from lt_tiled.tiling.layout import Arguments, OutputLayout
 from lt_tiled.tiling.state import Work
+
+if TYPE_CHECKING:
+    from lt_tiled.tiling.tiled_call import TiledCall
 
 
 class CannotCompile(Exception):
@@ -39,53 +42,62 @@ class CompiledTile:
         self._backward = torch.compile(_own_code(_backward), **options)
 
     @classmethod
-    def of(cls, kind: str, options: bool | CompileOptions) -> CompiledTile | None:
-        """Return the one for this kind and these options, or ``None`` if nothing is to be compiled."""
-        if options is False:
-            return None
+    def of(cls, kind: str, options: Literal[True] | CompileOptions) -> CompiledTile:
+        """Return the one for this kind and these options."""
         given: dict[str, Any] = {} if options is True else {**options}
         key = kind, repr(sorted(given.items()))
         if key not in cls._all:
             cls._all[key] = cls(kind, given)
         return cls._all[key]
 
-    def forward(self, work: Work, arguments: Arguments, tensors: Sequence[Tensor]) -> Any:
-        """Run the work."""
+    def forward(self, call: TiledCall, tile: Sequence[Tensor]) -> Any:
+        """Run the call's work on a tile.
+
+        Raises:
+            CannotCompile: If its code is not one graph.
+        """
+        views = call.views(tile)
+        _mark(views, _token_dimensions(call))
         with self._compiling():
-            return self._forward(_Holder(work), arguments, list(tensors))
+            return self._forward(_Holder(call.work), call.arguments, views)
 
     def backward(
         self,
-        work: Work,
-        arguments: Arguments,
-        tensors: Sequence[Tensor],
-        wanted: tuple[int, ...],
-        weights: Sequence[tuple[Tensor, Sequence[tuple[nn.Module, str]]]],
+        call: TiledCall,
+        tile: Sequence[Tensor],
+        weights: Sequence[Tensor],
         gradients: Mapping[int, Tensor],
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Run the work again and differentiate it.
+        layout: OutputLayout,
+    ) -> tuple[Tensor | None, ...]:
+        """Run the work on a tile again and differentiate it.
 
         Args:
-            work: What to run.
-            arguments: How it is called.
-            tensors: The tensors of the call.
-            wanted: The indices of those that want a gradient.
-            weights: The weights that want one, each with the places that hold it.
+            call: The call.
+            tile: The tensors of the tile.
+            weights: What stands for the call's weights.
             gradients: The gradients of the output's leaves, by index.
+            layout: Of the output.
 
         Returns:
-            The gradients of the weights and of the wanted tensors; ``None`` for those that are not used.
+            The gradients of the weights, then of the arguments that want one; ``None`` for those that are not used.
+
+        Raises:
+            CannotCompile: If its code is not one graph.
         """
-        holder = _Holder(work)
+        holder = _Holder(call.work)
         paths = {id(part): path for path, part in holder.named_modules()}
-        names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in places) for _, places in weights)
-        leaves = [_like(t, t.detach().requires_grad_(index in wanted)) for index, t in enumerate(tensors)]
-        chosen = [w.detach().requires_grad_() for w, _ in weights]
+        names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in w.places) for w in call.weights)
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(call.views(tile), call.wants_grad, strict=True)]
+        _mark(leaves, _token_dimensions(call))
+        dimensions = {"tokens": len(call.shape.lead) - 1, "flat": 0}
+        _mark(gradients.values(), [dimensions.get(layout.kinds[index]) for index in gradients])
+        chosen = [w.detach().requires_grad_() for w in weights]
+        wanted = tuple(index for index, wants in enumerate(call.wants_grad) if wants)
         with self._compiling(), torch.enable_grad():
-            found = self._backward(
-                holder, arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values())
+            found: tuple[Tensor | None, ...] = self._backward(
+                holder, call.arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values())
             )
-        return list(found[: len(chosen)]), list(found[len(chosen) :])
+        return found
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -100,16 +112,16 @@ class CompiledTile:
             raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
 
-def token_dimension(tensor: Tensor, dimension: int) -> None:
-    """Tell the compiler that a dimension changes from tile to tile: the last one is shorter."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+def _token_dimensions(call: TiledCall) -> list[int | None]:
+    """Return the dimension of each argument of a tile that counts its tokens."""
+    return [len(call.shape.lead) - 1 if per_token else None for per_token in call.per_token]
 
 
-def _like(marked: Tensor, tensor: Tensor) -> Tensor:
-    """Return the tensor with the dynamic dimensions of another one."""
-    for dimension in getattr(marked, "_dynamo_weak_dynamic_indices", ()):
-        token_dimension(tensor, dimension)
-    return tensor
+def _mark(tensors: Iterable[Tensor], dimensions: Sequence[int | None]) -> None:
+    """Tell the compiler which dimensions change from tile to tile: the last one is shorter."""
+    for tensor, dimension in zip(tensors, dimensions, strict=True):
+        if dimension is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 _LIMITS = {"trace_autograd_ops": True, "recompile_limit": 64}

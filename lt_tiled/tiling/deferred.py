@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
-from lt_tiled.tiling.recompute import AutocastState, random_state_kept, training_set
+from lt_tiled.tiling.recompute import AutocastState, training_set
 from lt_tiled.tiling.state import TiledPatch, Work
 
 if TYPE_CHECKING:
@@ -105,10 +105,8 @@ class DeferredCall(Deferred):
     versions: list[int]
     traces: list[Trace]
     """The trace of the call once it ran; the call's node shares the list."""
-    followers: list[list[Trace]]
-    """The same of the calls that run this one's work in their own tiles."""
-    hooked: bool
-    """Whether its gradient was asked for, which it has only if its neighbor does not run in its tiles."""
+    taken: bool
+    """Whether a neighbor runs this call's work in its own tiles."""
     _data: Tensor | None
     _value: Tensor | None
     _node: Any
@@ -119,10 +117,9 @@ class DeferredCall(Deferred):
     ) -> DeferredCall:
         """Return the deferred output of a call."""
         deferred: DeferredCall = cls.like(shape, dtype, call.device)
-        deferred.call, deferred.inputs, deferred.traces, deferred.followers = call, inputs, traces, []
+        deferred.call, deferred.inputs, deferred.traces, deferred.taken = call, inputs, traces, False
         deferred.versions = [t._version for t in [*inputs, *(w.tensor for w in call.weights)]]
         deferred._data = deferred._value = deferred._node = None
-        deferred.hooked = False
         if (unused := _unused.get()) is not None:
             unused.append(weakref.ref(deferred))
         return deferred
@@ -132,12 +129,12 @@ class DeferredCall(Deferred):
         if func not in _OF_THE_GRADIENT or self._changed():
             return NotImplemented
         if func not in _READS and not (func is Tensor.register_hook and _tracks(args[1])):
-            if self.followers:
+            if self.taken:
                 raise RuntimeError(
                     f"{self.call.patch.name}: a norm took its output into its own tiles, so there is no gradient of it."
                     " Ask for it before the norm runs, or leave the module out of Tiling(targets=...)."
                 )
-            self.hooked = True
+            self.computed()  # it has a gradient only if no neighbor takes it
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -170,16 +167,8 @@ class DeferredCall(Deferred):
         """Run the call, once."""
         if self._data is None:
             self._check_unchanged()
-            # Joined before: draw the numbers that its neighbor saw.
-            drawn = next((t for traces in self.followers for t in traces if t.random is not None), None)
-            replay = random_state_kept(self.call.device, drawn.random) if drawn is not None else nullcontext()
-            with torch.inference_mode(False), training_set(self.call.modes), replay:
+            with torch.inference_mode(False), training_set(self.call.modes):
                 leaves, trace = self.call.forward(self.inputs, learn=True)
-            if drawn is not None and trace.random is not None and not trace.end.same_as(drawn.end):
-                raise RuntimeError(
-                    f"{self.call.patch.name}: its output is used by a norm and once more, and the norm draws random"
-                    " numbers. Leave the module out of Tiling(targets=...)."
-                )
             self.traces.append(trace)
             self._data, self.inputs = leaves[0], []
         return self._data
@@ -195,45 +184,24 @@ class DeferredCall(Deferred):
     def open_for(self, patch: TiledPatch) -> bool:
         """Whether a neighbor of the same MLP can run in the same tiles."""
         same = self.call.patch is patch and self.call.autocast == AutocastState.now(self.call.device)
-        return self._data is None and not (self.followers or self.hooked) and same and torch.is_grad_enabled()
+        return self._data is None and not self.taken and same and torch.is_grad_enabled()
 
-    def then(
-        self, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Work, tuple[Any, ...], dict[str, Any]]:
-        """Return one work that runs this call's and then the neighbor's, and the arguments of both.
+    def then(self, work: Work) -> tuple[Work, tuple[Any, ...]]:
+        """Return one work that runs this call's and, on its output, the neighbor's; and this call's arguments.
 
-        Args:
-            work: The neighbor's work.
-            args: Its positional arguments; this tensor is one of them or of the next.
-            kwargs: Its keyword arguments.
+        The work takes those in the place of the neighbor's first argument, which is this tensor.
         """
         self._check_unchanged()
-        own_args, own_kwargs = self.call.arguments.call_with(self.inputs)
-        args, kwargs = pytree.tree_map_only(Deferred, lambda t: _HERE if t is self else t.value(), (args, kwargs))
-        names = tuple(own_kwargs), tuple(kwargs)
-        run = partial(_run_both, self.call.work.function, work.function, names)
-        key = (self.call.work.key, self.call.arguments.tree, work.key, names[1])
+        run = partial(_run_both, self.call.work.function, work.function)
+        key = (self.call.work.key, self.call.arguments.tree, work.key)
         together = Work(run, (*self.call.work.modules, *work.modules), key)
-        return together, (own_args, tuple(own_kwargs.values()), args, tuple(kwargs.values())), {}
-
-
-class _Here:
-    """Stands in a neighbor's arguments where the first work's output goes."""
-
-
-_HERE = _Here()
+        return together, self.call.arguments.call_with(self.inputs)[0]
 
 
 def _run_both(
-    first: Callable[..., Any],
-    second: Callable[..., Any],
-    names: tuple[tuple[str, ...], tuple[str, ...]],
-    *arguments: tuple[Any, ...],
+    first: Callable[..., Any], second: Callable[..., Any], own: tuple[Any, ...], *args: Any, **kwargs: Any
 ) -> Any:
-    between = first(*arguments[0], **dict(zip(names[0], arguments[1], strict=True)))
-    args = [between if a is _HERE else a for a in arguments[2]]
-    kwargs = {n: between if a is _HERE else a for n, a in zip(names[1], arguments[3], strict=True)}
-    return second(*args, **kwargs)
+    return second(first(*own), *args, **kwargs)
 
 
 class _Value(torch.autograd.Function):

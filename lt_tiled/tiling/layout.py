@@ -1,8 +1,8 @@
-"""How a call is cut into tiles, and how their outputs go together in the untiled order and shape."""
+"""A call's arguments, how it is cut into tiles, and how their outputs go together in the untiled order and shape."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
@@ -14,6 +14,36 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.policies import Tiling
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """``(args, kwargs)`` without the tensors in them and in their tuples.
+
+    Lists and dictionaries stay the caller's own objects, because a module may add to them.
+    """
+
+    tree: pytree.TreeSpec
+    others: tuple[Any, ...]
+    positions: tuple[int, ...]
+
+    def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors in place of theirs."""
+        leaves = list(self.others)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        return args, kwargs
+
+
+def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
+    """Return the tensors, and what is needed to call with others."""
+    whole = (args, kwargs)
+    leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
+    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return [leaves[i] for i in positions], Arguments(tree, others, positions)
+
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -24,32 +23,12 @@ SMALL_BUFFER = 2**20
 """Larger buffers, in bytes, are weights."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
-_CAPTURING = "transformers.utils.output_capturing"
 
 
-def check_first(call: TiledCall, inputs: Sequence[Tensor], guessed: bool = False) -> None:
-    """Check a call's work, once for each mode: auxiliary losses are computed in training only.
-
-    Args:
-        call: The call.
-        inputs: The tensors of its arguments.
-        guessed: Check what was joined by its name, also where the policy wants no check.
-
-    Raises:
-        NotPositionWiseError: See :func:`check_position_wise`.
-    """
-    mode = (call.work.key, call.work.training, torch.is_grad_enabled())
-    checked = call.patch.learned.checked
-    wanted = guessed or call.patch.tiling.self_check
-    if wanted and mode not in checked and check_position_wise(call, inputs):
-        checked.add(mode)
-
-
-def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> bool:
+def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     """Compare the outputs for :data:`CHECK_TOKENS` tokens of this call, at once and in two unequal tiles.
 
-    Returns:
-        Whether that shows anything: zeros, as of a zero-initialized projection, do not.
+    That is done once for each mode, or again if it showed nothing: zeros, as of a zero-initialized projection, do not.
 
     Raises:
         NotPositionWiseError: If an output differs or is not per token, or the module changes arguments or buffers.
@@ -75,7 +54,8 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> bool:
     per_token = [(name, a, b) for name, kind, a, b in leaves if kind in ("tokens", "flat")]
     for name, a, b in per_token:
         _compare(a, b, few, name, call.patch.name)
-    return any(bool(a.any()) for _, a, _ in per_token)
+    if any(bool(a.any()) for _, a, _ in per_token):
+        call.patch.learned.checked.add(call.mode)
 
 
 def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) -> None:
@@ -125,26 +105,3 @@ def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
                 " changed once for each tile, and again in the recompute. Leave it out of targets, or name the part of"
                 " it that works position by position."
             )
-
-
-class RecordedError(NotPositionWiseError):
-    """transformers records an output inside the module."""
-
-
-def refuse_recorded(call: TiledCall) -> None:
-    """Refuse a call inside of which transformers records outputs, such as router logits.
-
-    Its hooks (transformers/utils/output_capturing.py) append what a module returns to the collector of the model's
-    current call, with ``output_router_logits=True`` for one: an entry for each tile, without a graph.
-
-    Raises:
-        RecordedError: With the names of what is recorded.
-    """
-    capturing = sys.modules.get(_CAPTURING)
-    collector = None if capturing is None else capturing._active_collector.get()
-    inside = (part for part in call.work.parts() if part not in call.work.modules)
-    if collector and any(h.__module__ == _CAPTURING for part in inside for h in part._forward_hooks.values()):
-        raise RecordedError(
-            f"{call.patch.name}: transformers records {', '.join(sorted(collector))} inside it, which tiles would"
-            " change."
-        )

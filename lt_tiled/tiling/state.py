@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from lt_tiled._log import inform_once
 from lt_tiled.modules.patch import Patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
+
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Learned:
     """The works that are not tiled together with a norm next to them."""
     layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
-    """Trailing shape and dtype of an output that is one tensor, and whether random numbers are drawn; else ``None``."""
+    """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
     saved: dict[Hashable, int | None] = field(default_factory=dict)
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
     uncompiled: bool = False
@@ -63,9 +66,10 @@ class Learned:
             what: The subject of the log line.
             key: Tells log lines of different policies apart.
         """
+        first = self.largest[1] < 2 <= len(bounds)
         if tokens >= self.largest[0]:
             self.largest = (tokens, len(bounds))
-        if len(bounds) > 1:
+        if first:
             size = bounds[0][1] - bounds[0][0]
             inform_once(
                 f"{what} {key}", f"{what} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)"
@@ -117,6 +121,18 @@ class Work:
         """Yield the modules and their submodules."""
         for module in self.modules:
             yield from module.modules()
+
+    def recorded(self) -> Sequence[str]:
+        """Return the names of what transformers records inside the modules, such as router logits.
+
+        Its hooks append what a module returns to the collector of the model's current call, with
+        ``output_router_logits=True`` for one: that would be an entry for each tile, without a graph.
+        """
+        capturing = sys.modules.get(_CAPTURING)
+        collector = (None if capturing is None else capturing._active_collector.get()) or {}
+        inside = (part for part in self.parts() if part not in self.modules)
+        recorded = collector and any(h.__module__ == _CAPTURING for p in inside for h in p._forward_hooks.values())
+        return sorted(collector) if recorded else []
 
     @property
     def training(self) -> tuple[bool, ...]:

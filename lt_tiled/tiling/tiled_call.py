@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from lt_tiled._arguments import Arguments, split_arguments
 from lt_tiled._log import warn
-from lt_tiled.tiling.compiled import CannotCompile, CompiledTile, token_dimension
+from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
+    Arguments,
     Bounds,
     OutputAssembly,
     OutputLayout,
@@ -25,6 +25,7 @@ from lt_tiled.tiling.layout import (
     compare_outputs,
     describe_output,
     flat_gradient,
+    split_arguments,
     tile_bounds,
     tile_gradient,
 )
@@ -93,7 +94,6 @@ class TiledCall:
         self.autocast = AutocastState.now(self.device)
         self.weights = trainable_weights(work) if torch.is_grad_enabled() else []
         self.modes = [(part, part.training) for part in work.parts()]
-        self._compiled = CompiledTile.of(patch.found.kind, patch.tiling.compile)
 
     @classmethod
     def of(
@@ -124,11 +124,16 @@ class TiledCall:
         """Tells calls apart whose tiles run different code."""
         return self.work.key, self.arguments.tree, self.work.training, tuple(self.wants_grad), self.autocast
 
+    @property
+    def mode(self) -> Hashable:
+        """Tells apart what the self-check must see by itself: auxiliary losses are computed in training only."""
+        return self.work.key, self.work.training, torch.is_grad_enabled()
+
     # Running one tile
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module's own forward on one tile: ``[1, t, ...]`` or ``[t, ...]`` of per-token arguments."""
-        args, kwargs = self.arguments.call_with(self._views(tensors))
+        args, kwargs = self.arguments.call_with(self.views(tensors))
         return self.work.function(*args, **kwargs)
 
     def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
@@ -136,30 +141,29 @@ class TiledCall:
         with torch.no_grad(), random_state_kept(self.device):
             return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
 
-    def signature(self, inputs: Sequence[Tensor], may_draw: bool) -> tuple[tuple[int, ...], torch.dtype] | None:
+    def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Return shape and dtype of the output, from a run of two tokens that is made once.
 
         Args:
             inputs: The tensors of the call's arguments.
-            may_draw: Whether the work may draw random numbers.
 
         Returns:
-            ``None`` if the output is not one per-token tensor, or the work draws random numbers and may not.
+            ``None`` if the output is not one per-token tensor, or random numbers are drawn: an output that is used by
+            a neighbor and once more would be computed with different ones.
         """
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
             with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad():
                 start = RandomState.now(self.device)
                 output = self.run_tile(self.cut(self.flat(inputs), slice(0, 2)))
-                draws = not start.same_as(RandomState.now(self.device))
-            one = describe_output(output, self.shape, 2) is not None
-            known[key] = (output.shape[len(self.shape.lead) :], output.dtype, draws) if one else None
+                repeatable = start.same_as(RandomState.now(self.device))
+            one = repeatable and describe_output(output, self.shape, 2) is not None
+            known[key] = (output.shape[len(self.shape.lead) :], output.dtype) if one else None
         found = known[key]
-        if found is None or (found[2] and not may_draw):
-            return None
-        return (*self.shape.lead, *found[0]), found[1]
+        return None if found is None else ((*self.shape.lead, *found[0]), found[1])
 
-    def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return a tile's tensors as the module sees them."""
         # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
         pairs = zip(tensors, self.per_token, strict=True)
         return [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs]
@@ -167,22 +171,16 @@ class TiledCall:
     @property
     def compiled(self) -> CompiledTile | None:
         """The compiled code, unless a tile showed that it cannot be compiled."""
-        return None if self.patch.learned.uncompiled else self._compiled
+        options = False if self.patch.learned.uncompiled else self.patch.tiling.compile
+        return None if options is False else CompiledTile.of(self.patch.found.kind, options)
 
     def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
         if self.compiled is not None:
             try:
-                return self.compiled.forward(self.work, self.arguments, self._dynamic(self._views(tile)))
+                return self.compiled.forward(self, tile)
             except CannotCompile as error:
                 self._compile_no_more(error)
         return self.run_tile(tile)
-
-    def _dynamic(self, views: list[Tensor]) -> list[Tensor]:
-        """Tell the compiler that the number of tokens changes: the last tile is shorter."""
-        for view, per_token in zip(views, self.per_token, strict=True):
-            if per_token:
-                token_dimension(view, len(self.shape.lead) - 1)
-        return views
 
     def _compile_no_more(self, error: CannotCompile) -> None:
         self.patch.learned.uncompiled = True
@@ -326,14 +324,8 @@ class TiledCall:
         """Do the same compiled; return whether that could be done."""
         if self.compiled is None:
             return False
-        wanted = tuple(index for index, wants in enumerate(self.wants_grad) if wants)
-        weights = [(s.leaf, weight.places) for s, weight in zip(into.sums, self.weights, strict=True)]
-        for index, gradient in given.items():
-            if trace.layout.kinds[index] in ("tokens", "flat"):
-                token_dimension(gradient, len(self.shape.lead) - 1 if trace.layout.kinds[index] == "tokens" else 0)
         try:
-            views = self._dynamic(self._views(tile))
-            found = self.compiled.backward(self.work, self.arguments, views, wanted, weights, given)
+            found = self.compiled.backward(self, tile, [s.leaf for s in into.sums], given, trace.layout)
         except CannotCompile as error:
             if trace.random is not None:
                 raise RuntimeError(
@@ -343,11 +335,12 @@ class TiledCall:
             self._compile_no_more(error)
             return False
         whole = iter(into.wholes)
-        targets = [*into.sums, *(next(whole) if into.parts[i] is None else into.parts[i] for i in wanted)]
-        for target, part in zip(targets, [*found[0], *found[1]], strict=True):
+        wanted = [part for part, wants in zip(into.parts, self.wants_grad, strict=True) if wants]
+        targets = [*into.sums, *(next(whole) if part is None else part for part in wanted)]
+        for target, part in zip(targets, found, strict=True):
             if isinstance(target, Tensor):
                 target.zero_() if part is None else target.copy_(part.flatten(0, len(self.shape.lead) - 1))
-            elif part is not None and target is not None:
+            elif part is not None:
                 target.add(part)
         return True
 
