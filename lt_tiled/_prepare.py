@@ -26,7 +26,7 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import Checkpointing, LossShards, Tiers, Tiling, as_checkpointing, as_loss, as_tiling
 from lt_tiled.report import Report
-from lt_tiled.tiling.api import patch_tiled, restore_tiled
+from lt_tiled.tiling.patched import patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 
 Build = Callable[[Checkpointing, int | None], Offloader]

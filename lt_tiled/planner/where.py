@@ -17,8 +17,8 @@ from lt_tiled.modules.find import find_blocks, plain_name, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.api import tiled_patches
 from lt_tiled.tiling.layout import split_arguments
+from lt_tiled.tiling.patched import tiled_patches
 
 _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""

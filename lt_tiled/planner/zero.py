@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lt_tiled._training_step import stepped_on
 from lt_tiled.modules.find import walk
 from lt_tiled.planner.shards import FSDP2, EngineMemory, Unit
-from lt_tiled.tiling.api import tiled_patches
+from lt_tiled.tiling.patched import tiled_patches
 
 
 class _DeepSpeed(EngineMemory):

@@ -10,7 +10,7 @@ from lt_tiled.checkpointing import find_checkpointable
 from lt_tiled.modules.find import find_blocks, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import Checkpointing
-from lt_tiled.tiling.api import NormPatch, tiled_patches
+from lt_tiled.tiling.patched import NormPatch, tiled_patches
 from lt_tiled.tiling.state import TiledPatch
 
 

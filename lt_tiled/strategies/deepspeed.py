@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import warn
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
-from lt_tiled.tiling.api import tiled_patches
+from lt_tiled.tiling.patched import tiled_patches
 from lt_tiled.tiling.state import TiledPatch
 
 

@@ -20,7 +20,7 @@ from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import Tiling
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
 from lt_tiled.strategies.blocks import blocks_to_shard
-from lt_tiled.tiling.api import tiled_patches
+from lt_tiled.tiling.patched import tiled_patches
 
 
 class _FSDP2(TiledStrategy):

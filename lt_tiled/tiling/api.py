@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import nn
 
-from lt_tiled._log import warn
-from lt_tiled.errors import NotPositionWiseError
-from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
+from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, set_patch
+from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.autograd import defer, run_tiled
-from lt_tiled.tiling.deferred import DeferredCall, none_left, values
-from lt_tiled.tiling.recompute import hidden_from_modes
+from lt_tiled.tiling.autograd import run_tiled
+from lt_tiled.tiling.deferred import values
+from lt_tiled.tiling.patched import patch_tiled, tiled_method
 from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch, Work
 from lt_tiled.tiling.tiled_call import TiledCall
 
 Target = TypeVar("Target", bound=Callable[..., Any])
-Call = tuple[TiledCall, list[Tensor]]
 
 
 def tile(target: Target, **tiling: Any) -> Target:
@@ -106,7 +100,8 @@ class TiledCallable:
         made = TiledCall.of(Work(self.function, modules_of(self.function)), self.patch, args, kwargs)
         if made is None:
             return self.function(*args, **kwargs)
-        _check(made)
+        if self.patch.tiling.self_check and not made[0].checked:
+            check_position_wise(*made)
         return run_tiled(*made)
 
 
@@ -125,237 +120,3 @@ def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...]:
     else:
         values = list(getattr(function, "__dict__", {}).values())
     return tuple(v for v in values if isinstance(v, nn.Module))
-
-
-def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TiledPatch:
-    """Tile what was found, for its owner to undo.
-
-    Raises:
-        ValueError: If it is tiled already, or is known not to be position-wise.
-    """
-    module, name = tileable.module, tileable.name
-    if get_patch(module, TiledPatch, tileable.method) is not None:
-        raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
-    parts = _parts(module, tileable.parts)
-    for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
-        if reason := depends_on_others(part):
-            raise ValueError(
-                f"{name} is not position-wise: {below or 'it'} is a {type(part).__name__}, {reason}. Leave it out of"
-                " targets."
-            )
-    found = Found(
-        name,
-        tileable.kind,
-        tileable.method,
-        tileable.parts,
-        below=parts_below(module) if tileable.method == "forward" else (),
-        widths=feed_forward_widths(*parts),
-        weight_bytes=sum(weight_bytes(part) for part in parts),
-        has_norm_before=bool(tileable.before),
-        has_norm_behind=bool(tileable.behind),
-    )
-    patch = TiledPatch(found, tiling, needs, owner)
-    set_patch(module, patch, tiled_method(tileable.method))
-    for behind, norms in ((False, tileable.before), (True, tileable.behind)):
-        for index, norm in enumerate(norms):
-            if get_patch(norm, NormPatch) is None:
-                set_patch(norm, NormPatch(behind, index, patch, owner), _norm_forward)
-    if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
-        set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
-    return patch
-
-
-def _parts(module: nn.Module, names: tuple[str, ...] | None) -> tuple[nn.Module, ...]:
-    return (module,) if names is None else tuple(module.get_submodule(name) for name in names)
-
-
-def weight_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's weights, those of other ranks too where ZeRO-3 shards them."""
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters() if not is_lazy(p))
-
-
-def restore_tiled(model: nn.Module, owner: object) -> None:
-    """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
-    for _, module in [("", model), *walk(model)]:
-        for patch in get_patches(module, TiledPatch):
-            if patch.owner is owner:
-                remove_patch(module, TiledPatch, tiled_method(patch.method))
-        for kind, function in ((NormPatch, _norm_forward), (ParentPatch, _parent_forward)):
-            if any(patch.owner is owner for patch in get_patches(module, kind)):
-                remove_patch(module, kind, function)
-
-
-def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
-    """Yield path, module and patch of each tiled module."""
-    for path, module in [("", model), *walk(model)]:
-        for patch in get_patches(module, TiledPatch):
-            yield path, module, patch
-
-
-# What runs in place of a tiled module's method
-
-
-@cache
-def tiled_method(name: str) -> Callable[..., Any]:
-    """Return what runs in place of a method of that name, which is the name that pickle looks up on the class."""
-    place = place_of(TiledPatch, name)
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        patch = self.__dict__[place]
-        if not patch.active or patch.learned.untiled:
-            return patch.inner(self, *args, **kwargs)
-        return _call(self, patch, args, kwargs)
-
-    method.__name__ = name
-    return method
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(partial(patch.inner, module), _parts(module, patch.found.parts))
-    made = _with_neighbor(work, patch, args, kwargs)
-    if made is None:
-        args, kwargs = values((args, kwargs))
-        made = TiledCall.of(work, patch, args, kwargs)
-        if made is None:
-            return work.function(*args, **kwargs)
-        if recorded := work.recorded():
-            names = ", ".join(recorded)
-            _tile_below(
-                module, patch, f"{patch.name}: transformers records {names} inside it, which tiles would change."
-            )
-            return work.function(*args, **kwargs)
-        try:
-            _check(made)
-        except NotPositionWiseError as error:
-            if not patch.found.below:
-                raise
-            _tile_below(module, patch, str(error))
-            return work.function(*args, **kwargs)
-    if patch.found.has_norm_behind and not kwargs and _may_defer(made, patch):
-        deferred = defer(*made)
-        if deferred is not None:
-            return deferred
-    return run_tiled(*made)
-
-
-def _check(made: Call, guessed: bool = False) -> None:
-    """Check a call, unless that was done, or what runs is not guessed and the policy wants no check."""
-    call, inputs = made
-    if (guessed or call.patch.tiling.self_check) and call.mode not in call.patch.learned.checked:
-        check_position_wise(call, inputs)
-
-
-def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
-    """Run a mixture of experts untiled, and its experts, below the router, in tiles.
-
-    From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
-    """
-    patch.learned.untiled = True
-    parts = dict(walk(module))
-    for path in patch.found.below:
-        if get_patch(part := parts[path], TiledPatch) is None:
-            below = Tileable(f"{patch.name}.{path}", part, type(part).__name__)
-            patch_tiled(below, patch.tiling, patch.needs, patch.owner)
-    instead = (
-        f"Below its router {' and '.join(patch.found.below)} run in tiles." if patch.found.below else "It runs untiled."
-    )
-    warn(f"{reason} {instead}")
-
-
-# Norms next to an MLP
-
-
-class NormPatch(Patch):
-    """On a norm next to a tiled module."""
-
-    attribute = "_lt_tiled_norm"
-
-    def __init__(self, behind: bool, index: int, mlp: TiledPatch, owner: object) -> None:
-        self.behind, self.key, self.mlp, self.owner = behind, ("norm", behind, index), mlp, owner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        assert isinstance(copy, NormPatch)
-        copy.mlp = memo.get(id(self.mlp)) or self.mlp.__deepcopy__(memo)  # type: ignore[assignment]
-        return copy
-
-
-class ParentPatch(Patch):
-    """On the module whose forward calls both: nothing deferred leaves it, because its engine may free the weights."""
-
-    attribute = "_lt_tiled_parent"
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-
-
-def _norm_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    patch = self.__dict__[NormPatch.attribute]
-    if not patch.active or not patch.mlp.active or torch.compiler.is_compiling():
-        return patch.inner(self, *args, **kwargs)
-    return _call_norm(self, patch, args, kwargs)
-
-
-def _parent_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with none_left():
-        return values(self.__dict__[ParentPatch.attribute].inner(self, *args, **kwargs))
-
-
-_norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle looks up on the class
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(partial(patch.inner, module), (module,), patch.key)
-    if patch.behind:
-        made = _with_neighbor(work, patch.mlp, args, kwargs)
-        return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made)
-    args, kwargs = values((args, kwargs))
-    if not kwargs and patch.key not in patch.mlp.learned.refused:
-        made = TiledCall.of(work, patch.mlp, args, kwargs)
-        if made is not None and _may_defer(made, patch.mlp) and _passes(made, patch.key):
-            deferred = defer(*made)
-            if deferred is not None:
-                return deferred
-    return patch.inner(module, *args, **kwargs)
-
-
-def _may_defer(made: Call, patch: TiledPatch) -> bool:
-    tensors: list[Any] = made[1]
-    plain = all(not (is_traceable_wrapper_subclass(t) or t.is_inference()) for t in tensors)
-    return patch.needs.defer and plain and made[0].differentiable and not torch.compiler.is_compiling()
-
-
-def _with_neighbor(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Return one call of this work and the deferred one that is its first argument, if that can be joined."""
-    deferred = args[0] if args else None
-    if not isinstance(deferred, DeferredCall) or not deferred.open_for(patch):
-        return None
-    together, own = deferred.then(work)
-    others = values((args[1:], kwargs))
-    made = (
-        None if together.key in patch.learned.refused else TiledCall.of(together, patch, (own, *others[0]), others[1])
-    )
-    if made is None or not _passes(made, together.key):
-        return None
-    deferred.taken = True
-    return made
-
-
-def _passes(made: Call, key: Any) -> bool:
-    """Whether a call with a norm in it passes the self-check, which a guess always needs; else it is not tried again.
-
-    It is not counted as work of the step, and fake tensors, which have no values, are not checked.
-    """
-    call, inputs = made
-    if call.work.recorded():
-        return False
-    try:
-        if type(inputs[0]) in (Tensor, nn.Parameter):
-            with hidden_from_modes(inputs[0]):
-                _check(made, guessed=True)
-    except Exception:  # whatever the norm does not take, it takes by itself
-        call.patch.learned.refused.add(key)
-        return False
-    return True

@@ -129,6 +129,11 @@ class TiledCall:
         """Tells apart what the self-check must see by itself: auxiliary losses are computed in training only."""
         return self.work.key, self.work.training, torch.is_grad_enabled()
 
+    @property
+    def checked(self) -> bool:
+        """Whether the work passed the self-check in this mode."""
+        return self.mode in self.patch.learned.checked
+
     # Running one tile
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:

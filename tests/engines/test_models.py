@@ -17,7 +17,7 @@ from torch import Tensor
 import lt_tiled
 from lt_tiled import Checkpointing, Tiling
 from lt_tiled.report import Report
-from lt_tiled.tiling.api import tiled_patches
+from lt_tiled.tiling.patched import tiled_patches
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import set_up, strategy
 from tests.engines.conftest import OnRanks
