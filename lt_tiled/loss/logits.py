@@ -194,9 +194,14 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda output, *args: getattr(output.logits, name)(*args)
 
 
-for _name in set(dir(Tensor)) - (set(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}):
-    if _name.startswith("__") and _name != "__torch_function__" and callable(getattr(Tensor, _name)):
-        setattr(HeadOutput, _name, _operator(_name))
+_COMPARE = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+OPERATORS = {
+    name
+    for name in set(dir(Tensor)) - (set(dir(object)) - _COMPARE) - {"__torch_function__"}
+    if name.startswith("__") and callable(getattr(Tensor, name))
+}
+for _name in OPERATORS:
+    setattr(HeadOutput, _name, _operator(_name))
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform_once
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.logits import DeferredLogits, HeadOutput, OnHead
+from lt_tiled.loss.logits import OPERATORS, DeferredLogits, HeadOutput, OnHead
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import SharedPatch, get_patch, get_patches, remove_patch, set_patch
 from lt_tiled.policies import LossShards
@@ -61,20 +62,29 @@ class HeadPatch(SharedPatch):
 
 
 class AbsentLogits:
-    """Stands in an output where the full logits were never computed, and raises when it is accessed."""
+    """Stands in an output where the full logits were never computed, and raises when it is used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _refuse(self, name: Any = None, *_: Any) -> Any:
-        if isinstance(name, str) and name.startswith("_"):  # copying and pickling ask for what an object may lack
-            raise AttributeError(name)
+    def _refuse(self, *_: Any) -> Any:
         raise AttributeError(
             f"{self._name} computed its loss in tiles, so its logits are unavailable. Call it without labels for"
             " logits, use lt_tiled.metrics, or turn this off with loss=False."
         )
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = __add__ = __mul__ = _refuse
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copying and pickling ask for what an object may lack
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
+
+
+for _name in OPERATORS - {"__getattr__", "__deepcopy__", "__setstate__"}:
+    setattr(AbsentLogits, _name, AbsentLogits._refuse)
 
 
 # What runs in place of the forwards

@@ -32,7 +32,7 @@ class Tileable:
     """The module whose forward calls this one and the norms next to it."""
     before: tuple[nn.Module, ...] = ()
     """Norms whose output goes into this module."""
-    behind: tuple[nn.Module, ...] = ()
+    after: tuple[nn.Module, ...] = ()
     """Norms that take this module's output."""
 
     @property
@@ -98,14 +98,14 @@ def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileabl
         replace(
             t,
             before=tuple(m for m in t.before if id(m) not in taken),
-            behind=tuple(m for m in t.behind if id(m) not in taken),
+            after=tuple(m for m in t.after if id(m) not in taken),
         )
         for t in unique.values()
     ]
 
 
 def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Tileable]:
-    before, behind = ((), ()) if top else _norms_next_to_mlp(root)
+    before, after = ((), ()) if top else _norms_next_to_mlp(root)
     method = next((name for name in _METHODS if callable(getattr(type(root), name, None))), None)
     if method is not None:
         parts = tuple(n for n, m in _children(root) if not (_mixes_tokens(n, m) or _is_norm(m)))
@@ -119,8 +119,8 @@ def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Ti
         inside = list(walk(child))
         container = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if not container and _widens(child) and not any(_mixes_tokens(p.rpartition(".")[2], m) for p, m in inside):
-            parent = root if before or behind else None
-            yield Tileable(below, child, type(child).__name__, parent=parent, before=before, behind=behind)
+            parent = root if before or after else None
+            yield Tileable(below, child, type(child).__name__, parent=parent, before=before, after=after)
         else:
             yield from _feed_forwards(child, below)
 
@@ -139,16 +139,16 @@ _POST = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
 
 
 def _norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
-    """Return the norms whose names say that they stand before the block's MLP, and those behind it.
+    """Return the norms whose names say that they stand before the block's MLP, and those after it.
 
     A guess that only costs a recompute of the norm where it is wrong: what the block does with an output decides.
     """
     norms = [(name, m) for name, m in _children(block) if _is_norm(m)]
-    behind = tuple(m for name, m in norms if _POST.search(name))
+    after = tuple(m for name, m in norms if _POST.search(name))
     before = tuple(m for name, m in norms if _PRE.search(name) and not _POST.search(name))
-    if not before and len(norms) > len(behind) + 1 and getattr(block, "norm_first", True):
-        before = tuple(m for name, m in norms if _SECOND.search(name) and m not in behind)[-1:]
-    return before, behind
+    if not before and len(norms) > len(after) + 1 and getattr(block, "norm_first", True):
+        before = tuple(m for name, m in norms if _SECOND.search(name) and m not in after)[-1:]
+    return before, after
 
 
 def _is_norm(module: nn.Module) -> bool:

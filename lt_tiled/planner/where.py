@@ -40,7 +40,7 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         self._parts = {id(m): "attention" for _, block in find_blocks(model) for m in block.modules()}
         mlps = [m for _, m, _ in tiled_patches(model)]
         with suppress(NothingFoundError):
-            mlps += [m for t in find_tileable(model, Tiling()) for m in (t.module, *t.before, *t.behind)]
+            mlps += [m for t in find_tileable(model, Tiling()) for m in (t.module, *t.before, *t.after)]
         self._parts |= {id(part): "MLP" for m in mlps for part in m.modules()}
         self._past_blocks = False
         self._stack: list[int] = []

@@ -1,7 +1,7 @@
 """A tensor that is computed on first use.
 
 NOTE [Deferred]
-A module that may be tiled together with its neighbor (the norm before an MLP, an MLP with a norm behind it, a head with
+A module that may be tiled together with its neighbor (the norm before an MLP, an MLP with a norm after it, a head with
 its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits on first use. If its first use is the
 neighbor, both run in the same tiles, and what is between them is never there in full. Any other use computes the
 module's own value and goes on with that, so the block's own code decides and a wrong guess costs only the saving.

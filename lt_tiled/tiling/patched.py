@@ -52,14 +52,14 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         widths=feed_forward_widths(*parts),
         weight_bytes=sum(weight_bytes(part) for part in parts),
         has_norm_before=bool(tileable.before),
-        has_norm_behind=bool(tileable.behind),
+        has_norm_after=bool(tileable.after),
     )
     patch = TiledPatch(found, tiling, needs, owner)
     set_patch(module, patch, tiled_method(tileable.method))
-    for behind, norms in ((False, tileable.before), (True, tileable.behind)):
+    for after, norms in ((False, tileable.before), (True, tileable.after)):
         for index, norm in enumerate(norms):
             if get_patch(norm, NormPatch) is None:
-                set_patch(norm, NormPatch(behind, index, patch, owner), _norm_forward)
+                set_patch(norm, NormPatch(after, index, patch, owner), _norm_forward)
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
         set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
     return patch
@@ -133,7 +133,7 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
                 raise
             _tile_below(module, patch, str(error))
             return work.function(*args, **kwargs)
-    if patch.found.has_norm_behind and not kwargs and _may_defer(made, patch):
+    if patch.found.has_norm_after and not kwargs and _may_defer(made, patch):
         deferred = defer(*made)
         if deferred is not None:
             return deferred
@@ -165,8 +165,8 @@ class NormPatch(Patch):
 
     attribute = "_lt_tiled_norm"
 
-    def __init__(self, behind: bool, index: int, mlp: TiledPatch, owner: object) -> None:
-        self.behind, self.key, self.mlp, self.owner = behind, ("norm", behind, index), mlp, owner
+    def __init__(self, after: bool, index: int, mlp: TiledPatch, owner: object) -> None:
+        self.after, self.key, self.mlp, self.owner = after, ("norm", after, index), mlp, owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -202,7 +202,7 @@ _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle loo
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     work = Work(partial(patch.inner, module), (module,), patch.key)
-    if patch.behind:
+    if patch.after:
         made = _with_neighbor(work, patch.mlp, args, kwargs)
         return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made)
     args, kwargs = values((args, kwargs))

@@ -34,7 +34,7 @@ class Found:
     """``hidden_size`` and ``intermediate_size``."""
     weight_bytes: int = 0
     has_norm_before: bool = False
-    has_norm_behind: bool = False
+    has_norm_after: bool = False
 
 
 @dataclass

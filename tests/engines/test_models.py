@@ -1,4 +1,4 @@
-"""Models of several kinds under every engine: chains in blocks, norms behind the MLP, mixtures of experts, images and
+"""Models of several kinds under every engine: chains in blocks, norms after the MLP, mixtures of experts, images and
 text.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,15 +70,24 @@ def test_costs_no_more_flops_and_less_memory() -> None:
 
 
 def test_absent_logits_say_why() -> None:
-    """Logits that are touched say why they are not there; without labels they are there."""
+    """Logits that are used say why they are not there; without labels they are there."""
     model = tiny_llama()
     with prepare(model, **LOSS):
         output = model(input_ids=IDS, labels=IDS)
-        for touch in (lambda logits: logits.shape, lambda logits: logits[:, 0], lambda logits: list(logits)):
+        uses: list[Callable[[Any], Any]] = [
+            lambda logits: logits.shape,
+            lambda logits: logits[:, 0],
+            list,
+            lambda logits: 1 - logits,
+            lambda logits: logits == 1,
+            lambda logits: torch.argmax(logits, -1),
+        ]
+        for use in uses:
             with pytest.raises(
                 AttributeError, match=r"LlamaForCausalLM computed its loss in tiles.*without labels.*loss=False"
             ):
-                touch(output.logits)
+                use(output.logits)
+        assert copy.deepcopy(output).loss == output.loss
         assert model(input_ids=IDS).logits.shape == (2, 48, 64)
 
 

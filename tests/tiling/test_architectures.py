@@ -92,7 +92,7 @@ def row(name: str) -> str:
     found = find_tileable(model, Tiling()) if architecture.finds else []
     where = {pattern(t.path): "" for t in found}
     kinds = {t.kind: "" for t in found}
-    norms = [{type(m).__name__: "" for t in found for m in getattr(t, place)} for place in ("before", "behind")]
+    norms = [{type(m).__name__: "" for t in found for m in getattr(t, place)} for place in ("before", "after")]
     cells = [" <br>".join(f"`{path}`" for path in where), *("<br>".join(names) for names in (kinds, *norms))]
     return f"| {name} | `{architecture.model}` | {' | '.join(cell.replace(' <br>', '<br>') or '-' for cell in cells)} |"
 
@@ -105,7 +105,7 @@ def test_table_of_the_docs(request: pytest.FixtureRequest) -> None:
     head, begin, rest = text.partition("<!-- table: begin -->\n")
     _, end, tail = rest.partition("<!-- table: end -->")
     lines = [
-        "| architecture | class | where | what is tiled | norm before, in the tiles | norm behind, in the tiles |",
+        "| architecture | class | where | what is tiled | norm before, in the tiles | norm after, in the tiles |",
         "|---|---|---|---|---|---|",
         *map(row, ARCHITECTURES),
     ]

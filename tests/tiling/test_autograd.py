@@ -541,7 +541,7 @@ def test_inside_torch_checkpoint(reentrant: bool) -> None:
 
 
 def test_tensor_saved_behind_the_module() -> None:
-    """Where something is saved after the MLP (a norm behind it), so that the recompute cannot stop early, the result is
+    """Where something is saved after the MLP (a norm after it), so that the recompute cannot stop early, the result is
     right.
     """
     from torch.utils.checkpoint import checkpoint

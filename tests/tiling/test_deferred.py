@@ -28,7 +28,7 @@ Use = Callable[[Any, Tensor, Tensor, Tensor], Any]
 
 
 class Sandwich(nn.Module):
-    """A block with a norm before its MLP and one behind it; ``use`` says what it does with their outputs."""
+    """A block with a norm before its MLP and one after it; ``use`` says what it does with their outputs."""
 
     def __init__(self, use: Use = lambda block, x, h, y: x + block.post_mlp_norm(y), dropout: float = 0.0) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ def step(net: nn.Module, x: Tensor) -> None:
 
 
 USES: dict[str, Use] = {
-    "norm behind": lambda block, x, h, y: x + block.post_mlp_norm(y),
-    "no norm behind": lambda block, x, h, y: x + y,
+    "norm after": lambda block, x, h, y: x + block.post_mlp_norm(y),
+    "no norm after": lambda block, x, h, y: x + y,
     "norm of the residual": lambda block, x, h, y: block.post_mlp_norm(x + y),
     "norm and the output itself": lambda block, x, h, y: block.post_mlp_norm(y) + y,
     "the output, then its norm": lambda block, x, h, y: y + block.post_mlp_norm(y),

@@ -158,7 +158,7 @@ def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.Lo
 
 @pytest.mark.parametrize("name", ["Switch Transformers", "FlexOlmo"])
 def test_capacity_and_norms_behind_mixtures(name: str) -> None:
-    """Experts with a capacity that overflows are tiled below their router; so is a mixture with a norm behind it."""
+    """Experts with a capacity that overflows are tiled below their router; so is a mixture with a norm after it."""
     torch.manual_seed(0)
     ids = torch.randint(3, 32, (2, 64))
     if name == "FlexOlmo":

@@ -219,7 +219,7 @@ def test_the_report_tells_widths_and_weights() -> None:
 def test_plain_transformer_encoder(norm_first: bool) -> None:
     """``nn.TransformerEncoder``: the untiled gradients, a lower peak, and FLOPs 1.00 with the norms first.
 
-    A norm behind the residual sum saves its input, which has to be computed again: one product more for each layer.
+    A norm after the residual sum saves its input, which has to be computed again: one product more for each layer.
     """
     layer = nn.TransformerEncoderLayer(H, 2, 96, dropout=0.0, batch_first=True, norm_first=norm_first)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double(), x64(1, 64)
