@@ -206,9 +206,9 @@ def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwarg
         made = _with_neighbor(work, patch.mlp, args, kwargs)
         return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made)
     args, kwargs = values((args, kwargs))
-    if not kwargs and patch.key not in patch.mlp.learned.refused:
+    if not kwargs and work.key not in patch.mlp.learned.refused:
         made = TiledCall.of(work, patch.mlp, args, kwargs)
-        if made is not None and _may_defer(made, patch.mlp) and _passes(made, patch.key):
+        if made is not None and _may_defer(made, patch.mlp) and _check_with_norm(made):
             deferred = defer(*made)
             if deferred is not None:
                 return deferred
@@ -227,20 +227,24 @@ def _with_neighbor(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs:
     if not isinstance(deferred, DeferredCall) or not deferred.open_for(patch):
         return None
     together, own = deferred.then(work)
-    others = values((args[1:], kwargs))
-    made = (
-        None if together.key in patch.learned.refused else TiledCall.of(together, patch, (own, *others[0]), others[1])
-    )
-    if made is None or not _passes(made, together.key):
+    if together.key in patch.learned.refused:
+        return None
+    others, kwargs = values((args[1:], kwargs))
+    made = TiledCall.of(together, patch, (own, *others), kwargs)
+    if made is None or not _check_with_norm(made):
         return None
     deferred.taken = True
     return made
 
 
-def _passes(made: Call, key: Any) -> bool:
-    """Whether a call with a norm in it passes the self-check, which a guess always needs; else it is not tried again.
+def _check_with_norm(made: Call) -> bool:
+    """Run the self-check, once, on a call with a norm in it; if it fails, no such call is tried again.
 
-    It is not counted as work of the step, and fake tensors, which have no values, are not checked.
+    That the norm may run in the tiles is a guess, so it is checked whatever the policy says. The check is not counted
+    as work of the step, and fake tensors, which have no values, are not checked.
+
+    Returns:
+        Whether the call may run.
     """
     call, inputs = made
     if call.work.recorded():
@@ -249,7 +253,7 @@ def _passes(made: Call, key: Any) -> bool:
         if type(inputs[0]) in (Tensor, nn.Parameter) and not call.checked:
             with hidden_from_modes(inputs[0]):
                 check_position_wise(*made)
-    except Exception:  # whatever the norm does not take, it takes by itself
-        call.patch.learned.refused.add(key)
+    except Exception:  # the norm runs untiled
+        call.patch.learned.refused.add(call.work.key)
         return False
     return True
