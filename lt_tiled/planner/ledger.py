@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -78,19 +79,14 @@ class Ledger(TorchDispatchMode):
             self._end(allocation)
 
     def _end(self, allocation: Allocation) -> None:
-        self.clock += 1
-        allocation.died = self.clock
-        self.now -= allocation.nbytes
+        if allocation.died is None:
+            self.clock += 1
+            allocation.died = self.clock
+            self.now -= allocation.nbytes
 
     def hold(self, nbytes: int, part: str, path: str = "") -> Callable[[], None]:
         """Record bytes that no operation allocates, and return a function that releases them once."""
-        allocation = self._add(nbytes, part, path)
-
-        def release() -> None:
-            if allocation.died is None:
-                self._end(allocation)
-
-        return release
+        return partial(self._end, self._add(nbytes, part, path))
 
     def book(self, tensor: Tensor, part: str) -> None:
         """Record a tensor that existed before."""
