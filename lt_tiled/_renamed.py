@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {
+    "lt_tiled.callbacks.offloaded_checkpointing": "lt_tiled.callbacks.preparing",
+    "lt_tiled.callbacks.tiled_mlp": "lt_tiled.callbacks.preparing",
     "lt_tiled.offload.build": "lt_tiled.offload.offloader",
     "lt_tiled.offload.errors": "lt_tiled.errors",
     "lt_tiled.offload.hooks": "lt_tiled.offload.offloader",
