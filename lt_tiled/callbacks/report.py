@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch import Callback, LightningModule
 from rich.console import Console
 
@@ -22,8 +21,6 @@ class TilingReport(Callback):
         self.peak = 0
         """The highest peak of a step, in bytes."""
         self._steps = 0
-        self._start = self._seconds = 0.0
-        self._memory = PeakMemory(torch.device("cpu"))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.peak = self._steps = 0

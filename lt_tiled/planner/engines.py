@@ -296,8 +296,7 @@ class Zero3(_DeepSpeed, FSDP2):
 
     gather_in_backward = gather_in_forward
 
-    def prefetch(self, unit: Unit) -> None:
-        """Allocate nothing: prefetched weights are part of the live ones."""
+    prefetch = nothing  # prefetched weights are part of the live ones
 
     def reduce(self, unit: Unit) -> None:
         nn.ParameterList(unit.ready).zero_grad(set_to_none=True)  # moved to the bucket
