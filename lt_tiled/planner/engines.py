@@ -26,6 +26,7 @@ class Engine:
     """An engine, and the number of its ranks.
 
     Attributes:
+        strategy: The strategy of this package for the engine.
         bucket: The elements of DeepSpeed's buffers of ``reduce_bucket_size``.
         views: DDP's ``gradient_as_bucket_view``.
         offload_optimizer: Whether DeepSpeed keeps the optimizer state in CPU memory.
@@ -36,6 +37,7 @@ class Engine:
 
     name: EngineName = "single"
     ranks: int = 1
+    strategy: str = "TiledSingleDeviceStrategy"
     bucket: int = 0
     views: bool = False
     offload_optimizer: bool = False
@@ -51,25 +53,27 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
         zero = strategy.config.get("zero_optimization", {})
         stage: Any = f"zero{zero.get('stage', 0)}"
         if stage == "zero0":
-            return Engine("ddp", ranks)
+            return Engine("ddp", ranks, "TiledDeepSpeedStrategy")
         offload = [zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param")]
         overlap = zero.get("overlap_comm", False) and stage != "zero3"
         live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
         return Engine(
             name=stage,
             ranks=ranks,
+            strategy="TiledDeepSpeedStrategy",
             bucket=int(zero.get("reduce_bucket_size", 5e8)) * (2 if overlap else 1),
             offload_optimizer=str(offload[0]) != "none",
             offload_weights=str(offload[1]) != "none",
             live=live if stage == "zero3" else 0,
         )
     if "FSDPStrategy" in names:
-        return Engine("fsdp", ranks)
+        return Engine("fsdp", ranks, "TiledFSDPStrategy")
     if "ModelParallelStrategy" in names:
-        return Engine("fsdp2", ranks)
+        return Engine("fsdp2", ranks, "TiledModelParallelStrategy")
     if "DDPStrategy" in names:  # Lightning keeps DDP's arguments in a private attribute only
-        return Engine("ddp", ranks, views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False)))
-    return Engine("ddp" if ranks > 1 else "single", ranks)
+        views = bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False))
+        return Engine("ddp", ranks, "TiledDDPStrategy", views=views)
+    return Engine("ddp", ranks, "TiledDDPStrategy") if ranks > 1 else Engine()
 
 
 class EngineMemory(ExitStack):
