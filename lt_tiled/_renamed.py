@@ -17,6 +17,8 @@ MODULES = {
     "lt_tiled.offload.build": "lt_tiled.offload.offloader",
     "lt_tiled.offload.errors": "lt_tiled.errors",
     "lt_tiled.offload.hooks": "lt_tiled.offload.offloader",
+    "lt_tiled.planner.flops": "lt_tiled.planner.ledger",
+    "lt_tiled.planner.plan": "lt_tiled.planner.search",
     "lt_tiled.strategies.model_parallel": "lt_tiled.strategies.fsdp2",
     "lt_tiled.tiling.call": "lt_tiled.tiling.tiled_call",
     "lt_tiled.tiling.check": "lt_tiled.tiling.self_check",

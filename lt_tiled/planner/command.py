@@ -17,8 +17,7 @@ from lt_tiled._types import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
-from lt_tiled.planner.plan import Plan
-from lt_tiled.planner.search import cheapest, ladder, longest, plan
+from lt_tiled.planner.search import Plan, cheapest, ladder, longest, plan
 from lt_tiled.policies import Checkpointing, Tiling, parse_bytes
 
 

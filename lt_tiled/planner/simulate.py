@@ -16,8 +16,7 @@ from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
-from lt_tiled.planner.flops import Flops
-from lt_tiled.planner.ledger import Allocation, Ledger
+from lt_tiled.planner.ledger import Allocation, Flops, Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, LossShards, Tiling
 from lt_tiled.tiling.state import EngineNeeds
