@@ -12,7 +12,9 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {
+    "lt_tiled.callbacks.memory_monitor": "lt_tiled.callbacks.measuring",
     "lt_tiled.callbacks.offloaded_checkpointing": "lt_tiled.callbacks.preparing",
+    "lt_tiled.callbacks.report": "lt_tiled.callbacks.measuring",
     "lt_tiled.callbacks.tiled_mlp": "lt_tiled.callbacks.preparing",
     "lt_tiled.offload.build": "lt_tiled.offload.offloader",
     "lt_tiled.offload.errors": "lt_tiled.errors",
