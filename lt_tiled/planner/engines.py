@@ -316,7 +316,7 @@ class Zero(_DeepSpeed):
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         super().__init__(engine, model, optimizer, ledger)
         self.held = ExitStack()
-        """What is held in the backward pass."""
+        """What the backward pass allocates."""
         if engine.name == "zero2":
             for weight in self.trained:
                 self.callback(weight.register_post_accumulate_grad_hook(self._after_gradient).remove)
