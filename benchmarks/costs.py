@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.peers import Peer, tile_with
 from benchmarks.sheet import Cell, Sheet
 from lt_tiled import Checkpointing, Tiling, prepare
-from lt_tiled.planner.flops import Flops
+from lt_tiled.planner.ledger import Flops
 from tests.meters import LiveBytes
 
 

@@ -12,9 +12,15 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {
+    "lt_tiled.callbacks.memory_monitor": "lt_tiled.callbacks.measuring",
+    "lt_tiled.callbacks.offloaded_checkpointing": "lt_tiled.callbacks.preparing",
+    "lt_tiled.callbacks.report": "lt_tiled.callbacks.measuring",
+    "lt_tiled.callbacks.tiled_mlp": "lt_tiled.callbacks.preparing",
     "lt_tiled.offload.build": "lt_tiled.offload.offloader",
     "lt_tiled.offload.errors": "lt_tiled.errors",
     "lt_tiled.offload.hooks": "lt_tiled.offload.offloader",
+    "lt_tiled.planner.flops": "lt_tiled.planner.ledger",
+    "lt_tiled.planner.plan": "lt_tiled.planner.search",
     "lt_tiled.strategies.model_parallel": "lt_tiled.strategies.fsdp2",
     "lt_tiled.tiling.call": "lt_tiled.tiling.tiled_call",
     "lt_tiled.tiling.check": "lt_tiled.tiling.self_check",

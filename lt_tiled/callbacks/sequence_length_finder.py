@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,12 +76,9 @@ class SequenceLengthFinder(Callback):
         holder = self._holder(trainer, pl_module)
         with isolate_rng():
             batch = trainer.strategy.batch_to_device(first_batch(pl_module, data))
-            trial = _Trial(trainer, pl_module, batch, self.memory)
             self.peaks = {}
-            try:
-                self.found = self._search(trial)
-            finally:
-                trial.restore()
+            with _restored(trainer, pl_module):
+                self.found = self._search(partial(self._fits, trainer, pl_module, batch))
         peak = gib(self.peaks[self.found])
         inform(f"SequenceLengthFinder: {self.found} tokens fit ({peak}); {self.attribute} is set to {self.found}")
         setattr(holder, self.attribute, self.found)
@@ -111,10 +110,10 @@ class SequenceLengthFinder(Callback):
             " it in train_dataloader."
         )
 
-    def _search(self, trial: _Trial) -> int:
+    def _search(self, try_length: Callable[[int], bool]) -> int:
         low, high, length = 0, None, self.start
         while True:
-            fits = trial.run(length, self.peaks)
+            fits = try_length(length)
             inform(f"SequenceLengthFinder: {length} tokens {'fit' if fits else 'do not fit'}")
             low, high = (length, high) if fits else (low, length)
             if high is None:
@@ -128,86 +127,83 @@ class SequenceLengthFinder(Callback):
             else:
                 raise RuntimeError(f"Not even {length} tokens fit into memory: tile or offload more.")
 
-
-class _Trial:
-    """Runs steps on longer batches and restores everything afterwards."""
-
-    def __init__(self, trainer: pl.Trainer, module: LightningModule, batch: Any, memory: int | None) -> None:
-        self.trainer, self.module, self.batch, self.limit = trainer, module, batch, memory
-        self.memory = PeakMemory(trainer.strategy.root_device)
-        self.own_state = isinstance(trainer.strategy, DeepSpeedStrategy)  # its optimizer state exists from the start
-        buffers = [(m, name, b) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-        self._buffers = [(m, name, b, b.detach().clone()) for m, name, b in buffers]
-        metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        self._metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in metrics]
-        self._log: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
-        module.__dict__.update(log=nothing, log_dict=nothing)
-        if not self.own_state:
-            self._make_state()
-
-    def _make_state(self) -> None:
-        """Create the optimizer state, by a step with a learning rate and gradients of zero."""
-        for optimizer in self.trainer.optimizers:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 0.0  # a number or a tensor
-            try:
-                for weight in stepped_on(optimizer):
-                    if weight.requires_grad:
-                        weight.backward(torch.zeros_like(weight))
-                with suppress(TypeError):  # LBFGS needs a closure, and has little state
-                    optimizer.step()
-            finally:
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate
-                optimizer.zero_grad()
-
-    def run(self, tokens: int, peaks: dict[int, int]) -> bool:
+    def _fits(self, trainer: pl.Trainer, module: LightningModule, batch: Any, tokens: int) -> bool:
         """Return whether a step on sequences of that length fits on every rank."""
-        fits = True
-        self.memory.reset()
+        fits, memory = True, PeakMemory(trainer.strategy.root_device)
+        memory.reset()
         try:
-            self._step(with_length(self.batch, tokens))
+            _run_step(trainer, module, with_length(batch, tokens))
         except RuntimeError as error:
             if not (is_oom_error(error) or "can't allocate memory" in str(error)):
                 raise
             fits = False
-        peak = self.memory.read()
-        fits = fits and (self.limit is None or peak <= self.limit)
-        self._free()
+        peak = memory.read()
+        fits = fits and (self.memory is None or peak <= self.memory)
+        _free(trainer)
         if dist.is_available() and dist.is_initialized():
-            fits = self.trainer.strategy.reduce_boolean_decision(fits, all=True)
+            fits = trainer.strategy.reduce_boolean_decision(fits, all=True)
         if fits:
-            peaks[tokens] = peak
+            self.peaks[tokens] = peak
         return fits
 
-    def _step(self, batch: Any) -> None:
-        strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
-        # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
-        with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
-            loss = training_loss(strategy.training_step, self.module, batch)
-            optimizer.zero_grad()
-            strategy.backward(loss, optimizer)
 
-    def _free(self) -> None:
-        for optimizer in self.trainer.optimizers:
-            optimizer.zero_grad()
-        gc.collect()
-        if self.memory.device.type == "cuda":
-            torch.cuda.empty_cache()
+def _run_step(trainer: pl.Trainer, module: LightningModule, batch: Any) -> None:
+    strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+    # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
+    with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
+        loss = training_loss(strategy.training_step, module, batch)
+        optimizer.zero_grad()
+        strategy.backward(loss, optimizer)
 
-    def restore(self) -> None:
-        """Restore the optimizer state, buffers, metrics and logging."""
-        if not self.own_state:
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.clear()
-        for module, name, buffer, before in self._buffers:
-            setattr(module, name, buffer)
+
+def _free(trainer: pl.Trainer) -> None:
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad()
+    gc.collect()
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
+    """Create the optimizer state. Afterwards restore it, the buffers, metrics and logging."""
+    buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
+    metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in module.modules() if isinstance(m, Metric)]
+    log = {name: value for name, value in vars(module).items() if name in ("log", "log_dict")}
+    # DeepSpeed's optimizer state exists from the start.
+    optimizers = [] if isinstance(trainer.strategy, DeepSpeedStrategy) else trainer.optimizers
+    vars(module).update(log=nothing, log_dict=nothing)
+    try:
+        for optimizer in optimizers:
+            _make_state(optimizer)
+        yield
+    finally:
+        for optimizer in optimizers:
+            optimizer.state.clear()
+        for owner, name, buffer, before in buffers:
+            setattr(owner, name, buffer)
             buffer.copy_(before)
-        for metric, state, count in self._metrics:
+        for metric, state, count in metrics:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
-        del self.module.log, self.module.log_dict  # of the instance
-        vars(self.module).update(self._log)
-        self._free()
+        del module.log, module.log_dict  # of the instance
+        vars(module).update(log)
+        _free(trainer)
+
+
+def _make_state(optimizer: Any) -> None:
+    """Create the state of an optimizer, by a step with a learning rate and gradients of zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.0  # a number or a tensor
+    try:
+        for weight in stepped_on(optimizer):
+            if weight.requires_grad:
+                weight.backward(torch.zeros_like(weight))
+        with suppress(TypeError):  # LBFGS needs a closure, and has little state
+            optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
 from lt_tiled._prepare import AppliesPolicies
@@ -17,17 +17,8 @@ from lt_tiled._types import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
-from lt_tiled.planner.plan import Plan
-from lt_tiled.planner.search import cheapest, ladder, longest, plan
+from lt_tiled.planner.search import Plan, cheapest, ladder, longest, plan
 from lt_tiled.policies import Checkpointing, Tiling, parse_bytes
-
-_STRATEGIES = {
-    "single": "TiledSingleDeviceStrategy",
-    "ddp": "TiledDDPStrategy",
-    "fsdp": "TiledFSDPStrategy",
-    "fsdp2": "TiledModelParallelStrategy",
-    **dict.fromkeys(("zero1", "zero2", "zero3"), "TiledDeepSpeedStrategy"),
-}
 
 
 def run_plan(
@@ -118,17 +109,15 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     """
     known = isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies()
     init: dict[str, Any] = {**StrategyRegistry[strategy]["init_params"]} if known else {}
-    made = StrategyRegistry.get(strategy) if known else strategy
-    engine = found.settings.engine.name
-    if engine.startswith("zero"):
-        init["stage"] = int(engine[-1])
-    ours = isinstance(made, Strategy) and type(made).__module__.startswith("lt_tiled")
+    engine = found.settings.engine
+    if engine.name.startswith("zero"):
+        init["stage"] = int(engine.name[-1])
     init["tiling"] = _fields(found.settings.tiling)
     loss = found.settings.loss
     init["loss"] = loss is not None if loss is None or loss == "auto" else loss
     init["checkpointing"] = _fields(found.settings.checkpointing) or False
-    path = f"lt_tiled.{type(made).__name__ if ours else _STRATEGIES[engine]}"
-    result: dict[str, Any] = {"trainer": {"strategy": {"class_path": path, "init_args": init}}}
+    chosen = {"class_path": f"lt_tiled.{engine.strategy}", "init_args": init}
+    result: dict[str, Any] = {"trainer": {"strategy": chosen}}
     data = config.get("data") or {}
     if "seq_len" in data.get("init_args", {}):
         result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled._renamed import deprecated
+from lt_tiled._training_step import nothing
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
@@ -118,10 +119,9 @@ class _Moved:
         self.left = True
 
     def load(self) -> Loading:
-        return Loading(torch.empty(self.nbytes, dtype=torch.uint8), lambda: True, lambda _: None)
+        return Loading(torch.empty(self.nbytes, dtype=torch.uint8), lambda: True, nothing)
 
-    def free(self) -> None:
-        pass
+    free = nothing
 
 
 @dataclass
@@ -135,11 +135,7 @@ class _FakeTier:
         self.left -= raw.nbytes
         return _Moved(self.tier, raw.nbytes)
 
-    def free_buffers(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    free_buffers = close = nothing
 
 
 def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:

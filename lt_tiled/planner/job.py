@@ -151,12 +151,10 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
 
 def _connect_trainer(module: LightningModule, datamodule: LightningDataModule | None) -> None:
     """Give a module a Trainer that it can ask and that runs nothing."""
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    quiet: dict[str, Any] = dict.fromkeys(off, False)
     disabled = logging.root.manager.disable
     logging.disable(logging.INFO)  # the Trainer would tell which devices it uses
     try:
-        stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, **quiet)
+        stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, barebones=True)
     finally:
         logging.disable(disabled)
     stub.datamodule = datamodule  # type: ignore[attr-defined]

@@ -1,15 +1,20 @@
-"""Live bytes over a step: what was allocated when, for how long, and for which part of the training."""
+"""Live bytes over a step: what was allocated when, for how long, and for which part of the training; and FLOPs."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
 
 
 @dataclass
@@ -78,19 +83,14 @@ class Ledger(TorchDispatchMode):
             self._end(allocation)
 
     def _end(self, allocation: Allocation) -> None:
-        self.clock += 1
-        allocation.died = self.clock
-        self.now -= allocation.nbytes
+        if allocation.died is None:
+            self.clock += 1
+            allocation.died = self.clock
+            self.now -= allocation.nbytes
 
     def hold(self, nbytes: int, part: str, path: str = "") -> Callable[[], None]:
         """Record bytes that no operation allocates, and return a function that releases them once."""
-        allocation = self._add(nbytes, part, path)
-
-        def release() -> None:
-            if allocation.died is None:
-                self._end(allocation)
-
-        return release
+        return partial(self._end, self._add(nbytes, part, path))
 
     def book(self, tensor: Tensor, part: str) -> None:
         """Record a tensor that existed before."""
@@ -125,3 +125,46 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
                 yield from _plain_tensors([getattr(leaf, name) for name in known.__tensor_flatten__()[0]])
             else:
                 yield leaf
+
+
+class Flops(TorchDispatchMode):
+    """Counts FLOPs by torch's formulas.
+
+    ``FlopCounterMode`` counts the same, but the hooks by which it follows modules keep tensors alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula: Any = _OWN.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:
+    """Count two products ``[S, D] x [D, K]`` per head; kernels skip the upper half of a causal mask."""
+    batch, heads, tokens, head_dim = query.shape
+    return int(4 * batch * heads * tokens * key.shape[-2] * head_dim // (2 if is_causal else 1))
+
+
+def _attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, dropout_p: Any, is_causal: Any, **_: Any
+) -> int:
+    """Count five products, one of which recomputes the scores."""
+    return _attention(query, key, value, dropout_p, is_causal) * 5 // 2
+
+
+def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Count each row of ``left`` times one matrix of ``right``."""
+    return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+_OWN: dict[Any, Any] = {  # torch has no formula for the CPU's attention and for mixtures of experts
+    aten._grouped_mm: _grouped,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -14,13 +14,10 @@ from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
 from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.planner.engines import Engine
+from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
-from lt_tiled.planner.flops import Flops
-from lt_tiled.planner.ledger import Allocation, Ledger
-from lt_tiled.planner.shards import FSDP, FSDP2, EngineMemory
+from lt_tiled.planner.ledger import Allocation, Flops, Ledger
 from lt_tiled.planner.where import Whereabouts
-from lt_tiled.planner.zero import Zero, Zero3
 from lt_tiled.policies import Checkpointing, LossShards, Tiling
 from lt_tiled.tiling.state import EngineNeeds
 
@@ -121,8 +118,8 @@ def simulate(
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
                 group["foreach"] = True
-        memory = _ENGINES.get(settings.engine.name, EngineMemory)(settings.engine, model, optimizer, ledger)
-        stack.enter_context(memory.applied())
+        memory = MEMORY[settings.engine.name](settings.engine, model, optimizer, ledger)
+        stack.enter_context(memory)
 
         def begin(phase: str) -> None:
             where.begin(phase)
@@ -156,9 +153,6 @@ def simulate(
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
         return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, counter.total, offloaded)
-
-
-_ENGINES: dict[str, type[EngineMemory]] = {"fsdp": FSDP, "fsdp2": FSDP2, "zero1": Zero, "zero2": Zero, "zero3": Zero3}
 
 
 def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:

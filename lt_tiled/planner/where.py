@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""
 
 
-class Whereabouts(AbstractContextManager["Whereabouts"]):
+class Whereabouts(ExitStack):
     """Tells which module is running: by hooks on all modules, and in the backward pass by autograd's node numbers.
 
     The number of a node tells in which forward or recompute it was made, and so for which module it works. Autograd has
@@ -32,6 +32,7 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.ledger: Ledger | None = None
         """The ledger in which to name block inputs."""
         self.phase = "forward"
@@ -46,15 +47,11 @@ class Whereabouts(AbstractContextManager["Whereabouts"]):
         self._stack: list[int] = []
         self._numbers: list[int] = []
         self._places: list[Place] = []
-        self._hooks = ExitStack()
 
     def __enter__(self) -> Whereabouts:
-        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
-        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        self.callback(register_module_forward_pre_hook(self._enter).remove)
+        self.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
 
     @property
     def in_module(self) -> bool:

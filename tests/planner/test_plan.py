@@ -19,8 +19,7 @@ from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import draw_lengths, draw_step
-from lt_tiled.planner.plan import describe
-from lt_tiled.planner.search import cheapest, longest, plan
+from lt_tiled.planner.search import cheapest, describe, longest, plan
 from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.planner.runs import LLAMA, measured

@@ -1,8 +1,8 @@
-"""When a callback prepares the model, for Trainer and for Fabric, and when it restores it."""
+"""Tiling and activation checkpointing with offloading, for use with any strategy, for Trainer and for Fabric."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
@@ -12,6 +12,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies, Prepared
+from lt_tiled._types import PositiveInt
+from lt_tiled.policies import Checkpointing, Tiers, Tiling
+from lt_tiled.strategies.base import OffloadLog
 from lt_tiled.strategies.blocks import refuse_units_in_tiled_modules
 from lt_tiled.strategies.deepspeed import adapt_tiles
 
@@ -57,3 +60,49 @@ class PreparingCallback(AppliesPolicies, Callback):
         except BaseException:
             self._models.release(keep=before)
             raise
+
+
+class TiledMLP(PreparingCallback):
+    """Tiles modules under any strategy, for ``Trainer(callbacks=...)`` and ``Fabric(callbacks=...)``.
+
+    Args:
+        num_shards: Tiles per call, or ``"auto"``.
+        loss: Whether models of transformers compute their loss in tiles: ``True``, or how many tiles.
+        tiling: The other fields of :class:`~lt_tiled.policies.Tiling`.
+    """
+
+    def __init__(
+        self,
+        num_shards: PositiveInt | Literal["auto"] = "auto",
+        loss: bool | PositiveInt | None = None,
+        **tiling: Any,
+    ) -> None:
+        only_loss = loss and tiling.get("targets") == []
+        super().__init__(tiling=None if only_loss else Tiling(num_shards, **tiling), loss=loss)
+
+
+class OffloadedCheckpointing(PreparingCallback):
+    """Applies activation checkpointing under any strategy and offloads the block inputs, for Trainer and for Fabric.
+
+    With a Trainer, the figures of each step go to the loggers of the run as ``offload/...``.
+
+    Args:
+        offload: Where the block inputs go; ``None`` keeps them on the device.
+        checkpointing: The other fields of :class:`~lt_tiled.policies.Checkpointing`.
+    """
+
+    def __init__(self, offload: Tiers | None = "cpu", **checkpointing: Any) -> None:
+        super().__init__(checkpointing=Checkpointing(offload=offload, **checkpointing))
+        self._log = OffloadLog()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        self._log = OffloadLog()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.prepared is not None and self.prepared.offloader is not None:
+            self._log.step(trainer, self.prepared.offloader)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        self._models.free_buffers()  # the last checkpoint of the run may need the memory

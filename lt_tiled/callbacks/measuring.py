@@ -1,4 +1,4 @@
-"""Memory, offload traffic and speed of each step, and a plot of the measured and predicted memory of one step."""
+"""The table at the end of a run, the memory, offload traffic and speed of each step, and a plot of one step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,42 @@ from lt_tiled.report import Report
 if TYPE_CHECKING:
     from lt_tiled.planner.record import Recording
     from lt_tiled.planner.simulate import Simulation
+
+
+class TilingReport(Callback):
+    """Prints what was tiled, into how many tiles, what was offloaded, and the peak memory of a training step."""
+
+    def __init__(self) -> None:
+        self.report: Report | None = None
+        self.peak = 0
+        """The highest peak of a step, in bytes."""
+        self._steps = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        self.peak = self._steps = 0
+        self._start = time.monotonic()
+        self._memory = PeakMemory(trainer.strategy.root_device)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._memory.reset()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps += 1
+        self.peak = max(self.peak, self._memory.read())
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        # The strategy restores the model in its teardown, which comes before `on_fit_end`.
+        self.report = Report.of(pl_module)
+        self._seconds = time.monotonic() - self._start
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        if self.report is not None and trainer.is_global_zero:
+            table, console = self.report.table(self._memory.describe(self.peak), self._steps, self._seconds), Console()
+            if not console.is_terminal:  # a file needs no line breaks
+                console.width = 1000
+            console.print(table)
 
 
 class MemoryMonitor(Callback):
@@ -55,7 +91,6 @@ class MemoryMonitor(Callback):
         """The plotted step as it was measured."""
         self.predicted: Simulation | None = None
         """The plotted step as it was predicted, if the module can be simulated."""
-        self._meter: _Meter
         self._fabric: Fabric
         self._twin: LightningModule | None = None
         self._recording: Recording | None = None
@@ -71,10 +106,10 @@ class MemoryMonitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.peak = self._steps = 0
         self.measured = self.predicted = None
-        self._meter = _Meter(pl_module, trainer.strategy.root_device)
+        self._measure(pl_module, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._meter.start(_tokens(batch))
+        self._begin_step(_tokens(batch))
         if self.plot is not None and self._steps >= self.step and self.measured is None and trainer.is_global_zero:
             from lt_tiled.planner.record import Recording
 
@@ -137,11 +172,11 @@ class MemoryMonitor(Callback):
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
         self._fabric = fabric
-        self._meter = meter = _Meter(module, fabric.device)
-        meter.start(0)
+        self._measure(module, fabric.device)
+        self._begin_step()
 
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            meter.tokens += _tokens((args, kwargs))
+            self._tokens += _tokens((args, kwargs))
 
         module.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -149,43 +184,32 @@ class MemoryMonitor(Callback):
         """Fabric's hook, called by ``optimizer.step()``."""
         step = self._steps
         self._fabric.log_dict(self._end_step(), step=step)
-        self._meter.start(0)
+        self._begin_step()
+
+    # Both
+
+    def _measure(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._memory, self._offloaded = model, PeakMemory(device), OffloadStats()
+
+    def _begin_step(self, tokens: int = 0) -> None:
+        self._memory.reset()
+        self._start, self._tokens = time.monotonic(), tokens
 
     def _end_step(self) -> dict[str, float]:
-        metrics = self._meter.stop()
-        self.peak = max(self.peak, self._meter.peak)
-        self._steps += 1
-        return metrics
-
-
-class _Meter:
-    """Measures one step after the other."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model = model
-        self.memory = PeakMemory(device)
-        self.peak = self.tokens = 0
-        self._offloaded = OffloadStats()
-        self._start = 0.0
-
-    def start(self, tokens: int) -> None:
-        self.memory.reset()
-        self._start, self.tokens = time.monotonic(), tokens
-
-    def stop(self) -> dict[str, float]:
         """Return the figures of the step by name."""
-        self.peak = self.memory.read()
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        report = Report.of(self.model)
+        peak, seconds = self._memory.read(), max(time.monotonic() - self._start, 1e-9)
+        self.peak = max(self.peak, peak)
+        self._steps += 1
+        report = Report.of(self._model)
         tiles = [row.tiles for row in report.tiled] + [row.tiles for row in report.losses]
         before, self._offloaded = self._offloaded, report.offloaded or OffloadStats()
         return {
-            "memory/peak_gib": self.peak / 2**30,
+            "memory/peak_gib": peak / 2**30,
             "memory/tiles": float(max([1, *tiles])),
             "memory/cpu_bytes": float(self._offloaded.cpu_bytes - before.cpu_bytes),
             "memory/disk_bytes": float(self._offloaded.disk_bytes - before.disk_bytes),
             "memory/stalled_ms": self._offloaded.stalled_ms - before.stalled_ms,
-            "memory/tokens_per_second": self.tokens / seconds,
+            "memory/tokens_per_second": self._tokens / seconds,
         }
 
 
