@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import nn
@@ -13,10 +12,10 @@ from lt_tiled._log import inform, warn
 from lt_tiled.checkpointing import (
     BlockOffload,
     BlockPatch,
-    OwnCheckpointingOff,
     find_checkpointable,
     patch_block,
     restore_block,
+    turn_off_own_checkpointing,
 )
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
@@ -28,8 +27,6 @@ from lt_tiled.policies import Checkpointing, LossShards, Tiers, Tiling, as_check
 from lt_tiled.report import Report
 from lt_tiled.tiling.patched import patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds, TiledPatch
-
-Build = Callable[[Checkpointing, int | None], Offloader]
 
 
 class Prepared(AbstractContextManager["Prepared"]):
@@ -49,7 +46,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         needs: EngineNeeds | None = None,
         tiling_is_default: bool = False,
         ranks_per_node: int | None = None,
-        build: Build = build_offloader,
+        build: Callable[[Checkpointing, int | None], Offloader] = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         losses = find_losses(model) if loss else []
@@ -64,39 +61,33 @@ class Prepared(AbstractContextManager["Prepared"]):
             instead += ["the loss in tiles"] if losses else []
             warn(f"{error} It trains with {' and '.join(instead)} alone.")
         self.model = model
-        self._owner = object()
-        self._blocks: list[nn.Module] = []
-        self._own: OwnCheckpointingOff | None = None
         self.offloader: Offloader | None = None
-        try:
+        owner = object()
+        unpatched = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
+        with ExitStack() as undo:
             if checkpointing is not None and checkpointing.offload is not None:
+                if not unpatched:
+                    raise ValueError(
+                        f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks are checkpointed."
+                        " Set it where they are, in the strategy's checkpointing argument for one, or turn that off."
+                    )
                 self.offloader = build(checkpointing, ranks_per_node)
+                undo.callback(self.offloader.close)
+            undo.callback(restore_losses, model, owner)
+            undo.callback(restore_tiled, model, owner)
             for tileable in tiled:
                 if get_patch(tileable.module, TiledPatch, tileable.method) is None:  # else it keeps what it has
                     assert tiling is not None
-                    patch_tiled(tileable, tiling, needs or EngineNeeds(), self._owner)
+                    patch_tiled(tileable, tiling, needs or EngineNeeds(), owner)
             if loss is not None:
-                patch_losses(losses, loss, self._owner)
-            for path, block in blocks:
-                if get_patch(block, BlockPatch) is None:
-                    patch_block(block, self._offload_of(path, checkpointing))
-                    self._blocks.append(block)
-            if self.offloader is not None and checkpointing is not None and not self._blocks:
-                raise ValueError(
-                    f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks are checkpointed."
-                    " Set it where they are, in the strategy's checkpointing argument for one, or turn that off."
-                )
-            if self._blocks:
-                self._own = OwnCheckpointingOff(model)
-        except BaseException:
-            self.release()
-            raise
+                patch_losses(losses, loss, owner)
+            for path, block in unpatched:
+                patch_block(block, BlockOffload(self.offloader, path, model) if self.offloader else None)
+                undo.callback(restore_block, block)
+            for module in turn_off_own_checkpointing(model) if unpatched else ():
+                undo.callback(setattr, module, "gradient_checkpointing", True)
+            self._undo = undo.pop_all()
         inform(self.report().summary())
-
-    def _offload_of(self, path: str, policy: Checkpointing | None) -> BlockOffload | None:
-        if self.offloader is None or policy is None:
-            return None
-        return BlockOffload(self.offloader, path, self.model, policy.select, policy.activations == "all")
 
     def report(self) -> Report:
         """Return what is tiled and checkpointed, and the number of tiles of the largest call so far."""
@@ -104,19 +95,9 @@ class Prepared(AbstractContextManager["Prepared"]):
 
     def release(self) -> None:
         """Restore the model, and free CPU memory and disk. Does nothing the second time."""
-        if self._own is not None:
-            self._own.undo()
-        for block in self._blocks:
-            restore_block(block)
-        restore_tiled(self.model, self._owner)
-        restore_losses(self.model, self._owner)
-        self._own, self._blocks = None, []
-        if self.offloader is not None:
-            self.offloader.close()
+        self._undo.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -133,7 +114,6 @@ class PreparedModels(list[Prepared]):
                 policies.tiling,
                 policies.checkpointing,
                 policies.loss,
-                needs=policies.needs,
                 tiling_is_default=policies.tiling_is_default,
                 ranks_per_node=ranks_per_node,
             )
@@ -159,14 +139,8 @@ class PreparedModels(list[Prepared]):
 class AppliesPolicies:
     """The base of strategies and callbacks: their policies, and the models that these were applied to."""
 
-    tiling: Tiling | None
-    checkpointing: Checkpointing | None
-    loss: LossShards | None
-    needs: EngineNeeds
-    """What the engine needs of tiled modules; a strategy sets it."""
     tiling_is_default = False
     """Whether a model without an MLP that can be tiled is trained without tiling."""
-    _models: PreparedModels
 
     def set_policies(self, tiling: Any, checkpointing: Any, loss: Any) -> None:
         """Read the policies or their short forms.
@@ -176,7 +150,7 @@ class AppliesPolicies:
         """
         self.tiling, self.checkpointing = as_tiling(tiling), as_checkpointing(checkpointing)
         self.loss = as_loss(loss, self.tiling)
-        self.needs, self._models = EngineNeeds(), PreparedModels()
+        self._models = PreparedModels()
 
     def release(self) -> None:
         """Restore every model."""

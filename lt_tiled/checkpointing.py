@@ -30,8 +30,6 @@ class BlockOffload:
     offloader: Offloader
     block: str  # as errors name it
     model: nn.Module  # whose weights are never offloaded
-    select: str | Sequence[str | int]
-    everything: bool  # offload the tensors that the block saves, and recompute nothing
 
     def hooks(self, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
         """Return hooks that offload the saved tensors for which ``moves`` returns true."""
@@ -57,7 +55,7 @@ class BlockPatch(Patch):
         positional tensors through the saved-tensors hooks, and keeps all others in a closure.
         """
         offload = self.offload
-        if offload is not None and offload.everything:
+        if offload is not None and offload.offloader.policy.activations == "all":
             weights = _storages(module)
             with offload.hooks(lambda tensor: not _is_weight(tensor, weights)):
                 return self.inner(module, *args, **kwargs)
@@ -69,8 +67,8 @@ class BlockPatch(Patch):
 
         if offload is None:
             return checkpoint(block, *tensors, use_reentrant=False)
-        every = offload.select == "auto"
-        chosen = _hidden_states(tensors) if every else _selected(module, args, kwargs, offload.select)
+        select = offload.offloader.policy.select
+        chosen = _hidden_states(tensors) if select == "auto" else _selected(module, args, kwargs, select)
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
         weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
@@ -115,22 +113,17 @@ def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[s
     return found
 
 
-class OwnCheckpointingOff:
-    """Turns off a model's own gradient checkpointing, so that nothing is recomputed twice."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.switched = [m for _, m in [("", model), *walk(model)] if _checkpoints_itself(m)]
-        for module in self.switched:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-        if self.switched:
-            warn(
-                f"{type(model).__name__} recomputes its own layers (gradient_checkpointing_enable): lt_tiled turns that"
-                " off while it recomputes them. Turn off either one to silence this warning."
-            )
-
-    def undo(self) -> None:
-        for module in self.switched:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
+def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
+    """Turn off a model's own gradient checkpointing, so that nothing is recomputed twice. Return where it was on."""
+    switched = [m for _, m in [("", model), *walk(model)] if _checkpoints_itself(m)]
+    for module in switched:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    if switched:
+        warn(
+            f"{type(model).__name__} recomputes its own layers (gradient_checkpointing_enable): lt_tiled turns that"
+            " off while it recomputes them. Turn off either one to silence this warning."
+        )
+    return switched
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

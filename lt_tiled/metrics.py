@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from lt_tiled.loss.autograd import loss_bounds
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.functional import check_shapes, tiled_token_logprobs
+from lt_tiled.policies import check_count
 
 
 class _TiledMetric(Metric):
@@ -82,8 +83,7 @@ class TiledTokenAccuracy(_TiledMetric):
 
     def __init__(self, top_k: int = 1, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ValueError(f"top_k={top_k!r} must be a whole number of at least 1.")
+        check_count("top_k", top_k)
         self.top_k = top_k
 
     def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:

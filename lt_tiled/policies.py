@@ -58,8 +58,8 @@ class Tiling:
     for tiles of a fixed size in bytes, or the number of tiles. ``output.logits`` raises when accessed."""
 
     def __post_init__(self) -> None:
-        _check_count("num_shards", self.num_shards, "auto")
-        _check_count("tile_tokens", self.tile_tokens, None)
+        check_count("num_shards", self.num_shards, "auto")
+        check_count("tile_tokens", self.tile_tokens, None)
         if self.num_shards != "auto" and self.tile_tokens is not None:
             raise ValueError(
                 f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} both set the tiles: give only one."
@@ -68,7 +68,7 @@ class Tiling:
         for name, reduction in (self.reductions or {}).items():
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
         check_compile(self.compile, "compile")
-        _check_count("loss", self.loss, False, True)
+        check_count("loss", self.loss, False, True)
         if self.loss is not False:
             message = "Tiling(loss=...) is deprecated: pass loss= to the strategy or to lt_tiled.prepare."
             warnings.warn(message, DeprecationWarning, stacklevel=3)
@@ -119,8 +119,8 @@ class Checkpointing:
         _check_targets(self.targets)
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
         _check_choice("activations", self.activations, ("inputs", "all"))
-        _check_count("prefetch", self.prefetch, "auto")
-        _check_count("keep_last", self.keep_last, least=0)
+        check_count("prefetch", self.prefetch, "auto")
+        check_count("keep_last", self.keep_last, least=0)
         parse_bytes(self.min_bytes, "min_bytes")
         if self.select != "auto" and (isinstance(self.select, str) or not self.select):
             raise ValueError(
@@ -152,7 +152,7 @@ def as_loss(value: bool | int | None, tiling: Tiling | None) -> LossShards | Non
     """Return the tiles for a short form: ``True`` or a number; ``None`` stands for the deprecated ``Tiling.loss``."""
     if value is None and tiling is not None:
         value = tiling.loss
-    _check_count("loss", value, None, False, True)
+    check_count("loss", value, None, False, True)
     return None if value is None or value is False else "auto" if value is True else value
 
 
@@ -183,7 +183,8 @@ def parse_bytes(value: int | str, name: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _check_count(name: str, value: object, *also: object, least: int = 1) -> None:
+def check_count(name: str, value: object, *also: object, least: int = 1) -> None:
+    """Raise ``ValueError`` unless the value is a whole number of at least ``least``, or one of ``also``."""
     if any(value is other or (value == other and isinstance(value, str)) for other in also):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

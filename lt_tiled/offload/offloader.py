@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from threading import RLock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
-from lt_tiled.offload.geometry import Geometry, movable, view_key
+from lt_tiled.offload.geometry import Geometry, movable, raw_bytes, view_key
 from lt_tiled.offload.pinned import available_memory
 from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher, waiting_for
 from lt_tiled.offload.spill import SpillFile
@@ -122,16 +123,19 @@ class Offloader:
                 with waiting_for(oldest.origin, self.stats):
                     oldest.stored.settle(self.wait_seconds)
             self._reap()
-        raw = packed.raw(self.policy.compress)
+        assert packed.tensor is not None
+        compress = self.policy.compress and packed.tensor.dtype == torch.float32
+        source = packed.tensor.to(torch.bfloat16) if compress else packed.tensor
+        raw = raw_bytes(source)
         with name_origin(packed.origin):
             packed.stored = next(filter(None, (tier.store(raw) for tier in self._tiers)), None)
         if packed.stored is None:
-            packed.rounded = None
             if not self.so_far().kept_bytes:
                 what = f"a tensor ({packed.origin}): it stays on {raw.device}"
                 warn(f"The cpu_budget has no room for {what}. Raise the budget.")
             self.stats.kept_bytes += packed.geometry.nbytes
             return
+        packed.geometry = Geometry.of(source)
         if packed.stored.tier == "cpu":
             self.stats.cpu_bytes += raw.nbytes
         else:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lt_tiled.errors import OffloadError, Origin, name_origin
-from lt_tiled.offload.geometry import Geometry, raw_bytes
+from lt_tiled.offload.geometry import Geometry
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.offload.tiers import Loading, Stored
 
@@ -35,30 +34,18 @@ class OffloadedTensor:
         self.origin, self.previous = origin, previous
         self.storage = weakref.ref(tensor.untyped_storage())
         self.geometry = Geometry.of(tensor)
+        """The geometry of the bytes that are stored: those of the tensor, or of what it was rounded to."""
         # Detached: the grad_fn of a saved output leads back to the node that saves this object.
         self.tensor: Tensor | None = tensor.detach()
         """The tensor itself, until its bytes are stored."""
         self.version = tensor._version
-        self.rounded: Geometry | None = None
-        """The geometry of the stored bytes, if they were rounded to bfloat16."""
         self.stored: Stored | None = None
         self.loading: Loading | None = None
-
-    def raw(self, compress: bool) -> Tensor:
-        """Return the bytes to store, with float32 rounded to bfloat16 if ``compress``."""
-        assert self.tensor is not None
-        tensor = self.tensor
-        if compress and tensor.dtype == torch.float32:
-            tensor = tensor.to(torch.bfloat16)
-            self.rounded = Geometry.of(tensor)
-        return raw_bytes(tensor)
 
     def in_memory(self) -> Tensor | None:
         """Return the tensor if it has not left yet, rounded as it would come back from its tier."""
         self.check_version()
-        if self.tensor is None or self.rounded is None:
-            return self.tensor
-        return self.tensor.to(self.rounded.dtype).to(self.tensor.dtype)
+        return None if self.tensor is None else self.tensor.to(self.geometry.dtype).to(self.origin.dtype)
 
     def load(self) -> Loading:
         """Begin to load the bytes."""
@@ -68,7 +55,7 @@ class OffloadedTensor:
 
     def rebuild(self, raw: Tensor) -> Tensor:
         """Return the tensor that has these bytes."""
-        return (self.rounded or self.geometry).rebuild(raw).to(self.geometry.dtype)
+        return self.geometry.rebuild(raw).to(self.origin.dtype)
 
     def check_version(self) -> None:
         """Raise :class:`OffloadError` if the tensor was changed in place and its bytes are not stored yet."""
@@ -94,7 +81,7 @@ class Prefetcher:
     def __init__(self, depth: int | Literal["auto"]) -> None:
         self.adaptive = depth == "auto"
         self.depth = 1 if depth == "auto" else depth
-        self._loading: list[weakref.ref[OffloadedTensor]] = []
+        self._loading: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
     def load(self, wanted: OffloadedTensor, seconds: float, stats: OffloadStats) -> Tensor:
         """Return a tensor whose bytes are stored, within ``seconds``."""
@@ -116,12 +103,11 @@ class Prefetcher:
             if wanted.tensor is None and wanted.stored is not None:
                 nearest.append(wanted)
             wanted = wanted.previous()
-        for ref in self._loading:
-            if (other := ref()) is not None and other not in nearest:
-                other.loading = None
+        for other in self._loading.difference(nearest):
+            other.loading = None
         for near in nearest:
             near.loading = near.loading or near.load()
-        self._loading = [weakref.ref(near) for near in nearest]
+        self._loading = weakref.WeakSet(nearest)
 
 
 @contextmanager

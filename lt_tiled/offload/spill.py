@@ -85,7 +85,7 @@ class SpillFile:
         need = aligned(nbytes)
         with self._lock:
             self._collect()
-            if (offset := self._extents.take(need)) is None:
+            while (offset := self._extents.take(need)) is None:
                 if self.budget is not None:
                     raise OffloadDiskFullError(
                         f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
@@ -93,8 +93,6 @@ class SpillFile:
                         directory=self.directory,
                     )
                 self._grow(max(need - self._extents.tail, GROWTH), at_least=need - self._extents.tail)
-                offset = self._extents.take(need)
-                assert offset is not None
             return offset
 
     def give_back(self, offset: int, nbytes: int) -> None:

@@ -12,7 +12,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lt_tiled._prepare import AppliesPolicies, PreparedModels
+from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveInt
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import Checkpointing, Tiers, Tiling
@@ -57,12 +57,9 @@ class TiledStrategy(Base):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, checkpointing, loss)
-        self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
-
-    @property
-    def prepared(self) -> PreparedModels:
+        self.prepared = self._models
         """The models that the policies were applied to."""
-        return self._models
+        self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
 
     @property
     def on_cpu(self) -> bool:

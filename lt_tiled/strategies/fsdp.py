@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, OptimStateKeyType, StateDictType
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 from torch.optim import Optimizer
 
@@ -74,6 +74,14 @@ class _FSDP(TiledStrategy):
         super().setup_environment()
         if self.on_cpu and isinstance(shape, tuple):
             self.fsdp_options["device_mesh"] = init_device_mesh("cpu", shape)
+
+    def full_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return, on rank 0, an optimizer's state of the full weights by their names."""
+        # From the CPU to the CPU offloading copies nothing: Adam's two averages would be views of the same memory.
+        config = FullOptimStateDictConfig(offload_to_cpu=not self.on_cpu, rank0_only=True)
+        full = StateDictType.FULL_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, full, optim_state_dict_config=config):
+            return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
     def unit_arguments(self) -> dict[str, Any]:
         """Return the arguments of each FSDP unit."""
@@ -146,14 +154,15 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
         return root
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._state_dict_type != "full" or self.kwargs["use_orig_params"]:
+        if self._state_dict_type != "full":
             return super().optimizer_state(optimizer)
-        # The parent replaces names by numbers, which weights in a flat parameter do not have. It loads names too.
         assert self.model is not None
-        config = FullOptimStateDictConfig(offload_to_cpu=not self.on_cpu, rank0_only=True)
-        full, own = StateDictType.FULL_STATE_DICT, getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
-        with FullyShardedDataParallel.state_dict_type(self.model, full, optim_state_dict_config=config):
-            return FullyShardedDataParallel.optim_state_dict(self.model, own)
+        own = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+        state = self.full_optimizer_state(self.model, own)
+        # As the parent does, replace names by numbers, which weights in a flat parameter do not have. It loads both.
+        if self.global_rank == 0 and self.kwargs["use_orig_params"]:
+            return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
+        return state
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.saves_full_on_cpu:
@@ -176,14 +185,14 @@ class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
         refused = len(models) != 1 or storage_options is not None or (path.is_dir() and not sharded)
         if refused or not self.saves_full_on_cpu:
             return super().save_checkpoint(path, state, storage_options, filter)
-        # This does what the parent does, with another source of the weights.
+        # This does what the parent does, with other sources of the states.
         self.prepared.free_buffers()
         full = dict(state)
         for key, value in state.items():
             if value is models[0]:
                 full[key] = get_model_state_dict(value, options=_FULL)
             elif isinstance(value, Optimizer):
-                full[key] = FullyShardedDataParallel.optim_state_dict(models[0], value)
+                full[key] = self.full_optimizer_state(models[0], value)
         full = self._convert_stateful_objects_in_state(full, filter or {})
         if self.global_rank == 0:
             if sharded:
