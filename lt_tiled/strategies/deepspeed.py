@@ -6,6 +6,13 @@ tile. So each tiled module is a leaf module: its hooks all-gather all its weight
 and the tiles run in between. A norm next to an MLP is outside of the leaf, so its weights may be freed by then: it is
 not deferred. Hooks of a leaf run on the gradients of its positional inputs, so hidden states are passed by position and
 require a gradient.
+
+NOTE [ZeRO-1 and 2 need one order]
+ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
+entry (``reduce_independent_p_g_buckets_and_remove_grads`` in deepspeed/runtime/zero/stage_1_and_2.py). Gradients of a
+tiled module arrive in another order than those of the same module untiled, so a rank with a short input would add the
+gradients of other weights. Under these stages every call of a tiled module that may be differentiated takes the same
+path, with one tile if it is short, and nothing falls back to another path by what one rank alone sees.
 """
 
 from __future__ import annotations
@@ -166,6 +173,7 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     for _, _, patch in tiled_patches(model):
         # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros.
         patch.needs.zeros_for_unused, patch.needs.defer = True, not strategy.zero_stage_3
+        patch.needs.same_order = not strategy.zero_stage_3
     if not strategy.zero_stage_3:
         return
     from deepspeed.utils import get_z3_leaf_modules

@@ -67,7 +67,7 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, intermediate_size
         shards = max(1, min(auto, tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
         size = ceil(tokens / shards)
     size = max(size, 2)
-    cuts = [*range(0, tokens, size), tokens] if tokens else [0]
+    cuts = [*range(0, tokens, size), tokens] if tokens else [0, 0]
     if tokens > size and tokens % size == 1:
         cuts[-2:-1] = [tokens - 2] if size > 2 else []
     return list(pairwise(cuts))
@@ -100,7 +100,8 @@ class TokenShape:
         return flat.view(*self.tile_lead(flat.shape[0]), *flat.shape[1:])
 
     def tile_lead(self, tokens: int) -> tuple[int, ...]:
-        return (1,) * (len(self.lead) - 1) + (tokens,)
+        """Return the leading dimensions of a tile: ``[1, t]`` for hidden states ``[B, S, H]``, ``[B, S]`` for all."""
+        return tuple(self.lead) if tokens == self.tokens else (1,) * (len(self.lead) - 1) + (tokens,)
 
 
 Kind = Literal["tokens", "flat", "sum", "mean", "constant"]

@@ -129,7 +129,7 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
             if patch.tiling.self_check and not made[0].checked:
                 check_position_wise(*made)
         except NotPositionWiseError as error:
-            if not patch.found.below:
+            if not patch.found.below or patch.needs.same_order:
                 raise
             _tile_below(module, patch, str(error))
             return work.function(*args, **kwargs)
@@ -253,7 +253,12 @@ def _check_with_norm(made: Call) -> bool:
         if type(inputs[0]) in (Tensor, nn.Parameter) and not call.checked:
             with hidden_from_modes(inputs[0]):
                 check_position_wise(*made)
-    except Exception:  # the norm runs untiled
+    except Exception as error:  # the norm runs untiled
+        if call.patch.needs.same_order:
+            raise NotPositionWiseError(
+                f"{call.patch.name}: a norm next to it cannot run in its tiles, and the engine needs the same order of"
+                f" gradients on all ranks: name the modules to tile, as in Tiling(targets=...). ({error})"
+            ) from error
         call.patch.learned.refused.add(call.work.key)
         return False
     return True

@@ -82,6 +82,9 @@ class EngineNeeds:
 
     zeros_for_unused: bool = False
     """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
+    same_order: bool = False
+    """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
+    and what would fall back to another path is an error."""
     defer: bool = True
     """Whether a norm next to an MLP may run in the same tiles: its weights must be there while the MLP runs."""
 

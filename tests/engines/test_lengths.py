@@ -1,0 +1,91 @@
+"""Ranks whose sequences differ in length, so that some run tiles and others do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+import lt_tiled
+from tests.engines.cells import ENGINES, draw, set_up, strategy
+from tests.engines.conftest import OnRanks
+from tests.models import GatedMLP, H
+
+LENGTHS = {"4096 and 512": (4096, 512), "1 and 4096": (1, 4096), "2 and 4096": (2, 4096), "4096 and 0": (4096, 0)}
+
+
+class Layer(nn.Module):
+    """A block without attention, whose cost would hide that of the rest."""
+
+    def __init__(self, norms: bool) -> None:
+        super().__init__()
+        self.pre_mlp_norm = nn.LayerNorm(H) if norms else nn.Identity()
+        self.mlp = GatedMLP()
+        self.post_mlp_norm = nn.RMSNorm(H) if norms else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
+
+
+class Layers(nn.Module):
+    """Two of them between an embedding and a head."""
+
+    def __init__(self, norms: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, H), nn.Linear(H, 32)
+        self.blocks = nn.ModuleList(Layer(norms) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(engine: str, norms: bool, lengths: tuple[int, int], tiled: bool) -> tuple[list[float], list[list[str]]]:
+    """Four steps; the losses, and the names of the weights as the gradients of each step arrived."""
+    policies = {} if tiled else {"tiling": None, "checkpointing": None}
+    chosen = strategy(lt_tiled.fabric, engine, **policies)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = Layers(norms)
+    model, optimizer = set_up(fabric, net, engine)
+    arrived: list[str] = []
+    if engine in ("zero1", "zero2"):
+        for name, p in net.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    losses, orders = [], []
+    for step in range(4):
+        ids = draw((1, lengths[(dist.get_rank() + step) % 2]), dist.get_rank())
+        loss = (model(ids) * torch.linspace(-1, 1, 32)).square().sum() / 2**17
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        orders.append(arrived.copy())
+        arrived.clear()
+    fabric.strategy.release()
+    return losses, orders
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("norms", [False, True], ids=["no norms", "norms"])
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "fsdp_flat"])
+def test_losses(engine: str, norms: bool, lengths: tuple[int, int], on_ranks: OnRanks) -> None:
+    """Whatever the lengths on the ranks, every rank has the losses of the untiled DDP run with the default policies."""
+    plain = on_ranks.once(train, "ddp", norms, lengths, False)
+    tiled = on_ranks(train, engine, norms, lengths, True)
+    assert [losses for losses, _ in tiled] == [pytest.approx(losses, rel=1e-4, abs=1e-6) for losses, _ in plain]
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["no norms", "norms"])
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+def test_the_order_of_the_gradients(engine: str, norms: bool, on_ranks: OnRanks) -> None:
+    """Under ZeRO-1 and 2, gradients arrive in one order on every rank, in as many tiles as its length gives."""
+    for lengths in ((4096, 512), (1, 4096)):
+        first, second = (orders for _, orders in on_ranks(train, engine, norms, lengths, True))
+        assert first == second == [first[0]] * 4
+        assert len(first[0]) == len(set(first[0])) == (15 if norms else 9)
