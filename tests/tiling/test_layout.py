@@ -21,7 +21,7 @@ from lt_tiled.tiling.layout import MIN_TILE_TOKENS, tile_bounds
         (2047, 64, 1),  # short: untiled
         (1024, 4096, 1),
         (1, 4096, 1),
-        (0, 4096, 0),
+        (0, 4096, 1),
     ],
 )
 def test_auto(tokens: int, hidden: int, tiles: int) -> None:
