@@ -60,12 +60,6 @@ class DeferredLogits(Deferred):
         logits.version = 0 if hidden.is_inference() else hidden._version
         return logits
 
-    def _compute(self, rows: Tensor) -> Tensor:
-        logits: Tensor = self.patch.inner(self.head, rows)
-        for function, _ in self.steps:
-            logits = function(logits)
-        return logits
-
     def value(self, because: str = "") -> Tensor:
         """Return the full logits with the graph that they had when the head was called."""
         if self.full is None:
@@ -74,7 +68,9 @@ class DeferredLogits(Deferred):
                 f"full logits {name}", f"the loss of {name} is not tiled: its code uses full logits ({because})"
             )
             with torch.set_grad_enabled(self.grad_mode):
-                self.full = self._on_head(lambda _, hidden: self._compute(hidden).view(shape))
+                self.full = self._on_head(
+                    lambda head, hidden: _computed(self.patch, head, self.steps, hidden).view(shape)
+                )
         return self.full
 
     def data_value(self) -> Tensor:
@@ -103,11 +99,13 @@ class DeferredLogits(Deferred):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         to_device = func is Tensor.to and any(not isinstance(a, torch.dtype) for a in (*args[1:], *kwargs.values()))
-        if others or to_device or func not in _ENTRYWISE | _RESHAPES:
+        place = next((index for index, a in enumerate(args) if a is self), None)
+        if others or to_device or place is None or func not in _ENTRYWISE | _RESHAPES:
             return NotImplemented
+        left, right = args[:place], args[place + 1 :]  # without this tensor, which holds the hidden states
 
         def step(logits: Tensor) -> Any:
-            return func(*pytree.tree_map_only(DeferredLogits, lambda _: logits, args), **kwargs)
+            return func(*left, logits, *right, **kwargs)
 
         meta = step(self.meta)
         if func in _RESHAPES:
@@ -133,14 +131,16 @@ class DeferredLogits(Deferred):
         while self.steps and self.steps[-1][1]:  # tiles are float32 themselves
             self.steps = self.steps[:-1]
 
+        patch, steps, vocab_size = self.patch, self.steps, self.meta.shape[-1]
+
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
-            patch, work, vocab_size = self.patch, Work(head.forward, (head,)), self.meta.shape[-1]
+            work = Work(head.forward, (head,))
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 before = {} if patch.checked else kept_tensors(work)
                 with substituted(weights, leaves):
-                    found: Tensor = self._compute(rows)
+                    found = _computed(patch, head, steps, rows)
                 if found.requires_grad and not patch.checked:
                     known = [cast("Tensor", rows._base), *leaves]
                     check_closed(found, known, work, before, f"the head of {patch.name}")
@@ -155,6 +155,14 @@ class DeferredLogits(Deferred):
             return loss if reduction != "none" else loss.view(target.shape)
 
         return self._on_head(compute)
+
+
+def _computed(patch: HeadPatch, head: nn.Module, steps: Any, rows: Tensor) -> Tensor:
+    """Return the logits of hidden states. Not a method, because the loss's node keeps it until the backward pass."""
+    logits: Tensor = patch.inner(head, rows)
+    for function, _ in steps:
+        logits = function(logits)
+    return logits
 
 
 class _OnlyFull(torch.autograd.Function):

@@ -42,9 +42,12 @@ FORMATS = {
 
 
 class ByIndex(LitTiny):
-    """Its batches depend on their index and the rank alone, so that a resumed run sees those of an uninterrupted
-    one.
+    """Its batches depend on their index and the rank alone, so that a resumed run sees those of an uninterrupted one,
+    and its optimizer has two states of each weight.
     """
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.trainer.model.parameters(), 1e-2)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Ids(16), batch_size=2)

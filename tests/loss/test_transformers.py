@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,6 +92,18 @@ def test_absent_logits_say_why() -> None:
                 use(output.logits)
         assert isinstance(copy.deepcopy(output.logits), AbsentLogits)
         assert model(input_ids=IDS).logits.shape == (2, 48, 64)
+
+
+def test_hidden_states_are_freed_after_the_forward_pass() -> None:
+    """What waits for the backward pass is the gradient of the hidden states, and not the hidden states too."""
+    for name in ("Llama", "Gemma 2"):
+        model, seen = ARCHITECTURES[name].build(torch.float32), []
+        with prepare(model, **LOSS):
+            model.model.norm.register_forward_hook(lambda m, args, output, seen=seen: seen.append(weakref.ref(output)))
+            output = model(**ARCHITECTURES[name].feed(model))
+            gc.collect()
+            assert [reference() for reference in seen] == [None]
+            output.loss.backward()
 
 
 def test_arguments_of_the_loss() -> None:
