@@ -206,9 +206,8 @@ def test_quickstart() -> None:
 @pytest.mark.parametrize("tier", ["disk", "cpu", "cpu_disk"])
 def test_offload_configs(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The offload configs differ from the quickstart in where the block inputs go, and each parses to its tiers."""
-    quick, other = (
-        config(capsys, "--config", str(ROOT / "configs" / f"quickstart{name}.yaml")) for name in ("", f"_offload_{tier}")
-    )
+    names = ("quickstart", f"quickstart_offload_{tier}")
+    quick, other = (config(capsys, "--config", str(ROOT / "configs" / f"{name}.yaml")) for name in names)
     checkpointing = other["trainer"]["strategy"]["init_args"].pop("checkpointing")
     assert quick["trainer"]["strategy"]["init_args"].pop("checkpointing") is True
     assert checkpointing["offload"] == tier.replace("_", "+")
