@@ -105,7 +105,7 @@ def test_table_of_the_docs(request: pytest.FixtureRequest) -> None:
     head, begin, rest = text.partition("<!-- table: begin -->\n")
     _, end, tail = rest.partition("<!-- table: end -->")
     lines = [
-        "| architecture | class | where | what is tiled | norm before, in the tiles | norm behind, in the tiles |",
+        "| architecture | class | where | what is tiled | norm before, in the tiles | norm after, in the tiles |",
         "|---|---|---|---|---|---|",
         *map(row, ARCHITECTURES),
     ]
