@@ -14,7 +14,7 @@ from tests.docs.documents import ROOT
 
 FOLDERS = ("docs", "lt_tiled", "configs", "examples", "benchmarks")
 FILES = [
-    *(page for page in sorted(ROOT.glob("*.md")) if page.name != "CHANGELOG.md"),
+    *sorted(ROOT.glob("*.md")),
     *(f for folder in FOLDERS for kind in ("md", "py", "yaml") for f in sorted((ROOT / folder).rglob(f"*.{kind}"))),
 ]
 WORDS = {
