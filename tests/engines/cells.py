@@ -4,7 +4,7 @@ world.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +135,17 @@ def in_fabric(engine: str, mode: str, directory: str, accumulate: bool = True, *
     return Ran(losses, val_losses, *result, replaced(net))
 
 
-def set_up(fabric: Fabric, net: nn.Module, engine: str) -> tuple[Any, Any]:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 1.0, momentum=0.9)
+
+
+def set_up(
+    fabric: Fabric, net: nn.Module, engine: str, optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+) -> tuple[Any, Any]:
     if engine != "fsdp_flat":
-        return fabric.setup(net, torch.optim.SGD(net.parameters(), 1.0, momentum=0.9))
+        return fabric.setup(net, optimizer(net.parameters()))
     model = fabric.setup_module(net)
-    return model, fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 1.0, momentum=0.9))
+    return model, fabric.setup_optimizers(optimizer(model.parameters()))
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: Iterable[Tensor]) -> list[float]:

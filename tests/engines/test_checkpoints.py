@@ -160,7 +160,7 @@ def fabric_steps(
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
     torch.manual_seed(0)
-    model, optimizer = set_up(fabric, TinyLM(), engine)
+    model, optimizer = set_up(fabric, TinyLM(), engine, lambda parameters: torch.optim.AdamW(parameters, 1e-2))
     state = {"model": model, "optimizer": optimizer, "done": 0}
     if load is not None:
         fabric.load(load, state, weights_only=False)
