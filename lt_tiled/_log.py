@@ -17,26 +17,18 @@ if not logging.root.hasHandlers():
 _logged: set[str] = set()
 
 
-def inform(message: str, key: str | None = None, level: int = logging.INFO) -> None:
-    """Log a message; with a key, only the first time that the key is used in this process."""
-    if key in _logged or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+def inform(message: str, *, once: str | None = None, level: int = logging.INFO) -> None:
+    """Log a message; with ``once``, only the first time that this key is used in this process."""
+    if once in _logged or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
         return
-    if key is not None:
-        _logged.add(key)
+    if once is not None:
+        _logged.add(once)
     _logger.log(level, message)
 
 
-def warn(message: str, key: str | None = None) -> None:
-    """Warn as :func:`inform` informs."""
-    inform(message, key, logging.WARNING)
-
-
-def inform_once(key: str, message: str) -> None:
-    inform(message, key)
-
-
-def warn_once(key: str, message: str) -> None:
-    warn(message, key)
+def warn(message: str, *, once: str | None = None) -> None:
+    """Log a warning, as :func:`inform` does."""
+    inform(message, once=once, level=logging.WARNING)
 
 
 @contextmanager

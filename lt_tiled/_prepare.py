@@ -68,8 +68,9 @@ class Prepared(AbstractContextManager["Prepared"]):
             if checkpointing is not None and checkpointing.offload is not None:
                 if not unpatched:
                     raise ValueError(
-                        f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks are checkpointed."
-                        " Set it where they are, in the strategy's checkpointing argument for one, or turn that off."
+                        f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks use activation"
+                        f" checkpointing already. Pass checkpointing={checkpointing.offload!r} to the strategy, or"
+                        " checkpointing=False to the strategy and keep this one."
                     )
                 self.offloader = build(checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
@@ -120,7 +121,7 @@ class PreparedModels(list[Prepared]):
         except NothingFoundError as error:
             if not self:
                 raise
-            warn(f"{error} {type(model).__name__} stays as it is, because there are other models.")
+            warn(f"{error} {type(model).__name__} is not changed, because there are other models.")
         else:
             self.append(prepared)
 
@@ -164,14 +165,14 @@ def prepare(
     checkpointing: Checkpointing | bool | Tiers | None = None,
     loss: bool | int | None = None,
 ) -> Prepared:
-    """Tile and activation-checkpoint a whole model in place, without any trainer.
+    """Apply tiling and activation checkpointing to a whole model in place, without any trainer.
 
     Args:
-        model: Any module. Its keys, classes and results stay as they are.
+        model: Any module. Its ``state_dict`` keys, classes and results do not change.
         tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
         checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, or where their inputs are
             offloaded to; ``None`` for none.
-        loss: Whether models of transformers compute their loss in tiles: ``True``, or how many tiles.
+        loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
 
     Returns:
         A handle that reports what was done and undoes it.
@@ -184,8 +185,8 @@ def prepare(
     policy = as_tiling(tiling)
     if policy and (already := Report.of(model).tiled):
         warn(
-            f"{len(already)} modules are tiled already, {already[0].path} among them, and stay as they are: release"
-            " what tiled them first."
+            f"{len(already)} modules are tiled already, {already[0].path} among them, and are not tiled anew:"
+            " release what tiled them first."
         )
     return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss, policy))
 
@@ -198,7 +199,7 @@ def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[
     inside = {id(part) for wrapper in wrappers for part in wrapper.modules()}
     free = [(path, m) for path, m in blocks if not any(id(part) in inside for part in m.modules())]
     warn(
-        f"{len(blocks) - len(free)} of {len(blocks)} blocks are checkpointed by torch's checkpoint_wrapper already and"
-        " keep that."
+        f"{len(blocks) - len(free)} of {len(blocks)} blocks use torch's checkpoint_wrapper already and are not wrapped"
+        " again."
     )
     return free

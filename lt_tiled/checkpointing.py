@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled._log import inform_once, warn
+from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
@@ -153,7 +153,7 @@ def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
                 f"{kind} uses activation checkpointing and was given {name} with {tokens} cached entries: the recompute"
                 " would append to it again. Run without a cache, or under torch.no_grad(), or with checkpointing=False."
             )
-    inform_once(f"cache {kind}", f"{kind} is recomputed, so it runs without a key-value cache while gradients are on")
+    inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
     return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
 
 

@@ -18,7 +18,7 @@ __getattr__ = deprecated(__name__, _OLD)
 
 
 class NothingFoundError(ValueError):
-    """``targets="auto"`` finds nothing in a model."""
+    """No MLP, no block or no loss was found in a model."""
 
 
 class NotPositionWiseError(ValueError):
@@ -26,7 +26,7 @@ class NotPositionWiseError(ValueError):
 
 
 class SimulationError(RuntimeError):
-    """A module needs the values of tensors, which a simulation does not have."""
+    """A training step cannot be simulated, for example because it reads the values of tensors."""
 
 
 class DoesNotFitError(ValueError):

@@ -75,7 +75,7 @@ class TiledTokenAccuracy(_TiledMetric):
         kwargs: Arguments of :class:`TiledPerplexity`.
 
     Raises:
-        ValueError: If ``top_k`` is not a positive whole number.
+        ValueError: If ``top_k`` is not a positive integer.
     """
 
     higher_is_better = True

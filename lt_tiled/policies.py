@@ -41,7 +41,7 @@ class Tiling:
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
     """``"auto"`` (the MLP of each block), a class name or path glob (``model.layers.*.mlp``) of modules or of their
     methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function that takes a module's path
-    and the module and returns whether to tile it. Use an empty list to tile only the loss."""
+    and the module and returns whether to tile it."""
     accumulate: Literal["float32", "param"] = "float32"
     """The dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer,
     but its rounding error grows with the number of tiles."""
@@ -55,14 +55,15 @@ class Tiling:
     ``{mode: max-autotune}``."""
     loss: bool | PositiveInt = False
     """Compute the loss of transformers models that are called with labels in tiles, without the full logits: ``True``
-    for tiles of a fixed size in bytes, or the number of tiles. ``output.logits`` raises when accessed."""
+    for tiles of a fixed size in bytes, or the number of tiles. ``output.logits`` raises when it is used."""
 
     def __post_init__(self) -> None:
         check_count("num_shards", self.num_shards, "auto")
         check_count("tile_tokens", self.tile_tokens, None)
         if self.num_shards != "auto" and self.tile_tokens is not None:
             raise ValueError(
-                f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} both set the tiles: give only one."
+                f"num_shards={self.num_shards} and tile_tokens={self.tile_tokens} both set the tile size: pass only"
+                " one."
             )
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
         for name, reduction in (self.reductions or {}).items():
@@ -73,7 +74,7 @@ class Tiling:
             message = "Tiling(loss=...) is deprecated: pass loss= to the strategy or to lt_tiled.prepare."
             warnings.warn(message, DeprecationWarning, stacklevel=3)
         if callable(self.targets) or self.targets or not self.loss:
-            _check_targets(self.targets, also=", or with loss=True an empty list")
+            _check_targets(self.targets, also="; to tile only the loss, pass tiling=False and loss=True")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Checkpointing:
             value = getattr(self, name)
             if value is not None and tier not in (self.offload or ""):
                 where = f"offload={self.offload!r}: set offload={tier!r} or 'cpu+disk'."
-                raise ValueError(f"{name}={value!r} has no meaning with {where}")
+                raise ValueError(f"{name}={value!r} has no effect with {where}")
             if value is not None and name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
 
@@ -144,7 +145,7 @@ def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
     if isinstance(value, bool):
         return Tiling() if value else None
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"tiling={value!r} is not understood: give a number of tiles, True, False or a Tiling.")
+        raise ValueError(f"tiling={value!r} is not understood: pass a number of tiles, True, False or a Tiling.")
     return Tiling(num_shards=value)
 
 
@@ -164,7 +165,7 @@ def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointin
         return Checkpointing(offload=cast(Tiers, value))
     if not isinstance(value, bool):
         tiers = ", ".join(map(repr, get_args(Tiers)))
-        raise ValueError(f"checkpointing={value!r} is not understood: give True, False, {tiers} or a Checkpointing.")
+        raise ValueError(f"checkpointing={value!r} is not understood: pass True, False, {tiers} or a Checkpointing.")
     return Checkpointing() if value else None
 
 
@@ -184,11 +185,11 @@ def parse_bytes(value: int | str, name: str) -> int:
 
 
 def check_count(name: str, value: object, *also: object, least: int = 1) -> None:
-    """Raise ``ValueError`` unless the value is a whole number of at least ``least``, or one of ``also``."""
+    """Raise ``ValueError`` unless the value is an integer of at least ``least``, or one of ``also``."""
     if any(value is other or (value == other and isinstance(value, str)) for other in also):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        choices = " or ".join([*map(repr, also), f"a whole number of at least {least}"])
+        choices = " or ".join([*map(repr, also), f"an integer of at least {least}"])
         raise ValueError(f"{name}={value!r} must be {choices}.")
 
 

@@ -91,7 +91,7 @@ def test_no_full_logits() -> None:
 def test_bad_top_k() -> None:
     """``top_k`` of nothing, or of a part, is refused."""
     for value in (0, 1.5):
-        with pytest.raises(ValueError, match=f"top_k={value} must be a whole number of at least 1"):
+        with pytest.raises(ValueError, match=f"top_k={value} must be an integer of at least 1"):
             TiledTokenAccuracy(top_k=value)  # type: ignore[arg-type]
 
 

@@ -67,8 +67,8 @@ class TiledMLP(PreparingCallback):
 
     Args:
         num_shards: Tiles per call, or ``"auto"``.
-        loss: Whether models of transformers compute their loss in tiles: ``True``, or how many tiles.
-        tiling: The other fields of :class:`~lt_tiled.policies.Tiling`.
+        loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
+        tiling: The other fields of :class:`~lt_tiled.policies.Tiling`. ``targets=[]`` tiles only the loss.
     """
 
     def __init__(

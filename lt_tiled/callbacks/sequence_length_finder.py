@@ -60,7 +60,7 @@ class SequenceLengthFinder(Callback):
     ) -> None:
         for name, value in (("start", start), ("granule", granule), ("limit", limit)):
             if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
         if limit is not None and limit < start:
             raise ValueError(f"limit={limit} is shorter than start={start}: raise limit, or lower start.")
         self.start, self.granule, self.attribute = int(start), int(granule), attribute
@@ -98,7 +98,7 @@ class SequenceLengthFinder(Callback):
                 )
         if not trainer.fit_loop._data_source.is_module():
             raise ValueError(
-                "The data loaders were given to fit, so their sequence length cannot be set: give a datamodule, or a"
+                "The data loaders were given to fit, so their sequence length cannot be set: pass a datamodule, or a"
                 f" module with data loaders, that has an attribute {self.attribute!r} for the sequence length."
             )
         for holder in (data, module):

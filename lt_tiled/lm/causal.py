@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torchmetrics import MeanMetric
 
-from lt_tiled._log import inform, inform_once, warn
+from lt_tiled._log import inform, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.cross_entropy import shifted
@@ -63,7 +63,7 @@ class CausalLM(LightningModule):
         if config is not None and "model_type" not in config:
             raise ValueError(f"config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
         if path is not None and not (Path(path) / "config.json").is_file():
-            raise ValueError(f"path={path!r} is not a directory with a config.json: give a local model.")
+            raise ValueError(f"path={path!r} is not a directory with a config.json: pass a local model.")
         if attn_compile is not None and attn_implementation != "flex_attention":
             raise ValueError(
                 f"attn_compile={attn_compile!r} needs flex attention, but attn_implementation={attn_implementation!r}:"
@@ -192,7 +192,7 @@ def _flex_attention(options: Mapping[str, Any] | None) -> str:
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.masking_utils import flex_attention_mask
 
-    inform_once("compile flex attention", "compiles flex attention at its first use, which can take minutes")
+    inform("compiles flex attention at its first use, which can take minutes", once="compile flex attention")
     if not options:
         return "flex_attention"
     name = f"lt_tiled_flex_{abs(hash(repr(sorted(options.items()))))}"

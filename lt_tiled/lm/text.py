@@ -49,7 +49,7 @@ class TextFiles(LightningDataModule):
     ) -> None:
         super().__init__()
         if tokenizer is not None and not Path(tokenizer).is_dir():
-            raise ValueError(f"tokenizer={tokenizer!r} is not a directory: give a local tokenizer; none is downloaded.")
+            raise ValueError(f"tokenizer={tokenizer!r} is not a directory: pass a local tokenizer; none is downloaded.")
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
@@ -104,7 +104,7 @@ class TextFiles(LightningDataModule):
                 found = [Path(name) for name in names if Path(name).is_file()]
             if not found:
                 kinds = "a file, a directory with .txt, .md or .py files, or a glob"
-                raise ValueError(f"paths: {path!r} matches no file: give {kinds}.")
+                raise ValueError(f"paths: {path!r} matches no file: pass {kinds}.")
             files += found
         return files
 
@@ -140,5 +140,5 @@ def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
         if len(text) >= max_bytes:
             break
     if not text:
-        raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): give files with text.")
+        raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): pass files with text.")
     return bytes(text)

@@ -113,9 +113,9 @@ def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
         ValueError: With the shapes, and those that would fit.
     """
     if not isinstance(weight, Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}: give its weight of shape [V, H], as in head.weight.")
+        raise TypeError(f"weight is a {type(weight).__name__}: pass its weight of shape [V, H], as in head.weight.")
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are {labels.dtype} and must be whole numbers: probabilities are not supported.")
+        raise ValueError(f"labels are {labels.dtype} and must be integers: probabilities are not supported.")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform_once
+from lt_tiled._log import inform
 from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.tiling.deferred import Deferred
@@ -64,8 +64,8 @@ class DeferredLogits(Deferred):
         """Return the full logits with the graph that they had when the head was called."""
         if self.full is None:
             name, shape = self.patch.name, self.meta.shape
-            inform_once(
-                f"full logits {name}", f"the loss of {name} is not tiled: its code uses full logits ({because})"
+            inform(
+                f"the loss of {name} is not tiled: its code uses full logits ({because})", once=f"full logits {name}"
             )
             with torch.set_grad_enabled(self.grad_mode):
                 self.full = self._on_head(

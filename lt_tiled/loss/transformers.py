@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform_once
+from lt_tiled._log import inform
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.logits import OPERATORS, DeferredLogits, HeadOutput, OnHead
 from lt_tiled.modules.find import walk
@@ -98,7 +98,7 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return patch.inner(self, *args, **kwargs)
     hooks = [h for place in _HOOKS for h in getattr(self, place).values()]
     if any(not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(_ENGINES) for h in hooks):
-        inform_once(f"hooks {patch.name}", f"the loss of {patch.name} is not tiled: hooks on its head need full logits")
+        inform(f"the loss of {patch.name} is not tiled: hooks on its head need full logits", once=f"hooks {patch.name}")
         return patch.inner(self, *args, **kwargs)
     (hidden,) = args
     kind = hidden.device.type

@@ -83,9 +83,9 @@ def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileabl
     found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
     if not found:
         raise NothingFoundError(
-            f"Tiling found no MLP in {type(model).__name__} (a module in a block that leads to a larger size and back):"
-            " name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'), or turn tiling off with"
-            " tiling=None."
+            f"Tiling found no MLP in {type(model).__name__} (a child of a block with linear layers from hidden_size to"
+            " intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'),"
+            " or pass tiling=False."
         )
     heads = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
     taken = {id(t.module) for t in named}

@@ -89,7 +89,7 @@ def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str,
         if not matches:
             classes = sorted({type(m).__name__ for _, m in everything})
             raise ValueError(
-                f"{what} target {target!r} matches no module of {type(model).__name__}: give a class name or a path"
+                f"{what} target {target!r} matches no module of {type(model).__name__}: pass a class name or a path"
                 f" glob such as 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
             )
         for path, m in matches:

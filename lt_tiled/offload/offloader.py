@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
+from lt_tiled.memory import gib
 from lt_tiled.offload.geometry import Geometry, movable, raw_bytes, view_key
 from lt_tiled.offload.pinned import available_memory
 from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher, waiting_for
@@ -131,8 +132,9 @@ class Offloader:
             packed.stored = next(filter(None, (tier.store(raw) for tier in self._tiers)), None)
         if packed.stored is None:
             if not self.so_far().kept_bytes:
-                what = f"a tensor ({packed.origin}): it stays on {raw.device}"
-                warn(f"The cpu_budget has no room for {what}. Raise the budget.")
+                what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
+                remedy = "raise cpu_budget, or use offload='cpu+disk'"
+                warn(f"cpu_budget={self.policy.cpu_budget} is full: {what} stays on {raw.device}; {remedy}.")
             self.stats.kept_bytes += packed.geometry.nbytes
             return
         packed.geometry = Geometry.of(source)

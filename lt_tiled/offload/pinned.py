@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled._log import warn
+from lt_tiled.memory import gib
 from lt_tiled.offload.extents import Extents, aligned
 
 SLAB = 256 * 2**20
@@ -80,7 +81,9 @@ class Slabs:
         try:
             pages = mmap.mmap(-1, size)
         except OSError:
-            warn(f"The system has no {size} bytes of CPU memory left for offloading (of a budget of {self.budget}).")
+            warn(
+                f"Cannot allocate {gib(size)} of CPU memory (cpu_budget per rank: {gib(self.budget)}): lower cpu_budget."
+            )
             self.budget = self.size
             return False
         memory = torch.frombuffer(pages, dtype=torch.uint8)

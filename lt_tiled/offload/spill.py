@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import tempfile
 import weakref
 import zlib
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
+from lt_tiled.memory import gib
 from lt_tiled.offload.extents import ALIGNMENT, Extents, aligned
 
 CHUNK = 8 * 2**20
@@ -118,7 +120,11 @@ class SpillFile:
         except OSError as error:
             if error.errno in _NO_ROOM and at_least is not None and at_least < nbytes:
                 return self._grow(at_least)
-            reason = f"cannot reserve {nbytes} bytes more (free space, lower disk_budget, or set another directory)"
+            free = gib(shutil.disk_usage(self.directory).free)
+            reason = (
+                f"cannot reserve {gib(nbytes)} more on a disk with {free} free: set another directory, lower"
+                " disk_budget, or delete files there"
+            )
             raise self._error(reason, error) from error
         return self._extents.grow(nbytes)
 

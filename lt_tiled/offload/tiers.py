@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from lt_tiled._log import inform_once
+from lt_tiled._log import inform
 from lt_tiled.errors import OffloadError
 from lt_tiled.offload.pinned import Copier, Slabs, Slot
 from lt_tiled.offload.spill import SpillFile
@@ -78,10 +78,10 @@ class CPUTier(_Tier):
         if (slot := self.slabs.take(raw.nbytes, pin=raw.is_cuda)) is None:
             return None
         if not raw.is_cuda:
-            inform_once(
-                "offload CPU to CPU",
+            inform(
                 "The model runs on the CPU, so its block inputs are in CPU memory already: offload='disk' saves memory"
                 " there, offload='cpu' does not.",
+                once="offload CPU to CPU",
             )
         return _OnCPU(self.copier, slot, raw)
 

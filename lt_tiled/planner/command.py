@@ -58,11 +58,11 @@ def run_plan(
     """
     limit = None if memory is None else parse_bytes(memory, "memory")
     if find is not None and limit is None:
-        raise ValueError(f"find={find!r} needs the memory of a device: give --memory, such as --memory 80GiB.")
+        raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
     if find == "max-seq" and seq is not None:
         raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
     if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
-        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: give them to the strategy.")
+        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
     for path in (plot, plot_lengths):
         if path is not None:
             check_format(path)

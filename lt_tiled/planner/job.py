@@ -118,7 +118,7 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     strategy = trainer.get("strategy", "auto")
     if isinstance(strategy, str) and strategy != "auto":
         if strategy not in (known := StrategyRegistry.available_strategies()):
-            raise ValueError(f"strategy={strategy!r} is not known: give one of {', '.join(known)}.")
+            raise ValueError(f"strategy={strategy!r} is not known: pass one of {', '.join(known)}.")
         strategy = StrategyRegistry.get(strategy)
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks]

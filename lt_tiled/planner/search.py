@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lt_tiled._log import warn_once
+from lt_tiled._log import warn
 from lt_tiled._renamed import deprecated
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses, untiled_losses
@@ -119,7 +119,7 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, 
         most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         if isinstance(most, int) and length > most:
             name = type(module).__name__
-            warn_once(f"positions {most}", f"{name} has {most} positions, fewer than the {length} tokens of a plan.")
+            warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
             break
     with untiled_losses(job.module) if full_logits else nullcontext():
         return Plan(job.name, length, settings, job.simulate(tokens, settings))
@@ -143,7 +143,7 @@ def longest(
     best, low, high = plan(job, granule, settings), granule, None
     if best.peak > memory:
         raise DoesNotFitError(
-            f"{granule} tokens already take {gib(best.peak)}, more than {gib(memory)}: give more memory or devices."
+            f"{granule} tokens already take {gib(best.peak)}, more than {gib(memory)}: use more memory or devices."
         )
     slope, tokens = 0.0, max((tokens or job.tokens) // granule * granule, 2 * granule)
     while True:

@@ -40,11 +40,12 @@ class TiledStrategy(Base):
     """Base class of all tiled strategies, left of Lightning's own. Adds three arguments to those of the engine.
 
     Args:
-        tiling: What runs tile by tile. A number is a shard count; ``None`` and ``False`` turn tiling off.
-        checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are kept. ``True`` is
-            the default policy; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns
+        tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``None`` and ``False`` turn
+            tiling off.
+        checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are offloaded. ``True``
+            is the default policy; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns
             activation checkpointing off.
-        loss: Whether models of transformers compute their loss in tiles: ``True``, or the number of tiles.
+        loss: Whether transformers models compute their loss in tiles: ``True``, or the number of tiles.
     """
 
     def __init__(

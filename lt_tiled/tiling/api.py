@@ -27,7 +27,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 def tile(target: Target, **tiling: Any) -> Target:
     """Let one position-wise module, method or function run tile by tile.
 
-    Its results, gradients, keys and hooks stay as they are; the intermediates of one tile at a time are alive.
+    Its results, gradients, ``state_dict`` keys and hooks do not change; only the intermediates of one tile are alive.
 
     Args:
         target: What works position by position on hidden states ``[B, S, H]`` or ``[T, H]``. A module (an MLP, an MoE
@@ -82,7 +82,7 @@ def _owner(target: Any) -> tuple[nn.Module | None, str]:
         return target.__self__, target.__name__
     if not callable(target):
         raise TypeError(
-            f"{target!r} is a {type(target).__name__}: give a module, a module's method, or a function of tensors."
+            f"{target!r} is a {type(target).__name__}: pass a module, a module's method, or a function of tensors."
         )
     return None, ""
 

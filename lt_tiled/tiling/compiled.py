@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform_once
+from lt_tiled._log import inform
 from lt_tiled.policies import CompileOptions
 from lt_tiled.tiling.layout import Arguments, OutputLayout
 from lt_tiled.tiling.state import Work
@@ -101,8 +101,8 @@ class CompiledTile:
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        inform_once(
-            f"compile {self.kind}", f"compiles the tiles of {self.kind} at their first use, which can take minutes"
+        inform(
+            f"compiles the tiles of {self.kind} at their first use, which can take minutes", once=f"compile {self.kind}"
         )
         try:
             # Inductor's own random numbers would differ between the forward pass and the recompute.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lt_tiled._log import inform_once
+from lt_tiled._log import inform
 from lt_tiled.modules.patch import Patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
@@ -71,8 +71,8 @@ class Learned:
             self.largest = (tokens, len(bounds))
         if first:
             size = bounds[0][1] - bounds[0][0]
-            inform_once(
-                f"{what} {key}", f"{what} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)"
+            inform(
+                f"{what} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)", once=f"{what} {key}"
             )
 
 

@@ -150,7 +150,7 @@ def test_the_schedule_warms_up_and_falls() -> None:
         ({}, "exactly one of config"),
         ({"config": LLAMA, "path": "x"}, "exactly one of config"),
         ({"config": {"hidden_size": 8}}, r"config has no model_type, only \['hidden_size'\]"),
-        ({"config": LLAMA, "tiled_loss": 0}, "loss=0 must be None or False or True or a whole number of at least 1"),
+        ({"config": LLAMA, "tiled_loss": 0}, "loss=0 must be None or False or True or an integer of at least 1"),
         ({"path": "no/model"}, "path='no/model' is not a directory with a config.json"),
     ],
 )

@@ -275,18 +275,18 @@ def test_module_form() -> None:
     [
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be between 0 and 1"),
         ({"logit_softcap": 0.0}, r"logit_softcap=0.0 must be positive"),
-        ({"z_loss": -1.0}, r"z_loss=-1.0 must not be negative"),
+        ({"z_loss": -1.0}, r"z_loss=-1.0 must be finite and at least 0"),
         ({"reduction": "max"}, r"reduction='max' must be"),
         ({"num_shards": 0}, r"num_shards=0 must be"),
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
         ({"count": "local"}, r"count='local' must be a number of at least 0, 'global', or None"),
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
-        ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32 and must be whole numbers"),
+        ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32 and must be integers"),
         ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
         ({"bias": torch.zeros(3)}, r"bias has the shape \[3\] and must be \[37\]"),
         (
             {"weight": torch.nn.Linear(16, 37)},
-            r"weight is a Linear: give its weight of shape \[V, H\], as in head.weight",
+            r"weight is a Linear: pass its weight of shape \[V, H\], as in head.weight",
         ),
     ],
 )

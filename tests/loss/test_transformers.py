@@ -216,7 +216,7 @@ def test_loss_alone() -> None:
     with pytest.raises(ValueError, match=r"targets=\[\] must be .*with loss=True an empty list"):
         Tiling(targets=[])
     for count in (0, -1, 2.0, "auto"):
-        with pytest.raises(ValueError, match=f"loss={count!r} must be None or False or True or a whole number"):
+        with pytest.raises(ValueError, match=f"loss={count!r} must be None or False or True or an integer"):
             prepare(model, loss=count)
 
 

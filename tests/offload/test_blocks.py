@@ -323,13 +323,13 @@ def test_select_of_a_missing_argument() -> None:
         ({"offload": "nvme"}, "offload='nvme' must be one of None, 'cpu', 'disk', 'cpu\\+disk'"),
         (
             {"cpu_budget": "1GiB"},
-            "cpu_budget='1GiB' has no meaning with offload=None: set offload='cpu' or 'cpu\\+disk'",
+            "cpu_budget='1GiB' has no effect with offload=None: set offload='cpu' or 'cpu\\+disk'",
         ),
-        ({"offload": "cpu", "directory": "/x"}, "directory='/x' has no meaning with offload='cpu'"),
+        ({"offload": "cpu", "directory": "/x"}, "directory='/x' has no effect with offload='cpu'"),
         ({"offload": "cpu", "cpu_budget": "much"}, "cpu_budget='much' is not a number of bytes"),
         ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
-        ({"prefetch": 0}, "prefetch=0 must be 'auto' or a whole number of at least 1"),
-        ({"keep_last": -1}, "keep_last=-1 must be a whole number of at least 0"),
+        ({"prefetch": 0}, "prefetch=0 must be 'auto' or an integer of at least 1"),
+        ({"keep_last": -1}, "keep_last=-1 must be an integer of at least 0"),
         ({"select": "x"}, "select='x' must be \"auto\", or a list"),
         ({"activations": "all"}, "activations='all' needs a place to offload to"),
     ],
@@ -384,6 +384,6 @@ def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
     model = TinyLM()
     with (
         prepare(model, checkpointing=Checkpointing()),
-        pytest.raises(ValueError, match="offload='disk' has no effect: all 2 blocks are checkpointed"),
+        pytest.raises(ValueError, match="offload='disk' has no effect: all 2 blocks use activation checkpointing"),
     ):
         prepare(model, checkpointing=policy(offload="disk"))

@@ -96,7 +96,7 @@ def test_what_cannot_be_planned() -> None:
     """Arguments that lack something, and lengths that fit with no settings, end the command with a line that says
     so.
     """
-    assert "find='max-seq' needs the memory of a device: give --memory" in refused("--find=max-seq")
+    assert "find='max-seq' needs the memory of a device: pass --memory" in refused("--find=max-seq")
     assert "'step.jpeg2' must end in" in refused("--plot=step.jpeg2")
     assert "do not fit into 1.0 MiB with any settings" in refused("--find=settings", "--memory=1MiB")
     assert "memory='lots' is not a number of bytes" in refused("--memory=lots")
@@ -154,7 +154,7 @@ def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixtur
 
 def test_settings_of_callbacks() -> None:
     """Where callbacks tile or offload, which what is found would not change, that is said."""
-    assert "give them to the strategy" in refused(
+    assert "pass them to the strategy" in refused(
         "--memory=1GiB", "--find=settings", "--trainer.callbacks+=lt_tiled.callbacks.TiledMLP"
     )
     assert "leave one of them out" in refused("--memory=1GiB", "--find=max-seq", "--seq=512")

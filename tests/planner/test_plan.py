@@ -107,7 +107,7 @@ def test_longest() -> None:
     found = longest(base, memory)
     assert found.tokens % 256 == 0
     assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak
-    with pytest.raises(DoesNotFitError, match=r"256 tokens already take .*more than 4.0 MiB: give more memory"):
+    with pytest.raises(DoesNotFitError, match=r"256 tokens already take .*more than 4.0 MiB: use more memory"):
         longest(base, 4 * MIB)
 
 
@@ -373,7 +373,7 @@ def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> 
 
 def test_unknown_strategy() -> None:
     """A strategy's name that is not registered is refused with those that are."""
-    with pytest.raises(ValueError, match=r"strategy='ddpp' is not known: give one of .*tiled_ddp"):
+    with pytest.raises(ValueError, match=r"strategy='ddpp' is not known: pass one of .*tiled_ddp"):
         job("ddpp")
 
 

@@ -124,7 +124,7 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tiling": 0}, "tiling=0 is not understood: give a number of tiles, True, False or a Tiling"),
+        ({"tiling": 0}, "tiling=0 is not understood: pass a number of tiles, True, False or a Tiling"),
         ({"checkpointing": "disc"}, "checkpointing='disc' is not understood"),
         ({"find_unused": True}, "find_unused"),
     ],

@@ -75,7 +75,7 @@ def test_unknown_target() -> None:
 
 def test_auto_finds_nothing() -> None:
     """A model without an MLP is an error that says how to name one and how to turn tiling off."""
-    with pytest.raises(ValueError, match=r"found no MLP in Sequential.*targets=.*tiling=None"):
+    with pytest.raises(ValueError, match=r"found no MLP in Sequential.*targets=.*tiling=False"):
         found(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 
 
@@ -232,8 +232,8 @@ def test_compiled_module_is_found_and_tiled() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, "all"])
 def test_bad_counts(bad: object) -> None:
-    """A count that is no positive whole number is refused with the value and the bound."""
-    with pytest.raises(ValueError, match=rf"num_shards={bad!r} must be 'auto' or a whole number of at least 1"):
+    """A count that is no positive integer is refused with the value and the bound."""
+    with pytest.raises(ValueError, match=rf"num_shards={bad!r} must be 'auto' or an integer of at least 1"):
         tile(GatedMLP(), num_shards=bad)
     if bad != "all":
         with pytest.raises(ValueError, match=rf"tile_tokens={bad!r} must be"):
@@ -242,7 +242,7 @@ def test_bad_counts(bad: object) -> None:
 
 def test_both_counts() -> None:
     """Both counts at once are refused, with both values."""
-    with pytest.raises(ValueError, match=r"num_shards=4 and tile_tokens=512.*give only one"):
+    with pytest.raises(ValueError, match=r"num_shards=4 and tile_tokens=512.*pass only one"):
         lt_tiled.Tiling(num_shards=4, tile_tokens=512)
 
 

@@ -126,7 +126,7 @@ def test_a_callable_whose_weights_cannot_be_seen_is_refused() -> None:
     weights = [nn.Parameter(torch.randn(H, H))]
     with pytest.raises(ValueError, match=r"neither one of its arguments nor.*pass it as an argument"):
         tile(lambda x: x @ weights[0], num_shards=4)(randn(1, 24, H))
-    with pytest.raises(TypeError, match="3 is a int: give a module"):
+    with pytest.raises(TypeError, match="3 is a int: pass a module"):
         tile(3)  # type: ignore[type-var]
 
 
