@@ -81,9 +81,8 @@ class Slabs:
         try:
             pages = mmap.mmap(-1, size)
         except OSError:
-            warn(
-                f"Cannot allocate {gib(size)} of CPU memory (cpu_budget per rank: {gib(self.budget)}): lower cpu_budget."
-            )
+            budget = gib(self.budget)
+            warn(f"Cannot allocate {gib(size)} of CPU memory for offloading (budget {budget}): lower cpu_budget.")
             self.budget = self.size
             return False
         memory = torch.frombuffer(pages, dtype=torch.uint8)

@@ -199,7 +199,7 @@ def test_full_disk_at_setup(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with (
         nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
-        pytest.raises(OffloadDiskFullError, match="cannot reserve 1.0 MiB more on a disk with .* free"),
+        pytest.raises(OffloadDiskFullError, match=r"cannot reserve 1\.0 MiB more on a disk with .* free"),
     ):
         SpillFile(tmp_path, 2**20)
     assert os.listdir("/proc/self/fd") == before
