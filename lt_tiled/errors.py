@@ -25,6 +25,9 @@ class NotPositionWiseError(ValueError):
     """Tiles would change a module's results, because its outputs are not computed token by token."""
 
 
+REMEDY = "Remove it from targets (or do not call tile() on it), or tile the part of it that works position by position."
+
+
 class SimulationError(RuntimeError):
     """A training step cannot be simulated, for example because it reads the values of tensors."""
 

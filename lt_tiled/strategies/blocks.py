@@ -45,5 +45,5 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
                     f"{path} ({kind}) is tiled, and {name} inside it is an FSDP unit, whose weights would be"
                     f" all-gathered for every tile. Make the block or the whole {kind} the FSDP unit"
                     " (auto_wrap_policy={MyBlock}, fully_shard(block)), leave the policy out for one FSDP unit per"
-                    " block, or leave the module out of Tiling(targets=...)."
+                    " block, or remove the module from Tiling(targets=...)."
                 )

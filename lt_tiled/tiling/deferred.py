@@ -132,7 +132,7 @@ class DeferredCall(Deferred):
             if self.taken:
                 raise RuntimeError(
                     f"{self.call.patch.name}: a norm took its output into its own tiles, so there is no gradient of it."
-                    " Ask for it before the norm runs, or leave the module out of Tiling(targets=...)."
+                    " Ask for it before the norm runs, or remove the module from Tiling(targets=...)."
                 )
             self.computed()  # it has a gradient only if no neighbor takes it
         with torch._C.DisableTorchFunctionSubclass():
@@ -178,7 +178,7 @@ class DeferredCall(Deferred):
         if [t._version for t in tensors] != self.versions:
             raise RuntimeError(
                 f"{self.call.patch.name}: its input or a weight was changed in place before its output was used. Make"
-                " the change out of place, use the output before, or leave the module out of Tiling(targets=...)."
+                " the change out of place, use the output before, or remove the module from Tiling(targets=...)."
             )
 
     def open_for(self, patch: TiledPatch) -> bool:

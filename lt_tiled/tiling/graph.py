@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.state import Work
 
 Kept = dict[tuple[int, str, str], Tensor]
@@ -49,7 +49,7 @@ def check_closed(output: Any, leaves: Sequence[Tensor] | None, work: Work, befor
             raise NotPositionWiseError(
                 f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
                 " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it,"
-                " pass it as an argument, or leave the module out of targets."
+                f" or pass it as an argument. {REMEDY}"
             )
     for (index, path, attribute), value in kept_tensors(work).items():
         # What the output depends on (a normalized weight) is computed in each run.
@@ -57,5 +57,5 @@ def check_closed(output: Any, leaves: Sequence[Tensor] | None, work: Work, befor
             where = f"{path}.{attribute}" if path else attribute
             raise NotPositionWiseError(
                 f"{name}: it keeps a tensor with a graph in its attribute {where}, which would be that of one tile."
-                " Return it as an output instead, or leave the module out of targets."
+                f" Return it as an output instead. {REMEDY}"
             )

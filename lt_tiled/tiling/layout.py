@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.policies import Tiling
 
 
@@ -139,7 +139,7 @@ def compare_outputs(
     if tree != other_tree:
         raise NotPositionWiseError(
             f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be"
-            " tiled."
+            f" tiled. {REMEDY}"
         )
 
     def kind_of(name: str, leaves: tuple[Any, Any]) -> Kind:
@@ -152,19 +152,20 @@ def compare_outputs(
             reduction = (reductions or {}).get(name)
             if reduction is None:
                 raise NotPositionWiseError(
-                    f"{where} of shape {list(first.shape)} is not per token, so it would change with the tiles. Leave"
-                    f' this module untiled, or say how to combine it: reductions={{"{name}": "sum"}} or "mean".'
+                    f"{where} of shape {list(first.shape)} is not per token, so it would change with the tiles. Do not"
+                    f' tile this module, or say how to combine it: reductions={{"{name}": "sum"}} or "mean".'
                 )
             return "sum" if reduction == "sum" else "mean"
         if first is None or isinstance(first, bool | int | float | str):
             if first != leaves[1]:
                 raise NotPositionWiseError(
-                    f"{where} is {first!r} for {sizes[0]} tokens and {leaves[1]!r} for {sizes[1]}: tiles cannot be"
-                    " combined to it."
+                    f"{where} is {first!r} for {sizes[0]} tokens and {leaves[1]!r} for {sizes[1]}, so tiles cannot be"
+                    f" combined. {REMEDY}"
                 )
             return "constant"
         raise NotPositionWiseError(
-            f"{where} is a {type(first).__name__}: tiles give only tensors, and trees of them that torch can flatten."
+            f"{where} is of type {type(first).__name__}. Outputs must be tensors, or containers of them that torch can"
+            f" flatten. {REMEDY}"
         )
 
     kinds = tuple(kind_of(name, (a, b)) for (name, a), (_, b) in zip(few, many, strict=True))
@@ -195,21 +196,21 @@ class OutputAssembly:
         leaves, tree = pytree.tree_flatten(output)
         if tree != self.layout.tree:
             raise NotPositionWiseError(
-                f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled."
+                f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled. {REMEDY}"
             )
         if not self.leaves:
             self.leaves = [self._allocate(leaf, kind) for leaf, kind in zip(leaves, self.layout.kinds, strict=True)]
         for whole, leaf, kind, name in zip(self.leaves, leaves, self.layout.kinds, self.layout.names, strict=True):
             if isinstance(leaf, Tensor) == (kind == "constant"):
                 raise NotPositionWiseError(
-                    f"{self.module}: output {name or 'value'} is a tensor in one call and none in another."
+                    f"{self.module}: output {name or 'value'} is a tensor in one call and none in another. {REMEDY}"
                 )
             if kind in ("tokens", "flat"):
                 lead = self.shape.tile_lead(high - low) if kind == "tokens" else (high - low,)
                 if leaf.shape[: len(lead)] != lead:
                     raise NotPositionWiseError(
                         f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for"
-                        f" {high - low} tokens."
+                        f" {high - low} tokens. {REMEDY}"
                     )
                 rows = self.shape.flatten(whole) if kind == "tokens" else whole
                 rows[low:high].copy_(leaf.flatten(0, len(lead) - 1))

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
-from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, set_patch
@@ -40,8 +40,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
         if reason := depends_on_others(part):
             raise ValueError(
-                f"{name} is not position-wise: {below or 'it'} is a {type(part).__name__}, {reason}. Leave it out of"
-                " targets."
+                f"{name} is not position-wise: {below or 'it'} is a {type(part).__name__}, {reason}. {REMEDY}"
             )
     found = Found(
         name,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import OutputAssembly, TokenShape
 from lt_tiled.tiling.recompute import RandomState, SavedCounter, random_state_kept, training_set
@@ -65,9 +65,8 @@ def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) 
     if not difference <= bound and bool(whole.isfinite().all()):
         raise NotPositionWiseError(
             f"{module} is not position-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by"
-            f" {difference:.1e} between one call and two tiles (relative; rounding explains {bound:.0e}). Leave it out"
-            " of targets, or name the part of it that works position by position; self_check=False only if you know"
-            " why it differs."
+            f" {difference:.1e} between one call and two tiles (relative; rounding explains {bound:.0e}). {REMEDY}"
+            " Pass self_check=False only if you know why it differs."
         )
 
 
@@ -86,7 +85,7 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
     if changed or versions != [t._version for t in sample]:
         raise NotPositionWiseError(
             f"{call.patch.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for"
-            " the caller. Make the change out of place, or leave the module out of targets."
+            f" the caller. Make the change out of place. {REMEDY}"
         )
 
 
@@ -102,6 +101,5 @@ def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
             part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
             raise NotPositionWiseError(
                 f"{call.patch.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be"
-                " changed once for each tile, and again in the recompute. Leave it out of targets, or name the part of"
-                " it that works position by position."
+                f" changed once for each tile, and again in the recompute. {REMEDY}"
             )

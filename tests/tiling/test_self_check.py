@@ -53,7 +53,7 @@ class Opaque(GatedMLP):
 def test_token_mixing_is_refused(module: nn.Module) -> None:
     """A module whose tokens see each other or their place is refused by name at its first call, with the remedy."""
     tile(module, num_shards=4)
-    with pytest.raises(ValueError, match=rf"{type(module).__name__} is not position-wise.*Leave it out of targets"):
+    with pytest.raises(ValueError, match=rf"{type(module).__name__} is not position-wise.*Remove it from targets"):
         module(randn(1, 40, H))
 
 

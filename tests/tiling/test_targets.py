@@ -282,7 +282,7 @@ def test_state_space_block_is_refused() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), StateSpace()) for _ in range(2)))
     with (
         prepare(model, tiling=Tiling(4)),
-        pytest.raises(ValueError, match=r"0\.1 \(StateSpace\) is not position-wise.*Leave it out"),
+        pytest.raises(ValueError, match=r"0\.1 \(StateSpace\) is not position-wise.*Remove it from targets"),
     ):
         model(randn(1, 24, H))
 
