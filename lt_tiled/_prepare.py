@@ -178,12 +178,10 @@ def prepare(
         A handle that reports what was done and undoes it.
 
     Raises:
-        ValueError: If no policy is given, or one names a module that is not there or cannot be tiled.
+        ValueError: If a policy names a module that is not there, or one that cannot be tiled.
         NothingFoundError: If a policy finds no module.
         OffloadError: If the place to offload to cannot be used, or has no room for its budget.
     """
-    if tiling is checkpointing is loss is None:
-        raise ValueError("prepare() was given no policy: pass tiling=True, checkpointing=True or loss=True.")
     policy = as_tiling(tiling)
     if policy and (already := Report.of(model).tiled):
         warn(

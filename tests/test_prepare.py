@@ -136,12 +136,6 @@ def test_containers_are_no_blocks() -> None:
         assert [row.path for row in prepared.report().tiled] == ["layers.0.1", "layers.1.1"]
 
 
-def test_no_policy_is_an_error() -> None:
-    """``prepare`` without any policy, which would change nothing, raises and says what to pass."""
-    with pytest.raises(ValueError, match="given no policy: pass tiling=True, checkpointing=True or loss=True"):
-        prepare(TinyLM())
-
-
 def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
     """Policies have the short forms of strategies, and a second call, which changes nothing, says so."""
     model = TinyLM()
