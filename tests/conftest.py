@@ -62,6 +62,8 @@ SLOW = (
 
 def pytest_configure() -> None:
     guard()
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread for each process: ranks and scripts share the cores
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -121,10 +121,13 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
     pipe.send((True, None))
+    environment = dict(os.environ)
     while (job := pipe.recv()) is not None:
         fn, args = job
         try:
             pipe.send((True, fn(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        os.environ.clear()  # of what the job set, such as Lightning's seed, which the next job would read
+        os.environ.update(environment)
     dist.destroy_process_group()

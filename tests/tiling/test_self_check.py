@@ -76,7 +76,7 @@ def test_per_call_vector_as_long_as_a_tile_is_refused() -> None:
 
 def test_opaque_output_is_refused() -> None:
     """An output that is no tensor and no tree of them is refused by its type."""
-    with pytest.raises(ValueError, match=r"Opaque: output \[1\] is a object"):
+    with pytest.raises(ValueError, match=r"Opaque: output \[1\] is of type object"):
         tile(Opaque(), num_shards=4)(randn(1, 40, H))
 
 
