@@ -213,7 +213,7 @@ def test_loss_alone() -> None:
     with prepare(model, loss=2) as prepared:
         assert prepared.report().tiled == ()
         assert prepared.report().summary() == "lt_tiled tiles the loss of 1 x LlamaForCausalLM"
-    with pytest.raises(ValueError, match=r"targets=\[\] must be .*with loss=True an empty list"):
+    with pytest.raises(ValueError, match=r"targets=\[\] must be .*tiling=False and loss=True"):
         Tiling(targets=[])
     for count in (0, -1, 2.0, "auto"):
         with pytest.raises(ValueError, match=f"loss={count!r} must be None or False or True or an integer"):

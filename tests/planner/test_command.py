@@ -10,6 +10,9 @@ import yaml
 from lt_tiled.cli import main
 from tests.test_cli import QUICKSTART, ROOT, config
 
+SMALL = "--model.init_args.config.num_hidden_layers=1"
+"""For searches, which plan many times."""
+
 
 def planned(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     """What the command prints."""
@@ -69,7 +72,7 @@ def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` prints the longest length, and both pictures are drawn."""
-    text = planned(capsys, "--memory=40MiB", "--find=max-seq", "--plot=step.svg", "--plot_lengths=lengths.png")
+    text = planned(capsys, SMALL, "--memory=40MiB", "--find=max-seq", "--plot=step.svg", "--plot_lengths=lengths.png")
     assert "It fits into 40.0 MiB" in text
     assert "seq_len: " in text
     assert Path("step.svg").stat().st_size > 10_000
@@ -78,13 +81,13 @@ def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` keeps the settings that it was given, a number of tiles among them, and writes them."""
-    planned(capsys, "--memory=40MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
+    planned(capsys, SMALL, "--memory=40MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
     strategy = (
         "--trainer.strategy=TiledSingleDeviceStrategy",
         "--trainer.strategy.tiling=8",
         "--trainer.strategy.checkpointing=true",
     )
-    planned(capsys, "--memory=40MiB", "--find=max-seq", *strategy, "--output=own.yaml")
+    planned(capsys, SMALL, "--memory=40MiB", "--find=max-seq", *strategy, "--output=own.yaml")
     plain, own = (
         yaml.safe_load(Path(f"{name}.yaml").read_text())["trainer"]["strategy"]["init_args"]
         for name in ("plain", "own")
