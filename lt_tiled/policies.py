@@ -46,7 +46,8 @@ class Tiling:
     """The dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer,
     but its rounding error grows with the number of tiles."""
     self_check: bool = True
-    """Run a few tokens of the first tiled input with and without tiles, and raise an error if the results differ."""
+    """Run a few tokens of the first tiled input with and without tiles, and raise an error if outputs or gradients
+    differ."""
     reductions: Mapping[str, Literal["sum", "mean"]] | None = None
     """How to combine the tiles' values of outputs that are not per token, by name (``"[1]"``, ``"['aux']"``).
     ``"mean"`` weights each tile by its tokens. Without an entry such an output raises an error."""

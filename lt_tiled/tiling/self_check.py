@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from itertools import accumulate
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -13,60 +17,152 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.layout import OutputAssembly, TokenShape
+from lt_tiled.tiling.layout import TokenShape
 from lt_tiled.tiling.recompute import RandomState, SavedCounter, random_state_kept, training_set
 from lt_tiled.tiling.tiled_call import TiledCall
 
-CHECK_TOKENS = 8
-
+CHECK_TOKENS = 32
 SMALL_BUFFER = 2**20
 """Larger buffers, in bytes, are weights."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
+_DRAWS = 8
+"""How often random numbers are drawn to see whether all tokens share them."""
+_FLOOR = 1e-3
+"""Smaller gradients, relative to those of the outputs, are compared as if they had this size: they may be rounding."""
+
+
+class _Sample(TiledCall):
+    """A call of a few tokens, which is not compiled."""
+
+    compiled = None
 
 
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
-    """Compare the outputs for :data:`CHECK_TOKENS` tokens of this call, at once and in two unequal tiles.
+    """Compare a few tokens of a call in the module's own layout with the same tokens in two unequal tiles.
 
-    That is done once for each mode, or again if it showed nothing: zeros, as of a zero-initialized projection, do not.
+    Compared are the outputs and, where a backward pass may follow, the gradients of arguments and weights for a random
+    gradient of the outputs: gates that are initialized to zero hide what is behind them from the outputs alone.
 
     Raises:
-        NotPositionWiseError: If an output differs or is not per token, or the module changes arguments or buffers.
+        NotPositionWiseError: If a value differs or is not per token, if random numbers are not drawn for each token
+            from torch's generators, or if the module changes arguments, buffers or attributes.
     """
-    few = min(CHECK_TOKENS, call.shape.tokens)
-    picked = torch.arange(few, device=call.device) * (call.shape.tokens - 1) // max(few - 1, 1)
-    sample = call.cut(call.flat(inputs), picked)
-    shape, kept = TokenShape(torch.Size(call.shape.tile_lead(few))), kept_tensors(call.work)
+    shape, picked = _pick(call.shape.lead, call.device)
+    triples = zip(call.cut(call.flat(inputs), picked), call.per_token, call.wants_grad, strict=True)
+    sample = [(shape.unflatten(t) if per_token else t).requires_grad_(wants) for t, per_token, wants in triples]
+
+    def cut(*sizes: int) -> TiledCall:
+        ends = list(accumulate(sizes))
+        bounds = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        return _Sample(call.work, call.patch, sample, call.arguments, shape, bounds)
+
+    one, kept = cut(shape.tokens), kept_tensors(call.work)
     # In the module's own mode and with a graph, if one is wanted: statistics and auxiliary losses are computed there.
     with random_state_kept(call.device), _arguments_unchanged(call, sample), _buffers_unchanged(call), SavedCounter():
-        start = RandomState.now(call.device)
-        whole = call.run_tile(sample)
+        start, others = RandomState.now(call.device), _other_generators(call)
+        output = one.run_tile(one.flat(sample))
         dropout = not start.same_as(RandomState.now(call.device))
-    check_closed(whole, None, call.work, kept, call.patch.name)
+        check_closed(output, None, call.work, kept, call.patch.name)
+        if others != _other_generators(call):
+            raise NotPositionWiseError(
+                f"{call.patch.name} draws random numbers from Python, NumPy or a torch.Generator of its own, which the"
+                f" recompute would not repeat. Draw them from torch's default generators. {REMEDY}"
+            )
+        with _attributes_unchanged(call):  # in the second run, with fewer tokens: the first one may fill caches
+            call.run_tile(call.cut(one.flat(sample), slice(0, shape.tokens // 2)))
+        if dropout:
+            _check_dropout(call, one.flat(sample))
     evaluation = training_set([(part, False) for part in call.work.parts()]) if dropout else nullcontext()
-    with torch.no_grad(), random_state_kept(call.device), evaluation:
-        whole = call.run_tile(sample) if dropout else pytree.tree_map_only(Tensor, torch.Tensor.detach, whole)
-        layout = call.layout_of(whole, inputs, few)
-        assembly = OutputAssembly(layout, shape, call.patch.name)
-        for bounds in ((0, few // 2 + 1), (few // 2 + 1, few)):
-            assembly.add(call.run_tile(call.cut(sample, slice(*bounds))), bounds)
-    leaves = zip(layout.names, layout.kinds, pytree.tree_leaves(whole), assembly.leaves, strict=True)
-    per_token = [(name, a, b) for name, kind, a, b in leaves if kind in ("tokens", "flat")]
-    for name, a, b in per_token:
-        _compare(a, b, few, name, call.patch.name)
-    if any(bool(a.any()) for _, a, _ in per_token):
-        call.patch.learned.checked.add(call.mode)
+    with random_state_kept(call.device), evaluation:
+        half = shape.tokens // 2 + 1
+        if _same(cut(shape.tokens), cut(half, shape.tokens - half), sample):
+            call.patch.learned.checked.add(call.mode)
 
 
-def _compare(whole: Tensor, tiled: Tensor, tokens: int, name: str, module: str) -> None:
+def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
+    """Refuse one random mask for several tokens, of which each tile would draw its own: equal tokens show it.
+
+    Raises:
+        NotPositionWiseError: If the outputs of equal tokens are equal in each of several runs, and differ between runs.
+    """
+    tokens = next(len(t) for t, per_token in zip(flat, call.per_token, strict=True) if per_token)
+    equal = [t[:1].expand_as(t) if per_token else t for t, per_token in zip(flat, call.per_token, strict=True)]
+    lead = call.shape.tile_lead(tokens)
+    with torch.no_grad():
+        runs = zip(*(pytree.tree_leaves(call.run_tile(equal)) for _ in range(_DRAWS)), strict=True)
+    for leaves in runs:
+        if all(isinstance(t, Tensor) and t.shape[: len(lead)] == lead for t in leaves):
+            draws = [t.flatten(0, len(lead) - 1) for t in leaves]
+            differ = not all(torch.equal(t, draws[0]) for t in draws)
+            if differ and all(torch.equal(t, t[:1].expand_as(t)) for t in draws):
+                raise NotPositionWiseError(
+                    f"{call.patch.name} draws one random mask for all tokens, such as locked dropout or stochastic"
+                    f" depth, and each tile would draw another. {REMEDY}"
+                )
+
+
+def _other_generators(call: TiledCall) -> list[Any]:
+    """Return the states of the generators that a recompute does not restore."""
+    own = [v for part in call.work.parts() for v in part.__dict__.values() if isinstance(v, torch.Generator)]
+    numpy = sys.modules.get("numpy")
+    legacy = [] if numpy is None else [numpy.random.get_state()[1:3]]
+    return [random.getstate(), *((words.tobytes(), at) for words, at in legacy), *(g.get_state().tolist() for g in own)]
+
+
+def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
+    """Compare a call in one tile with the same in two; return whether that shows anything, which zeros do not.
+
+    Raises:
+        NotPositionWiseError: If an output or a gradient differs.
+    """
+    name, tokens = one.patch.name, one.shape.tokens
+    (whole, whole_trace), (tiled, trace) = one.forward(sample, learn=False), two.forward(sample, learn=False)
+    per_token = [index for index, kind in enumerate(trace.layout.kinds) if kind in ("tokens", "flat")]
+    for index in per_token:
+        what = f"output {trace.layout.names[index]}".strip()
+        _compare(whole[index], tiled[index], one.autocast.dtype, 0.0, f"{what} for {tokens} tokens", name)
+    compared = [whole[index] for index in per_token]
+    if one.differentiable:
+        given = [
+            torch.randn_like(leaf) if index in per_token and leaf.is_floating_point() else None
+            for index, leaf in enumerate(whole)
+        ]
+        scale = sum(float(g.norm()) for g in given if g is not None)
+        arguments = [f"argument {index}" for index, wants in enumerate(one.wants_grad) if wants]
+        weights = [f"{type(w.places[0][0]).__name__}.{w.places[0][1]}" for w in one.weights]
+        gradients = one.backward(whole_trace, sample, given), two.backward(trace, sample, given)
+        for what, a, b in zip([*arguments, *weights], *gradients, strict=True):
+            if a is not None and b is not None:
+                _compare(a, b, one.autocast.dtype, _FLOOR * scale, f"gradient of {what} for {tokens} tokens", name)
+                compared.append(a)
+    return any(bool(t.any()) for t in compared)
+
+
+def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor]:
+    """Return the leading dimensions of a few tokens from all over ``lead``, and their indices among all tokens.
+
+    At least two entries of each dimension, where it has them: what mixes along a batch must be seen too.
+    """
+    counts = [min(size, 2) for size in lead]
+    for index in reversed(range(len(lead))):
+        counts[index] = min(lead[index], max(counts[index], ceil(CHECK_TOKENS * counts[index] / prod(counts))))
+    picked = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, count in zip(lead, counts, strict=True):
+        chosen = torch.arange(count, device=device) * (size - 1) // max(count - 1, 1)
+        picked = (picked[:, None] * size + chosen).flatten()
+    return TokenShape(torch.Size(counts)), picked
+
+
+def _compare(whole: Tensor, tiled: Tensor, autocast: torch.dtype | None, floor: float, what: str, module: str) -> None:
     wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
-    difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(1e-30))
-    bound = _TOLERANCE.get(whole.dtype, 0.0)
+    difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(max(floor, 1e-30)))
+    bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in (whole.dtype, autocast or whole.dtype))
     if not difference <= bound and bool(whole.isfinite().all()):
         raise NotPositionWiseError(
-            f"{module} is not position-wise: its output {name + ' ' if name else ''}for {tokens} tokens differs by"
-            f" {difference:.1e} between one call and two tiles (relative; rounding explains {bound:.0e}). {REMEDY}"
-            " Pass self_check=False only if you know why it differs."
+            f"{module} is not position-wise: its {what} differs by {difference:.1e} between one call and two tiles"
+            f" (relative; rounding explains {bound:.0e}). {REMEDY} Pass self_check=False only if you know why it"
+            " differs."
         )
 
 
@@ -87,6 +183,51 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
             f"{call.patch.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for"
             f" the caller. Make the change out of place. {REMEDY}"
         )
+
+
+@contextmanager
+def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
+    """Refuse a module that changes its attributes, such as counters and lists: each tile would do so once."""
+    parts = list(call.work.parts())
+    before = [{name: (value, _told(value)) for name, value in part.__dict__.items()} for part in parts]
+    yield
+    for part, then in zip(parts, before, strict=True):
+        changed = [
+            name for name, value in part.__dict__.items() if name not in then or not _is_still(value, *then[name])
+        ]
+        if changed:
+            raise NotPositionWiseError(
+                f"{call.patch.name} changes {type(part).__name__}.{changed[0]} in its forward, which would be changed"
+                f" once for each tile, and again in the recompute. Return it as an output instead. {REMEDY}"
+            )
+
+
+def _told(value: Any) -> Any:
+    """Return what shows that an attribute was changed in place."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    if isinstance(value, list | tuple | set):
+        return list(value)
+    return list(value.items()) if isinstance(value, dict) else None
+
+
+def _is_still(value: Any, then: Any, told: Any) -> bool:
+    """Whether an attribute is what it was. A weight that is computed anew in each call (weight norm) is equal."""
+    if value is then:
+        now = _told(value)
+        if isinstance(told, list):
+            return len(now) == len(told) and all(a is b or _equal(a, b) for a, b in zip(now, told, strict=True))
+        return bool(now == told)
+    return _equal(value, then)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(a.detach(), b.detach()))
+    if isinstance(a, tuple) and isinstance(b, tuple):  # an item of a dict
+        return len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
+    simple = bool | int | float | str | None
+    return isinstance(a, simple) and isinstance(b, simple) and a == b
 
 
 @contextmanager

@@ -127,8 +127,13 @@ class TiledCall:
 
     @property
     def mode(self) -> Hashable:
-        """Tells apart what the self-check must see by itself: auxiliary losses are computed in training only."""
-        return self.work.key, self.work.training, torch.is_grad_enabled()
+        """Tells apart what the self-check must see by itself.
+
+        Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
+        weights or arguments not what their gradients show.
+        """
+        several = tuple(size > 1 for size in self.shape.lead)
+        return self.key, torch.is_grad_enabled(), several, len(self.weights), len(self.modes)
 
     @property
     def checked(self) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Tiling, prepare, tile, untile
+from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import randn
 
@@ -96,7 +99,7 @@ def test_token_wise_modules_pass(module: nn.Module, dtype: torch.dtype, monkeypa
     module = copy.deepcopy(module).to(dtype).train()
     tile(module, num_shards=4)
     module(randn(1, 64, H, dtype=dtype))
-    assert calls[0] == 8  # the check runs first
+    assert calls[0] == 32  # the check runs first
     assert calls[-4:] == [16] * 4
     assert len(calls) >= 7
     calls.clear()
@@ -207,16 +210,162 @@ def test_loss_in_an_attribute_is_refused() -> None:
 
 
 def test_zero_output_is_checked_again() -> None:
-    """A projection that starts at zero tells nothing: the check waits until it does."""
+    """Without gradients a projection that starts at zero tells nothing: the check waits until it does."""
     module = Mean()
     with torch.no_grad():
         module.down.weight.zero_()
-    tile(module, num_shards=4)
-    module(randn(1, 40, H))
-    with torch.no_grad():
-        module.down.weight.normal_()
-    with pytest.raises(ValueError, match="Mean is not position-wise"):
+        tile(module, num_shards=4)
         module(randn(1, 40, H))
+        module.down.weight.normal_()
+        with pytest.raises(ValueError, match="Mean is not position-wise"):
+            module(randn(1, 40, H))
+
+
+class Then(nn.Module):
+    """An MLP, and a function of its output and of one weight."""
+
+    def __init__(self, then: Callable[[Tensor, Tensor], Tensor], gate: float = 1.0) -> None:
+        super().__init__()
+        self.mlp, self.then = GatedMLP(), then
+        self.gate = nn.Parameter(torch.full((H,), gate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.mlp(x), self.gate)
+
+
+class First(nn.Module):
+    """The first output of a module that has several."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)[0]
+
+
+class MeanBackward(torch.autograd.Function):
+    """Mixes tokens in the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(1, keepdim=True)
+
+
+MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "softmax along the batch": (lambda: Then(lambda y, gate: y.softmax(0) * gate), (4, 10)),
+    "mean of the batch": (lambda: Then(lambda y, gate: y - y.mean(0)), (4, 10)),
+    "size of the batch": (lambda: Then(lambda y, gate: y / y.shape[0]), (4, 10)),
+    "sequence first": (lambda: Then(lambda y, gate: y.cumsum(0)), (10, 4)),
+    "sequence-first attention": (lambda: nn.TransformerEncoderLayer(H, 2, 32, dropout=0.0), (10, 4)),
+    "sequence-first LSTM": (lambda: First(nn.LSTM(H, H)), (10, 4)),
+    "height of an image": (lambda: Then(lambda y, gate: y - y.mean(1, keepdim=True)), (2, 5, 4)),
+    "width of an image": (lambda: Then(lambda y, gate: y - y.mean(2, keepdim=True)), (2, 5, 4)),
+    "response norm with a zero gate": (
+        lambda: Then(lambda y, gate: y + gate * y * y.norm(dim=1, keepdim=True), gate=0.0),
+        (2, 20),
+    ),
+    "residual with a zero gate": (lambda: Then(lambda y, gate: y + gate * y.mean(1, keepdim=True), gate=0.0), (2, 20)),
+    "layer scale of 1e-6": (lambda: Then(lambda y, gate: y + gate * y.roll(1, 1), gate=1e-6), (2, 20)),
+    "backward pass alone": (lambda: Then(lambda y, gate: MeanBackward.apply(y)), (1, 40)),
+}
+
+
+@pytest.mark.parametrize(("build", "lead"), MIXING.values(), ids=MIXING)
+def test_mixing_in_every_direction_is_refused(build: Callable[[], nn.Module], lead: tuple[int, ...]) -> None:
+    """What mixes along any dimension, behind a gate that starts at zero, or in the backward pass alone, is refused."""
+    torch.manual_seed(0)
+    module = tile(build(), num_shards=4)
+    with pytest.raises(NotPositionWiseError, match="is not position-wise"):
+        module(randn(*lead, H))
+
+
+class Keeps(GatedMLP):
+    """Changes something of its own in each call; ``how`` says what."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.how, self.calls, self.seen, self.stats, self.last = how, 0, [], {}, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.how(self, x)
+        return super().forward(x)
+
+
+KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "counts in a number": lambda module, x: setattr(module, "calls", module.calls + x.shape[1]),
+    "appends to a list": lambda module, x: module.seen.append(x.shape),
+    "writes into a dict": lambda module, x: module.stats.update(mean=x.detach().mean()),
+    "keeps a tensor": lambda module, x: setattr(module, "last", x.detach().amax()),
+}
+
+
+@pytest.mark.parametrize("how", KEEPS.values(), ids=KEEPS)
+def test_changed_attributes_are_refused(how: Callable[[Any, Tensor], Any]) -> None:
+    """A module that changes an attribute of its own in each call is refused by name, with the remedy."""
+    module = tile(Keeps(how), num_shards=4)
+    with pytest.raises(NotPositionWiseError, match=r"changes Keeps\.(calls|seen|stats|last) in its forward.*Return"):
+        module(randn(1, 40, H))
+
+
+def test_a_cache_that_is_filled_once_is_no_change() -> None:
+    """A module that computes something in its first call, and keeps it, is tiled."""
+
+    def how(module: Any, x: Tensor) -> None:
+        if module.last is None:
+            module.last = torch.ones(3)
+
+    x = randn(1, 40, H)
+    module = Keeps(how)
+    true = GatedMLP.forward(module, x)
+    assert torch.allclose(tile(module, num_shards=4)(x), true, rtol=1e-5, atol=1e-6)
+
+
+RANDOM: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
+    "locked dropout": (lambda: lambda y: y * torch.rand(1, 1, H).gt(0.5), "one random mask"),
+    "stochastic depth": (lambda: lambda y: y * torch.rand(y.shape[0], 1, 1).gt(0.5), "one random mask"),
+    "Python": (lambda: lambda y: y * random.random(), "Python, NumPy or a torch.Generator"),
+    "NumPy": (lambda: lambda y: y * np.random.rand(), "Python, NumPy or a torch.Generator"),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), RANDOM.values(), ids=RANDOM)
+def test_random_numbers_that_are_not_per_token_are_refused(
+    build: Callable[[], Callable[[Tensor], Tensor]], reason: str
+) -> None:
+    """A mask for all tokens, and generators that the recompute does not restore, are refused."""
+    draw = build()
+    module = tile(Then(lambda y, gate: draw(y)), num_shards=4)
+    torch.manual_seed(0)
+    with pytest.raises(NotPositionWiseError, match=reason):
+        module(randn(2, 20, H))
+
+
+def test_an_own_generator_is_refused() -> None:
+    """A module with a generator of its own is refused: the recompute would go on with its next numbers."""
+
+    class Own(GatedMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.rand(x.shape, generator=self.generator)
+
+    with pytest.raises(NotPositionWiseError, match=r"Own draws random numbers from .* a torch\.Generator of its own"):
+        tile(Own(), num_shards=4)(randn(1, 40, H))
+
+
+def test_a_batch_is_checked_again() -> None:
+    """A module that was checked with one row is checked again with several, which may be mixed."""
+    module = tile(Then(lambda y, gate: y - y.mean(0) * (y.shape[0] > 1)), num_shards=4)
+    module(randn(1, 40, H))
+    with pytest.raises(NotPositionWiseError, match="is not position-wise"):
+        module(randn(4, 10, H))
 
 
 class Counts(GatedMLP):
