@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,9 @@ EXACT = 1e-5
 
 
 class Activation(nn.Module):
-    """SiLU that remembers the dtypes it saw."""
+    """SiLU that remembers the dtypes it saw, outside of the module: one that changes itself is not tiled."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.dtype] = []
+    seen: ClassVar[list[torch.dtype]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x.dtype)
@@ -41,11 +39,12 @@ class Activation(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout that remembers the masks it drew, and uses given ones where it has them."""
+    """Dropout that remembers the masks it drew, outside of the module, and uses given ones where it has them."""
+
+    drawn: ClassVar[list[Tensor]] = []
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn: list[Tensor] = []
         self.given: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
