@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.policies import Tiling
@@ -70,10 +69,10 @@ class LossTiles:
                 f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave"
                 " count out."
             )
-        number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float) and count >= 0
+        number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float) and count > 0
         if count is not None and not number and (isinstance(count, Tensor) or count != "global"):
             raise ValueError(
-                f"count={count!r} must be a number of at least 0, 'global', or None for the labels that count here."
+                f"count={count!r} must be a positive number, 'global', or None for the labels that count here."
             )
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
         bounds = loss_bounds(self.num_shards, len(flat_labels), vocab_size)
@@ -91,7 +90,8 @@ class LossTiles:
                 dist.all_reduce(counted)
                 counted /= dist.get_world_size()
             return counted
-        return torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
+        given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
+        return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
 
 
 @dataclass
@@ -191,9 +191,13 @@ class _TiledLoss(torch.autograd.Function):
         return loss / call.divisor
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         call: _LossCall = ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "A loss in tiles has no second derivative, and this backward pass was called with create_graph=True."
+                " Call it without, or compute the loss from full logits."
+            )
         if call.tiles.reduction == "none":
             hidden, *weights = ctx.saved_tensors
             with call.autocast.context(), random_state_kept(hidden.device, call.random):

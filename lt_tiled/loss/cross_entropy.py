@@ -64,7 +64,16 @@ class CrossEntropy:
             logits.mul_(self.logit_softcap)
         highest = logits.amax(-1, keepdim=True)
         logits.sub_(highest)
-        picked = logits.gather(-1, chosen).squeeze(-1)
+        try:
+            picked = logits.gather(-1, chosen).squeeze(-1)
+        except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
+            wrong = ((chosen < 0) | (chosen >= logits.shape[-1])).nonzero()
+            if not len(wrong):
+                raise
+            label = int(chosen[wrong[0, 0], 0])
+            raise IndexError(
+                f"label {label} is out of range: it must be {self.ignore_index} or in [0, {logits.shape[-1]})."
+            ) from error
         mean = logits.mean(-1) if self.label_smoothing else picked
         total = logits.exp_().sum(-1, keepdim=True)
         normaliser = total.log().squeeze(-1)  # less the highest
@@ -85,9 +94,9 @@ class CrossEntropy:
             gradient.mul_(slope)
         if self.logit_scale != 1.0:
             gradient.mul_(self.logit_scale)
-        return loss, gradient.masked_fill_(~counted[:, None], 0.0)
+        return loss, gradient.mul_(counted[:, None])  # as in torch, nan stays nan where a label does not count
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
     """Return for each token the next one's label, and none for the last: ``[..., S]``."""
-    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    return F.pad(labels[..., 1:].long(), (0, min(1, labels.shape[-1])), value=ignore_index)

@@ -47,8 +47,9 @@ def tiled_linear_cross_entropy(
         logit_scale: A factor of the logits.
         z_loss: A penalty on the normalizer.
         shift: Token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
-        count: For ``"mean"``, what to divide by instead of the labels that count here: a number, or ``"global"`` for
-            the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of their labels.
+        count: For ``"mean"``, what to divide by instead of the labels that count here: a positive number, or
+            ``"global"`` for the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of
+            their labels.
         accumulate: The dtype in which weight gradients of 16-bit weights are summed over the tiles.
 
     Returns:
@@ -58,6 +59,8 @@ def tiled_linear_cross_entropy(
         ValueError: If shapes do not fit or a value is out of bounds.
     """
     check_shapes(hidden, weight, labels, bias)
+    if not isinstance(shift, bool):
+        raise ValueError(f"shift={shift!r} must be True or False: labels are shifted by one token.")
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
     tiles = LossTiles(kind, reduction, num_shards, accumulate)
     labels = shifted(labels, ignore_index) if shift else labels

@@ -279,7 +279,9 @@ def test_module_form() -> None:
         ({"reduction": "max"}, r"reduction='max' must be"),
         ({"num_shards": 0}, r"num_shards=0 must be"),
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
-        ({"count": "local"}, r"count='local' must be a number of at least 0, 'global', or None"),
+        ({"count": "local"}, r"count='local' must be a positive number, 'global', or None"),
+        ({"count": 0}, r"count=0 must be a positive number"),
+        ({"shift": 2}, r"shift=2 must be True or False"),
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
         ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32 and must be integers"),
         ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
@@ -295,6 +297,77 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     hidden, weight, labels, bias = some()
     with pytest.raises((ValueError, TypeError), match=message):
         tiled_linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hidden_states_that_are_not_finite(value: float) -> None:
+    """A token with nan or inf, whose label is ignored, leaves the loss and spoils the gradients as in torch."""
+    hidden, weight, labels, bias = some()
+    with torch.no_grad():
+        hidden[0, 3, 2] = value
+    labels[0, 3] = -100
+    inputs = [hidden, weight, bias]
+    true = F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), labels.flatten())
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3)
+    assert torch.allclose(loss, true)
+    for found, expected in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(true, inputs), strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.allclose(found.nan_to_num(), expected.nan_to_num(), atol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_labels_of_eight_bits(shift: bool) -> None:
+    """Labels of ``torch.uint8``, which cannot hold -100, are those of ``torch.long``."""
+    hidden, weight, labels, bias = some()
+    labels = labels.clamp_min(0)
+    plain = tiled_linear_cross_entropy(hidden, weight, labels, bias, shift=shift)
+    assert torch.equal(tiled_linear_cross_entropy(hidden, weight, labels.to(torch.uint8), bias, shift=shift), plain)
+
+
+def test_no_tokens_to_shift() -> None:
+    """Labels of no tokens can be shifted."""
+    hidden, weight, labels, bias = some()
+    loss = tiled_linear_cross_entropy(hidden[:, :0], weight, labels[:, :0], bias, shift=True, reduction="sum")
+    assert float(loss) == 0.0
+
+
+def test_a_label_out_of_range_is_named() -> None:
+    """On a CPU a label that is no row of the weight raises ``IndexError`` with its value and the bound, as in torch."""
+    hidden, weight, labels, bias = some()
+    labels[1, 2] = 99
+    with pytest.raises(IndexError, match=r"label 99 is out of range: it must be -100 or in \[0, 37\)"):
+        tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """A backward pass with ``create_graph=True`` raises, instead of gradients without a graph."""
+    hidden, weight, labels, bias = some()
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph=True"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_a_count_of_zero_in_a_tensor() -> None:
+    """A count that is a tensor of zero gives nan, not the gradients of the sum."""
+    hidden, weight, labels, bias = some()
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, count=torch.tensor(0))
+    assert bool(loss.isnan())
+    assert bool(torch.autograd.grad(loss, weight)[0].isnan().all())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_count_with_smoothing(shards: int) -> None:
+    """A count of one's own divides a smoothed loss as the sum is divided, in one tile too."""
+    hidden, weight, labels, bias = some()
+    true = F.cross_entropy(
+        F.linear(hidden, weight, bias).flatten(0, 1), labels.flatten(), label_smoothing=0.2, reduction="sum"
+    )
+    options: dict[str, Any] = {"count": 7, "label_smoothing": 0.2, "num_shards": shards}
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, **options)
+    assert torch.allclose(loss, true / 7)
+    inputs = [hidden, weight, bias]
+    for found, expected in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(true / 7, inputs), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
