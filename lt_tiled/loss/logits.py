@@ -99,10 +99,11 @@ class DeferredLogits(Deferred):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         to_device = func is Tensor.to and any(not isinstance(a, torch.dtype) for a in (*args[1:], *kwargs.values()))
-        place = next((index for index, a in enumerate(args) if a is self), None)
-        if others or to_device or place is None or func not in _ENTRYWISE | _RESHAPES:
+        places = [index for index, a in enumerate(args) if a is self]
+        once = len(places) == 1 and not any(v is self for v in kwargs.values())
+        if others or to_device or not once or func not in _ENTRYWISE | _RESHAPES:
             return NotImplemented
-        left, right = args[:place], args[place + 1 :]  # without this tensor, which holds the hidden states
+        left, right = args[: places[0]], args[places[0] + 1 :]  # without this tensor, which holds the hidden states
 
         def step(logits: Tensor) -> Any:
             return func(*left, logits, *right, **kwargs)
@@ -113,7 +114,11 @@ class DeferredLogits(Deferred):
         else:
             upcast = func in (Tensor.float, Tensor.to) and meta.dtype == torch.float32
             kept, steps = meta.shape == self.meta.shape and meta.is_floating_point(), (*self.steps, (step, upcast))
-        return DeferredLogits.of(self.head, self.patch, self.hidden, steps, meta) if kept else NotImplemented
+        if not kept:
+            return NotImplemented
+        logits = DeferredLogits.of(self.head, self.patch, self.hidden, steps, meta)
+        logits.grad_mode, logits.autocast, logits.version = self.grad_mode, self.autocast, self.version
+        return logits
 
     def _loss(
         self,
@@ -128,10 +133,9 @@ class DeferredLogits(Deferred):
         plain = all(value is None for value in others.values()) and not target.is_floating_point()
         if not plain or self.meta.shape[:-1] != target.shape or input is not self:
             return NotImplemented
-        while self.steps and self.steps[-1][1]:  # tiles are float32 themselves
-            self.steps = self.steps[:-1]
-
         patch, steps, vocab_size = self.patch, self.steps, self.meta.shape[-1]
+        while steps and steps[-1][1]:  # tiles are float32 themselves
+            steps = steps[:-1]
 
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
             work = Work(head.forward, (head,))
@@ -154,7 +158,8 @@ class DeferredLogits(Deferred):
             loss: Tensor = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocab_size)
             return loss if reduction != "none" else loss.view(target.shape)
 
-        return self._on_head(compute)
+        with torch.set_grad_enabled(self.grad_mode and torch.is_grad_enabled()):
+            return self._on_head(compute)
 
 
 def _computed(patch: HeadPatch, head: nn.Module, steps: Any, rows: Tensor) -> Tensor:

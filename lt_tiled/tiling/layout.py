@@ -156,20 +156,42 @@ def compare_outputs(
                     f' tile this module, or say how to combine it: reductions={{"{name}": "sum"}} or "mean".'
                 )
             return "sum" if reduction == "sum" else "mean"
-        if first is None or isinstance(first, bool | int | float | str):
+        if _is_constant(first, where):
             if first != leaves[1]:
                 raise NotPositionWiseError(
                     f"{where} is {first!r} for {sizes[0]} tokens and {leaves[1]!r} for {sizes[1]}, so tiles cannot be"
                     f" combined. {REMEDY}"
                 )
             return "constant"
-        raise NotPositionWiseError(
-            f"{where} is of type {type(first).__name__}. Outputs must be tensors, or containers of them that torch can"
-            f" flatten. {REMEDY}"
-        )
+        raise NotPositionWiseError(f"{where} is a tensor in one call and none in another. {REMEDY}")
 
     kinds = tuple(kind_of(name, (a, b)) for (name, a), (_, b) in zip(few, many, strict=True))
     return OutputLayout(tree, kinds, tuple(name for name, _ in few))
+
+
+def whole_output(output: Any, module: str) -> OutputLayout:
+    """Return the layout of the output of a call in one tile, which is the output itself.
+
+    Raises:
+        NotPositionWiseError: If it has a leaf that is no tensor and no number or text.
+    """
+    named, tree = _flatten_named(output)
+    kinds: list[Kind] = []
+    for name, leaf in named:
+        constant = not isinstance(leaf, Tensor) and _is_constant(leaf, f"{module}: output {name or 'value'}")
+        kinds.append("constant" if constant else "sum")
+    return OutputLayout(tree, tuple(kinds), tuple(name for name, _ in named))
+
+
+def _is_constant(leaf: Any, where: str) -> bool:
+    if isinstance(leaf, Tensor):
+        return False
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return True
+    raise NotPositionWiseError(
+        f"{where} is of type {type(leaf).__name__}. Outputs must be tensors, or containers of them that torch can"
+        f" flatten. {REMEDY}"
+    )
 
 
 def _flatten_named(output: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:

@@ -136,8 +136,3 @@ class Work:
         inside = (part for part in self.parts() if part not in self.modules)
         recorded = collector and any(h.__module__ == _CAPTURING for p in inside for h in p._forward_hooks.values())
         return sorted(collector) if recorded else []
-
-    @property
-    def training(self) -> tuple[bool, ...]:
-        """Whether each module is in training mode."""
-        return tuple(module.training for module in self.modules)

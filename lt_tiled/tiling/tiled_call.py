@@ -19,7 +19,6 @@ from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
     Arguments,
     Bounds,
-    Kind,
     OutputAssembly,
     OutputLayout,
     TokenShape,
@@ -29,6 +28,7 @@ from lt_tiled.tiling.layout import (
     split_arguments,
     tile_bounds,
     tile_gradient,
+    whole_output,
 )
 from lt_tiled.tiling.recompute import (
     AutocastState,
@@ -123,7 +123,8 @@ class TiledCall:
     @cached_property
     def key(self) -> Hashable:
         """Tells calls apart whose tiles run different code."""
-        return self.work.key, self.arguments.tree, self.work.training, tuple(self.wants_grad), self.autocast
+        training = tuple(mode for _, mode in self.modes)
+        return self.work.key, self.arguments.tree, training, tuple(self.wants_grad), self.autocast
 
     @property
     def mode(self) -> Hashable:
@@ -132,13 +133,13 @@ class TiledCall:
         Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
         weights or arguments not what their gradients show.
         """
-        several = tuple(size > 1 for size in self.shape.lead)
-        return self.key, torch.is_grad_enabled(), several, len(self.weights), len(self.modes)
+        several = (len(self.bounds) > 1, *(size > 1 for size in self.shape.lead))
+        return self.key, torch.is_grad_enabled(), several, len(self.weights)
 
     @property
     def checked(self) -> bool:
-        """Whether the work passed the self-check in this mode; a single tile cannot differ."""
-        return len(self.bounds) == 1 or self.mode in self.patch.learned.checked
+        """Whether the work passed the self-check in this mode, or has no tokens to check."""
+        return self.shape.tokens == 0 or self.mode in self.patch.learned.checked
 
     # Running one tile
 
@@ -162,6 +163,8 @@ class TiledCall:
             ``None`` if the output is not one per-token tensor, or random numbers are drawn: an output that is used by
             a neighbor and once more would be computed with different ones.
         """
+        if self.shape.tokens == 0:  # which would not show whether random numbers are drawn
+            return None
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
             few = min(2, self.shape.tokens)
@@ -212,10 +215,9 @@ class TiledCall:
         layout = describe_output(output, self.shape, tokens)
         if layout is not None:
             return layout
+        if len(self.bounds) == 1:
+            return whole_output(output, self.patch.name)
         leaves, tree = pytree.tree_flatten(output)
-        if len(self.bounds) == 1:  # its sum is the output
-            sums: list[Kind] = ["sum" if isinstance(leaf, Tensor) else "constant" for leaf in leaves]
-            return OutputLayout(tree, tuple(sums), ("",) * len(leaves))
         kinds = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
         key = (self.work.key, tree, kinds, len(self.shape.lead))
         layouts, reductions = self.patch.learned.layouts, self.patch.tiling.reductions

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from lt_tiled import Checkpointing, Tiling, prepare
 from lt_tiled._log import _logged
@@ -104,6 +107,66 @@ def test_hidden_states_are_freed_after_the_forward_pass() -> None:
             gc.collect()
             assert [reference() for reference in seen] == [None]
             output.loss.backward()
+
+
+class ByUse(LlamaForCausalLM):
+    """A Llama whose ``use`` computes the loss from its head and hidden states."""
+
+    use: Any = None
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return CausalLMOutput(loss=self.use(self.lm_head, self.model(input_ids).last_hidden_state, labels))
+
+
+def outside_autocast(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(x)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def without_grad(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = head(x)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) + 0 * x.sum()
+
+
+def and_z_loss(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x.bfloat16().float()).bfloat16().float().flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten()) + logits.logsumexp(-1).square().mean()
+
+
+def squared(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    return F.cross_entropy((logits * logits).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("use", "error"), [(outside_autocast, 1e-2), (without_grad, 1e-5), (and_z_loss, 1e-5), (squared, 1e-5)]
+)
+def test_what_a_model_does_with_its_logits(use: Any, error: float) -> None:
+    """Logits keep the autocast and gradient mode of their head's call, and what was done to them, for later uses."""
+    torch.manual_seed(0)
+    model = ByUse(tiny_llama().config)
+    model.use = use
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with prepare(model, loss=5):
+        tiled = run(model, {"input_ids": IDS, "labels": IDS})
+    assert float(tiled["loss"]) == pytest.approx(float(true["loss"]), rel=1e-6)
+    assert worst(tiled, true) <= error  # gradients of a head in bfloat16 are rounded once for each tile
+
+
+def test_hidden_states_changed_between_head_and_loss() -> None:
+    """A change of the hidden states after the head was called is an error, also after more was done to the logits."""
+
+    def use(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        logits = head(x)
+        x.detach().add_(1)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.flatten())
+
+    model = ByUse(tiny_llama().config)
+    model.use = use
+    with prepare(model, loss=5), pytest.raises(RuntimeError, match="hidden states were changed in place"):
+        model(input_ids=IDS, labels=IDS)
 
 
 def test_arguments_of_the_loss() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import randn
 
@@ -358,6 +361,85 @@ def test_an_own_generator_is_refused() -> None:
 
     with pytest.raises(NotPositionWiseError, match=r"Own draws random numbers from .* a torch\.Generator of its own"):
         tile(Own(), num_shards=4)(randn(1, 40, H))
+
+
+@pytest.mark.parametrize("lead", [(2, 8), (8, 4), (2, 40)])
+def test_masks_of_rows_are_refused(lead: tuple[int, int]) -> None:
+    """One mask for each row is refused also where the checked tokens are all tokens of the call."""
+    torch.manual_seed(0)
+    module = tile(Then(lambda y, gate: y * torch.rand(y.shape[0], 1, H).gt(0.5)), num_shards=4)
+    with pytest.raises(NotPositionWiseError, match="one random mask"):
+        module(randn(*lead, H))
+
+
+class InBf16(GatedMLP):
+    """Computes in bfloat16 inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+SET_ANEW: dict[str, Callable[[Any, Tensor], Any]] = {
+    "list": lambda module, x: setattr(module, "seen", [8, 8]),
+    "dict": lambda module, x: setattr(module, "stats", {"a": 1}),
+    "array": lambda module, x: setattr(module, "last", np.arange(4)),
+    "nan": lambda module, x: setattr(module, "last", float("nan")),
+    "dtype": lambda module, x: setattr(module, "last", (x.dtype, x.device)),
+}
+
+
+@pytest.mark.parametrize("build", [InBf16, *(lambda how=how: Keeps(how) for how in SET_ANEW.values())])
+def test_no_false_alarm(build: Callable[[], nn.Module]) -> None:
+    """A module that computes in 16 bits inside, or sets an attribute anew to an equal value, is tiled."""
+    torch.manual_seed(0)
+    module, x = build(), randn(2, 100, H)
+    true = module(x)
+    assert torch.allclose(tile(module, num_shards=4)(x), true, atol=1e-2)
+
+
+def test_the_mode_of_a_submodule_counts() -> None:
+    """A module is checked again when one of its submodules is in another mode."""
+
+    class Inner(GatedMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y - y.mean(-2, keepdim=True) if self.part.training else y
+
+    module = Inner()
+    module.part.eval()
+    tile(module, num_shards=4)(randn(1, 40, H))
+    module.part.train()
+    with pytest.raises(NotPositionWiseError, match="is not position-wise"):
+        module(randn(1, 40, H))
+
+
+@dataclass
+class Output:
+    """What torch cannot flatten."""
+
+    hidden: Tensor
+
+
+ONE_TILE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "counts": (lambda: Keeps(lambda module, x: setattr(module, "calls", module.calls + 1)), "changes Keeps.calls"),
+    "draws from Python": (lambda: Then(lambda y, gate: y * random.random()), "draws random numbers from Python"),
+    "returns an object": (lambda: Then(lambda y, gate: Output(y)), "is of type Output"),  # type: ignore[arg-type,return-value]
+    "changes its input": (lambda: Keeps(lambda module, x: x.mul_(2)), "changes its input in place"),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), ONE_TILE.values(), ids=ONE_TILE)
+def test_one_tile_is_checked_too(build: Callable[[], nn.Module], reason: str) -> None:
+    """Where a short call runs as one tile, as under ZeRO-2, what the recompute would do twice is refused."""
+    module = tile(build(), num_shards=4)
+    get_patch(module, TiledPatch).needs.same_order = True
+    with pytest.raises(NotPositionWiseError, match=reason):
+        module(randn(1, 2, H).requires_grad_() * 1)
 
 
 def test_a_batch_is_checked_again() -> None:
