@@ -163,14 +163,15 @@ class TiledCall:
             ``None`` if the output is not one per-token tensor, or random numbers are drawn: an output that is used by
             a neighbor and once more would be computed with different ones.
         """
-        if self.shape.tokens == 0:  # which would not show whether random numbers are drawn
-            return None
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
-            few = min(2, self.shape.tokens)
+            few, flat = min(2, self.shape.tokens), self.flat(inputs)
+            if few == 0:  # which would not show whether random numbers are drawn
+                few = 2
+                flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
             with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad():
                 start = RandomState.now(self.device)
-                output = self.run_tile(self.cut(self.flat(inputs), slice(0, few)))
+                output = self.run_tile(self.cut(flat, slice(0, few)))
                 repeatable = start.same_as(RandomState.now(self.device))
             one = repeatable and describe_output(output, self.shape, few) is not None
             known[key] = (output.shape[len(self.shape.lead) :], output.dtype) if one else None
