@@ -50,8 +50,6 @@ class Trace:
     layout: OutputLayout
     random: RandomState | None
     """The generators' state before the forward pass, if it drew random numbers."""
-    end: RandomState
-    """Their state after it."""
     versions: tuple[int, ...]
     """The versions of the weights."""
 
@@ -257,11 +255,10 @@ class TiledCall:
                     assembly = OutputAssembly(layout, self.shape, self.patch.name)
                 assembly.add(output, (low, high))
                 del output
-        end = RandomState.now(self.device)
-        random = None if start.same_as(end) else start
+        random = None if start.same_as(RandomState.now(self.device)) else start
         versions = tuple(w.tensor._version for w in self.weights)
         assert assembly is not None
-        return assembly.leaves, Trace(assembly.layout, random, end, versions)
+        return assembly.leaves, Trace(assembly.layout, random, versions)
 
     def _count_saved(self, tile: Sequence[Tensor]) -> Any:
         """Run a tile with a graph, to learn how many tensors its recompute will save."""
