@@ -29,7 +29,7 @@ def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> li
 
 
 def refuse_units_in_tiled_modules(model: nn.Module) -> None:
-    """Turn off tiling norms with their MLPs if a norm or an MLP is an FSDP unit, with weights for its own call alone.
+    """Adapt tiled modules to FSDP units: a norm or an MLP that is one has its weights for its own call alone.
 
     Raises:
         ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.
@@ -38,6 +38,7 @@ def refuse_units_in_tiled_modules(model: nn.Module) -> None:
     apart = any(get_patch(unit, NormPatch) or get_patch(unit, TiledPatch) for unit in fsdp_units)
     for path, module, patch in tiled_patches(model):
         patch.needs.defer = patch.needs.defer and not apart
+        patch.needs.moves_weights = patch.needs.moves_weights or bool(fsdp_units)
         for name, part in module.named_modules():
             if unwrapped(part) in fsdp_units and part is not module:
                 kind = type(module).__name__

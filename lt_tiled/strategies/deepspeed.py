@@ -28,9 +28,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
@@ -173,7 +175,8 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     for _, _, patch in tiled_patches(model):
         # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros.
         patch.needs.zeros_for_unused, patch.needs.defer = True, not strategy.zero_stage_3
-        patch.needs.same_order = not strategy.zero_stage_3
+        patch.needs.same_order, patch.needs.moves_weights = not strategy.zero_stage_3, strategy.zero_stage_3
+        patch.needs.own_attributes = _OWN_ATTRIBUTES
     if not strategy.zero_stage_3:
         return
     from deepspeed.utils import get_z3_leaf_modules
@@ -188,6 +191,30 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
             )
 
 
+_OWN_ATTRIBUTES = frozenset(("ds_grads_remaining", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"))
+"""What ZeRO-3's hooks set on modules between the forward and the backward pass (runtime/zero/parameter_offload.py)."""
+
+
+def _let_modes_see_linear() -> None:
+    """Let torch function modes see the linear layers again: ZeRO-3 replaces ``F.linear`` with a custom Function.
+
+    Tiles are given the leaves that sum their gradients by such a mode; see NOTE [Substitution].
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    if F.linear is zero3_linear_wrap:
+        F.linear = _linear
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(_linear, tensors, input, weight, bias)
+    return zero3_linear_wrap(input, weight, bias)
+
+
 def _arguments_for_a_leaf(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -195,6 +222,7 @@ def _arguments_for_a_leaf(
 
     DeepSpeed fails without one, as after frozen embeddings: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
+    _let_modes_see_linear()
     if kwargs:
         patch = get_patch(module, TiledPatch)
         forward = (patch and patch.replaced) or MethodType(type(module).forward, module)

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
-from lt_tiled.tiling.recompute import AutocastState, training_set
+from lt_tiled.tiling.recompute import AutocastState, Reads, training_set
 from lt_tiled.tiling.state import TiledPatch, Work
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class DeferredCall(Deferred):
     call: TiledCall
     inputs: list[Tensor]
     versions: list[int]
+    """Of the inputs."""
+    reads: Reads
     traces: list[Trace]
     """The trace of the call once it ran; the call's node shares the list."""
     taken: bool
@@ -118,7 +120,7 @@ class DeferredCall(Deferred):
         """Return the deferred output of a call."""
         deferred: DeferredCall = cls.like(shape, dtype, call.device)
         deferred.call, deferred.inputs, deferred.traces, deferred.taken = call, inputs, traces, False
-        deferred.versions = [t._version for t in [*inputs, *(w.tensor for w in call.weights)]]
+        deferred.versions, deferred.reads = [t._version for t in inputs], call.reads()
         deferred._data = deferred._value = deferred._node = None
         if (unused := _unused.get()) is not None:
             unused.append(weakref.ref(deferred))
@@ -174,11 +176,11 @@ class DeferredCall(Deferred):
         return self._data
 
     def _check_unchanged(self) -> None:
-        tensors = [*self.inputs, *(w.tensor for w in self.call.weights)]
-        if [t._version for t in tensors] != self.versions:
+        self.reads.check(self.call.patch.name, "the first use of its output")
+        if [t._version for t in self.inputs] != self.versions:
             raise RuntimeError(
-                f"{self.call.patch.name}: its input or a weight was changed in place before its output was used. Make"
-                " the change out of place, use the output before, or remove the module from Tiling(targets=...)."
+                f"{self.call.patch.name}: its input was changed in place before its output was used. Make the change"
+                " out of place, use the output before, or remove the module from Tiling(targets=...)."
             )
 
     def open_for(self, patch: TiledPatch) -> bool:

@@ -1,10 +1,13 @@
-"""State for recomputing a tile exactly: random generators, autocast, and the tensors that a graph saves."""
+"""State for recomputing a tile exactly: random generators, autocast, what a graph saves, what the modules hold."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,3 +116,129 @@ class SavedCounter(torch.autograd.graph.saved_tensors_hooks):
         """Whether no other pair of hooks was entered since, which would save tensors uncounted."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] is self.pack_hook
+
+
+OF_TORCH = frozenset(nn.Module().__dict__) - {"_modules"}
+"""Attributes of every module: its tensors are compared one by one, and hooks run in the recompute as they are then."""
+
+
+class _Seen(NamedTuple):
+    """A tensor as a forward pass saw it."""
+
+    part: nn.Module
+    name: str
+    holder: dict[str, Any]
+    tensor: Tensor
+    version: int
+    pointer: int
+    trainable: bool
+
+    @classmethod
+    def now(cls, part: nn.Module, name: str, holder: Any, tensor: Tensor) -> _Seen:
+        return cls(part, name, holder, tensor, version_of(tensor), _pointer(tensor), tensor.requires_grad)
+
+    def change(self, moved: bool) -> str | None:
+        """Return what happened to it since; see :class:`Reads` for ``moved``."""
+        there, tensor = self.holder.get(self.name), self.tensor
+        where = f"{type(self.part).__name__}.{self.name} of shape {list(tensor.shape)}"
+        # The recompute takes trainable weights from the forward pass, whatever stands in their place.
+        if there is not tensor and not self.trainable:
+            computed = self.holder is self.part.__dict__ and equal(there, tensor)
+            return None if moved or computed else f"{where} was replaced"
+        if version_of(tensor) != self.version:
+            return f"{where} was changed in place (version {self.version}, now {version_of(tensor)})"
+        return None if moved or _pointer(tensor) == self.pointer else f"the data of {where} was replaced"
+
+
+class Reads:
+    """The tensors and plain attributes of modules as a forward pass saw them.
+
+    Args:
+        parts: The modules and their submodules.
+        moved: Whether the engine frees weights and gathers them again, in other memory or as other tensors.
+        own: Names of attributes that the engine changes.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], moved: bool, own: frozenset[str]) -> None:
+        self._moved = moved
+        self._tensors: list[_Seen] = []
+        self._attributes: list[tuple[nn.Module, dict[str, tuple[Any, Any]]]] = []
+        self._ignored = OF_TORCH | own
+        for part in parts:
+            for holder in (part._parameters, part._buffers):
+                self._tensors += [_Seen.now(part, name, holder, t) for name, t in holder.items() if t is not None]
+            attributes = part.__dict__
+            self._tensors += [_Seen.now(part, n, attributes, t) for n, t in attributes.items() if isinstance(t, Tensor)]
+            self._attributes.append((part, self._plain(part)))
+
+    def _plain(self, part: nn.Module) -> dict[str, tuple[Any, Any]]:
+        every = ((name, v) for name, v in part.__dict__.items() if name not in self._ignored)
+        return {name: (value, told(value)) for name, value in every if not isinstance(value, Tensor)}
+
+    def check(self, module: str, until: str) -> None:
+        """Refuse to compute with other values than the forward pass.
+
+        Args:
+            module: The name in messages.
+            until: What is about to read the values again.
+
+        Raises:
+            RuntimeError: If a tensor was changed or replaced, or an attribute has another value.
+        """
+        changes = chain((seen.change(self._moved) for seen in self._tensors), self._attribute_changes())
+        if found := next(filter(None, changes), None):
+            raise RuntimeError(
+                f"{module}: {found} between the forward pass and {until}, which would compute with other values. Make"
+                " the change after the backward pass, such as the optimizer's step, or lt_tiled.untile() the module."
+            )
+
+    def _attribute_changes(self) -> Iterable[str]:
+        for part, then in self._attributes:
+            now = self._plain(part)
+            for name in then.keys() | now.keys():
+                if name not in now or name not in then or not is_still(now[name][0], *then[name]):
+                    yield f"{type(part).__name__}.{name} was changed"
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _pointer(tensor: Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" else 0
+
+
+def told(value: Any, depth: int = 3) -> Any:
+    """Return what shows later that a value was changed in place: versions of tensors, and what containers hold."""
+    if isinstance(value, Tensor):
+        return version_of(value)
+    if isinstance(value, dict):
+        value = value.items()
+    elif not isinstance(value, list | tuple | set | deque):
+        return value.copy() if type(value).__module__ == "numpy" else None
+    return [(v, told(v, depth - 1)) for v in value] if depth else None
+
+
+def is_still(value: Any, then: Any, before: Any) -> bool:
+    """Whether a value is what it was, as :func:`told` then. What is computed anew in each call may be equal."""
+    if value is not then:
+        return equal(value, then)
+    now = told(value)
+    if isinstance(before, list):
+        return len(now) == len(before) and all(is_still(a, *b) for (a, _), b in zip(now, before, strict=True))
+    return equal(now, before)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors and NumPy arrays among them, and nan equal to nan."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(a.detach(), b.detach()))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(x is y or equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(a[key] is b[key] or equal(a[key], b[key]) for key in a)
+    same = a == b
+    return bool(same.all() if hasattr(same, "all") else same) or (isinstance(a, float) and a != a and b != b)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, random_state_kept, training_set
+from lt_tiled.tiling.recompute import RandomState, SavedCounter, is_still, random_state_kept, told, training_set
 from lt_tiled.tiling.tiled_call import TiledCall
 
 CHECK_TOKENS = 32
@@ -198,51 +197,17 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
 def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
     """Refuse a module that changes its attributes, such as counters and lists: each tile would do so once."""
     parts = list(call.work.parts())
-    before = [{name: (value, _told(value)) for name, value in part.__dict__.items()} for part in parts]
+    before = [{name: (value, told(value)) for name, value in part.__dict__.items()} for part in parts]
     yield
     for part, then in zip(parts, before, strict=True):
         changed = [
-            name for name, value in part.__dict__.items() if name not in then or not _is_still(value, *then[name])
+            name for name, value in part.__dict__.items() if name not in then or not is_still(value, *then[name])
         ]
         if changed:
             raise NotPositionWiseError(
                 f"{call.patch.name} changes {type(part).__name__}.{changed[0]} in its forward, which would be changed"
                 f" once for each tile, and again in the recompute. Return it as an output instead. {REMEDY}"
             )
-
-
-def _told(value: Any, depth: int = 3) -> Any:
-    """Return what shows that an attribute was changed in place: versions of tensors, and what containers hold."""
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
-    if isinstance(value, dict):
-        value = value.items()
-    elif not isinstance(value, list | tuple | set | deque):
-        return value.copy() if type(value).__module__ == "numpy" else None
-    return [(v, _told(v, depth - 1)) for v in value] if depth else None
-
-
-def _is_still(value: Any, then: Any, told: Any) -> bool:
-    """Whether an attribute is what it was. A weight that is computed anew in each call (weight norm) is equal."""
-    if value is not then:
-        return _equal(value, then)
-    now = _told(value)
-    if isinstance(told, list):
-        return len(now) == len(told) and all(_is_still(a, *b) for (a, _), b in zip(now, told, strict=True))
-    return _equal(now, told)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and bool(torch.equal(a.detach(), b.detach()))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(a[key] is b[key] or _equal(a[key], b[key]) for key in a)
-    same = a == b
-    return bool(same.all() if hasattr(same, "all") else same) or (isinstance(a, float) and a != a and b != b)
 
 
 @contextmanager

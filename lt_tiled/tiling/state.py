@@ -85,6 +85,11 @@ class EngineNeeds:
     same_order: bool = False
     """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
     and what would fall back to another path is an error."""
+    moves_weights: bool | None = None
+    """Whether the engine frees weights and gathers them again, in other memory or as other tensors; ``None`` if no
+    strategy says so: it may where there are several processes."""
+    own_attributes: frozenset[str] = frozenset()
+    """The names of attributes that the engine sets on modules."""
     defer: bool = True
     """Whether a norm next to an MLP may run in the same tiles: its weights must be there while the MLP runs."""
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -33,6 +34,7 @@ from lt_tiled.tiling.layout import (
 from lt_tiled.tiling.recompute import (
     AutocastState,
     RandomState,
+    Reads,
     SavedCounter,
     hidden_from_modes,
     random_state_kept,
@@ -50,8 +52,8 @@ class Trace:
     layout: OutputLayout
     random: RandomState | None
     """The generators' state before the forward pass, if it drew random numbers."""
-    versions: tuple[int, ...]
-    """The versions of the weights."""
+    reads: Reads | None
+    """What it read of the modules, if a backward pass may follow."""
 
 
 class _Into(NamedTuple):
@@ -256,9 +258,15 @@ class TiledCall:
                 assembly.add(output, (low, high))
                 del output
         random = None if start.same_as(RandomState.now(self.device)) else start
-        versions = tuple(w.tensor._version for w in self.weights)
         assert assembly is not None
-        return assembly.leaves, Trace(assembly.layout, random, versions)
+        return assembly.leaves, Trace(assembly.layout, random, self.reads() if learn else None)
+
+    def reads(self) -> Reads:
+        """Return what the modules hold now, to be checked later."""
+        moved = self.patch.needs.moves_weights
+        if moved is None:
+            moved = dist.is_available() and dist.is_initialized()
+        return Reads(self.work.parts(), moved, self.patch.needs.own_attributes)
 
     def _count_saved(self, tile: Sequence[Tensor]) -> Any:
         """Run a tile with a graph, to learn how many tensors its recompute will save."""
@@ -266,13 +274,13 @@ class TiledCall:
         with (
             self._sums([w.tensor for w in self.weights]) as sums,
             self._sums(self._wholes(tile)) as wholes,
-            substituted(self.weights, sums),
             torch.enable_grad(),
-            counter,
         ):
             leaves, kept = self._leaves(tile, wholes), kept_tensors(self.work)
-            output = self.run_tile(leaves)
-            check_closed(output, [*leaves, *(s.leaf for s in (*sums, *wholes))], self.work, kept, self.patch.name)
+            with counter, substituted(self.weights, sums):
+                output = self.run_tile(leaves)
+            known = [*leaves, *(s.leaf for s in (*sums, *wholes)), *(t for w in self.weights for t in w.now())]
+            check_closed(output, known, self.work, kept, self.patch.name)
         # Hooks inside would read values that are skipped.
         hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)
         self.patch.learned.saved[self.key] = None if hooked else counter.count
@@ -300,9 +308,11 @@ class TiledCall:
             for t, wants, per_token in zip(flat, self.wants_grad, self.per_token, strict=True)
         ]
         random = random_state_kept(self.device, trace.random) if trace.random is not None else nullcontext()
-        weights = [w.unchanged_since(version) for w, version in zip(self.weights, trace.versions, strict=True)]
+        if trace.reads is not None:
+            trace.reads.check(self.patch.name, "its backward pass")
+        weights = [w.tensor for w in self.weights]
         with self._sums(weights) as sums, self._sums(self._wholes(inputs)) as wholes:
-            with substituted(self.weights, sums), training_set(self.modes), self.autocast.context(), random:
+            with training_set(self.modes), self.autocast.context(), random:
                 for bounds in self.bounds:
                     given = {
                         index: tile_gradient(gradient, kind, self.shape, bounds)
@@ -324,16 +334,22 @@ class TiledCall:
     def _tile_backward(self, trace: Trace, tile: Sequence[Tensor], given: dict[int, Tensor], into: _Into) -> None:
         """Recompute a tile and take its gradients, given those of the leaves of its output."""
         leaves = self._leaves(tile, into.wholes)
-        outputs = pytree.tree_leaves(self._run_with_graph(trace, leaves))
+        with substituted(self.weights, into.sums):
+            outputs = pytree.tree_leaves(self._run_with_graph(trace, leaves))
         given = {index: gradient for index, gradient in given.items() if outputs[index].requires_grad}
         wanted = [(leaf, part) for leaf, part in zip(leaves, into.parts, strict=True) if part is not None]
-        targets = [*(leaf for leaf, _ in wanted), *(s.leaf for s in (*into.sums, *into.wholes))]
+        direct = [(s, t) for s, w in zip(into.sums, self.weights, strict=True) for t in w.now()]
+        own = [*(leaf for leaf, _ in wanted), *(s.leaf for s in (*into.sums, *into.wholes))]
+        targets = [*own, *(t for _, t in direct)]
         found: Sequence[Tensor | None] = [None] * len(targets)
         if given and targets:
             chosen = [outputs[index] for index in given]
             found = torch.autograd.grad(chosen, targets, list(given.values()), allow_unused=True)
         for (_, part), gradient in zip(wanted, found, strict=False):
             part.zero_() if gradient is None else part.copy_(gradient)
+        for (total, tensor), gradient in zip(direct, found[len(own) :], strict=True):
+            if gradient is not None:  # of a custom autograd Function: see NOTE [Substitution]
+                total.add_direct(tensor, gradient, self.patch.name)
 
     def _compiled_backward(self, trace: Trace, tile: Sequence[Tensor], given: dict[int, Tensor], into: _Into) -> bool:
         """Do the same compiled; return whether that could be done."""

@@ -1,14 +1,22 @@
-"""The weights of a tiled module, found at each call, because engines swap the tensors behind the names."""
+"""The weights of a tile: leaves of its own in their place, and the sums of their gradients over the tiles.
+
+NOTE [Substitution]
+A tile's graph begins at leaves of its own, one for each weight, whose hooks sum the gradients of all tiles. They are
+not put into the module, where another thread would see them and Ctrl-C could leave them: a ``TorchFunctionMode``, which
+belongs to one thread, hands them to torch's functions in place of the weights. Custom autograd Functions are called
+past such modes and get the weights themselves, so the gradients of those are asked for too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lt_tiled.tiling.state import Work
 
@@ -20,33 +28,26 @@ class Weight:
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
-    def unchanged_since(self, version: int) -> Tensor:
-        """Return the tensor that the forward pass saw, whatever stands in its place now.
-
-        Raises:
-            RuntimeError: If it was changed in place since, so that there is no right gradient.
-        """
-        if self.tensor._version != version:
-            owner, name = self.places[0]
-            raise RuntimeError(
-                f"The weight {type(owner).__name__}.{name} of shape {list(self.tensor.shape)} was changed in place"
-                f" between the forward and the backward pass of a tiled module (version {version}, now"
-                f" {self.tensor._version}): step the optimizer after the backward pass."
-            )
-        return self.tensor
+    def now(self) -> list[Tensor]:
+        """Return what stands in the weight's places now, each tensor once: engines swap it."""
+        there = {id(self.tensor): self.tensor}
+        for owner, name in self.places:  # of which FSDP with use_orig_params=True fills two
+            for holder in (owner._parameters, owner._buffers, owner.__dict__):
+                if isinstance(tensor := holder.get(name), Tensor):
+                    there[id(tensor)] = tensor
+        return list(there.values())
 
 
 def trainable_weights(work: Work) -> list[Weight]:
     """Return the tensors of the work's modules that want a gradient, each once.
 
-    Views of a parameter in plain attributes count: FSDP with ``use_orig_params=False`` keeps its views of the flat
-    weights there. Other attributes are what the module computed itself.
+    Leaves in plain attributes count, and views of a parameter: FSDP with ``use_orig_params=False`` keeps its views of
+    the flat weights there. Other attributes are what the module computed itself.
     """
     found: dict[int, Weight] = {}
     for owner in work.parts():
-        attributes = (
-            (n, v) for n, v in owner.__dict__.items() if isinstance(v, Tensor) and isinstance(v._base, nn.Parameter)
-        )
+        plain = ((name, t) for name, t in owner.__dict__.items() if isinstance(t, Tensor))
+        attributes = ((name, t) for name, t in plain if t.is_leaf or isinstance(t._base, nn.Parameter))
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items(), *attributes]:
             if tensor is not None and tensor.requires_grad:
                 places = found.setdefault(id(tensor), Weight(tensor)).places
@@ -55,24 +56,30 @@ def trainable_weights(work: Work) -> list[Weight]:
     return list(found.values())
 
 
-@contextmanager
-def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Iterator[None]:
-    """Let the modules see other leaves in place of their weights."""
-    slots: list[tuple[dict[str, Any], str, Tensor]] = [
-        (holder, name, leaf.leaf if isinstance(leaf, GradientSum) else leaf)
-        for w, leaf in zip(weights, leaves, strict=True)
-        for owner, name in w.places
-        for holder in cast("list[dict[str, Any]]", [owner._parameters, owner._buffers, owner.__dict__])
-        if name in holder  # in two of them under FSDP with use_orig_params=True
-    ]
-    before = [holder[name] for holder, name, _ in slots]
-    try:
-        for holder, name, tensor in slots:
-            holder[name] = tensor
-        yield
-    finally:
-        for (holder, name, _), tensor in reversed(list(zip(slots, before, strict=True))):
-            holder[name] = tensor
+class Substituted(TorchFunctionMode):
+    """Lets torch's functions see other tensors in place of some, on this thread alone: see NOTE [Substitution].
+
+    Args:
+        pairs: Each tensor and what is to be seen in its place.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._pairs = {id(tensor): (tensor, instead) for tensor, instead in pairs}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(self._instead, args), **{key: self._instead(v) for key, v in (kwargs or {}).items()})
+
+    def _instead(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._pairs.get(id(value), (None, value))[1]
+        return type(value)(map(self._instead, value)) if type(value) in (list, tuple) else value
+
+
+def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Substituted:
+    """Let the modules' code compute with other leaves in place of their weights, as these stand there now."""
+    plain = [leaf.leaf if isinstance(leaf, GradientSum) else leaf for leaf in leaves]
+    return Substituted((there, leaf) for w, leaf in zip(weights, plain, strict=True) for there in w.now())
 
 
 class GradientSum:
@@ -93,12 +100,27 @@ class GradientSum:
         self._handle = self.leaf.register_hook(self.add)
 
     def add(self, gradient: Tensor) -> Tensor:
-        """Add one tile's gradient."""
+        """Add one tile's gradient, or a part of it."""
         if self.sum is None:
             self.sum = gradient.to(self.sum_dtype, memory_format=torch.contiguous_format, copy=True)
         else:
             self.sum.add_(gradient)
         return self._nothing
+
+    def add_direct(self, tensor: Tensor, gradient: Tensor, module: str) -> None:
+        """Add a gradient of the tensor that stands in the weight's place, which code used instead of the leaf.
+
+        Raises:
+            RuntimeError: If that is another one than the forward pass saw, or has hooks, which ran for this tile.
+        """
+        same = tensor.data_ptr() == self.leaf.data_ptr()
+        if not same or tensor._backward_hooks:
+            why = "its hooks would run for each tile" if same else "it was replaced since the forward pass"
+            raise RuntimeError(
+                f"{module}: a custom autograd Function uses its weight of shape {list(tensor.shape)} directly, and"
+                f" {why}. Leave it as it is until the backward pass, or lt_tiled.untile() the module."
+            )
+        self.add(gradient)
 
     def take(self, zeros: bool = False) -> Tensor | None:
         """Return the sum in the tensor's own dtype; if no tile used it, ``None``, or zeros where they are wanted."""
