@@ -71,6 +71,17 @@ def version() -> bool:
     return (x._version, x.add_(1)._version) == (0, 1)
 
 
+def transforms_active() -> bool:
+    active = torch._C._are_functorch_transforms_active
+    return not active() and bool(torch.func.vmap(lambda x: x * active())(torch.ones(2)).all())
+
+
+def level_of_dual_numbers() -> bool:
+    before = torch.autograd.forward_ad._current_level
+    with torch.autograd.forward_ad.dual_level():
+        return before == -1 and torch.autograd.forward_ad._current_level == 0
+
+
 def modes_disabled() -> bool:
     with FakeTensorMode(), _python_dispatch._disable_current_modes():
         return type(torch.ones(1)) is Tensor
@@ -118,6 +129,7 @@ def trainer() -> pl.Trainer:
 aten = torch.ops.aten
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 CANARIES: dict[str, Callable[[], Any]] = {
+    "_are_functorch_transforms_active": transforms_active,
     # torch
     "_BatchNorm": lambda: issubclass(nn.BatchNorm1d, nn.modules.batchnorm._BatchNorm),
     "_C": lambda: torch._C is not None,
@@ -131,6 +143,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_cdata": lambda: (x := torch.ones(2)).untyped_storage()._cdata == x[1:].untyped_storage()._cdata,
     "_checkpoint_wrapped_module": wrapped_by_checkpoint,
     "_current_autograd_node": current_node,
+    "_current_level": level_of_dual_numbers,
     "_disable_current_modes": modes_disabled,
     "_dynamo": lambda: torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64}),
     "_dynamo_weak_dynamic_indices": marked_dynamic,

@@ -196,7 +196,8 @@ class DeferredCall(Deferred):
         self._check_unchanged()
         run = partial(_run_both, self.call.work.function, work.function)
         key = (self.call.work.key, self.call.arguments.tree, work.key)
-        together = Work(run, (*self.call.work.modules, *work.modules), key)
+        own = self.call.work
+        together = Work(run, (*own.modules, *work.modules), key, own.whole and work.whole)
         return together, self.call.arguments.call_with(self.inputs)[0]
 
 

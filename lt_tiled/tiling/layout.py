@@ -35,6 +35,21 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return args, kwargs
 
+    def refuse_gradients_inside(self, module: str) -> None:
+        """Refuse tensors that want a gradient inside lists and dictionaries, because they would get none.
+
+        Raises:
+            NotPositionWiseError: If there is one, and gradients are on.
+        """
+        containers = [leaf for leaf in self.others if isinstance(leaf, list | dict)]
+        if containers and torch.is_grad_enabled():
+            tensors = (leaf for leaf in pytree.tree_leaves(containers) if isinstance(leaf, Tensor))
+            if any(t.requires_grad for t in tensors):
+                raise NotPositionWiseError(
+                    f"{module} was given a tensor that requires a gradient inside a list or a dictionary, and it would"
+                    f" get none. Pass it as an argument of its own, or in a tuple. {REMEDY}"
+                )
+
 
 def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
     """Return the tensors, and what is needed to call with others."""

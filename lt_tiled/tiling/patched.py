@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -103,6 +104,8 @@ def tiled_method(name: str) -> Callable[..., Any]:
         patch = self.__dict__[place]
         if not patch.active or patch.learned.untiled:
             return patch.inner(self, *args, **kwargs)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise _not_through_tiles(patch.name, "torch.export and torch.jit")
         return _call(self, patch, args, kwargs)
 
     method.__name__ = name
@@ -111,7 +114,7 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(partial(patch.inner, module), _parts(module, patch.found.parts))
+    work = Work(partial(patch.inner, module), _parts(module, patch.found.parts), whole=patch.found.parts is None)
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
@@ -124,6 +127,10 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
                 module, patch, f"{patch.name}: transformers records {names} inside it, which tiles would change."
             )
             return work.function(*args, **kwargs)
+        if hook := work.hooked():
+            _say_untiled_by(hook, patch)
+            return work.function(*args, **kwargs)
+        _refuse_transforms(patch.name)
         try:
             if patch.tiling.self_check and not made[0].checked:
                 check_position_wise(*made)
@@ -137,6 +144,33 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
         if deferred is not None:
             return deferred
     return run_tiled(*made)
+
+
+def _say_untiled_by(hook: str, patch: TiledPatch) -> None:
+    """Say that a hook turns tiling off while it is there.
+
+    Raises:
+        RuntimeError: If the engine needs the same order of gradients on all ranks, tiled or not.
+    """
+    text = f"{patch.name} runs untiled while {hook} inside it has a hook, which would see tiles instead of all tokens."
+    if patch.needs.same_order:
+        raise RuntimeError(
+            f"{text} The engine needs the same order of gradients on all ranks, so it cannot: put the hook on"
+            f" {patch.name} itself, or remove it from Tiling(targets=...)."
+        )
+    warn(f"{text} Put the hook on {patch.name} itself to keep it tiled.", once=f"hook {patch.name} {hook}")
+
+
+def _not_through_tiles(name: str, what: str) -> RuntimeError:
+    return RuntimeError(f"{name} is tiled, and {what} cannot go through its tiles: call lt_tiled.untile() on it first.")
+
+
+def _refuse_transforms(name: str) -> None:
+    """Refuse what a custom autograd Function without rules of its own would answer with zeros, or not at all."""
+    if torch._C._are_functorch_transforms_active():
+        raise _not_through_tiles(name, "torch.func (vmap, jvp, grad)")
+    if forward_ad._current_level >= 0:
+        raise _not_through_tiles(name, "forward-mode differentiation")
 
 
 def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
@@ -246,8 +280,9 @@ def _check_with_norm(made: Call) -> bool:
         Whether the call may run.
     """
     call, inputs = made
-    if call.work.recorded():
+    if call.work.recorded() or call.work.hooked():
         return False
+    _refuse_transforms(call.patch.name)
     try:
         if type(inputs[0]) in (Tensor, nn.Parameter) and not call.checked:
             with hidden_from_modes(inputs[0]):

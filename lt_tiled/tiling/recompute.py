@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -213,8 +214,10 @@ def told(value: Any, depth: int = 3) -> Any:
     """Return what shows later that a value was changed in place: versions of tensors, and what containers hold."""
     if isinstance(value, Tensor):
         return version_of(value)
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        value = vars(value)
     if isinstance(value, dict):
-        value = value.items()
+        value = (*value, *value.values())
     elif not isinstance(value, list | tuple | set | deque):
         return value.copy() if type(value).__module__ == "numpy" else None
     return [(v, told(v, depth - 1)) for v in value] if depth else None

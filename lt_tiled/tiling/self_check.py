@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from itertools import accumulate
 from math import ceil, prod
+from types import CellType, FrameType, GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, is_still, random_state_kept, told, training_set
+from lt_tiled.tiling.recompute import RandomState, SavedCounter, is_still, random_state_kept, told
+from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall
 
 CHECK_TOKENS = 32
@@ -61,12 +67,15 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
 
     one, kept = cut(shape.tokens), kept_tensors(call.work)
     # In the module's own mode and with a graph, if one is wanted: statistics and auxiliary losses are computed there.
-    with random_state_kept(call.device), _arguments_unchanged(call, sample), _buffers_unchanged(call), SavedCounter():
+    survivors = _Survivors(call.patch.name, call.work)
+    unchanged = _arguments_unchanged(call, sample), _buffers_unchanged(call)
+    with random_state_kept(call.device), survivors, unchanged[0], unchanged[1], SavedCounter():
         start, others = RandomState.now(call.device), _other_generators(call)
-        output = one.run_tile(one.flat(sample))
+        output = _first_run(one, sample)
         dropout = not start.same_as(RandomState.now(call.device))
         check_closed(output, None, call.work, kept, call.patch.name)
-        if others != _other_generators(call):
+        del output
+        if others != _other_generators(call) and _draws_elsewhere(one, sample):
             raise NotPositionWiseError(
                 f"{call.patch.name} draws random numbers from Python, NumPy or a torch.Generator of its own, which the"
                 f" recompute would not repeat. Draw them from torch's default generators. {REMEDY}"
@@ -78,11 +87,70 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     if len(call.bounds) == 1:  # it cannot differ from the untiled call, but runs again in the backward pass
         call.patch.learned.checked.add(call.mode)
         return
-    evaluation = training_set([(part, False) for part in call.work.parts()]) if dropout else nullcontext()
-    with random_state_kept(call.device), evaluation:
+    with random_state_kept(call.device):
         most = max(1, shape.tokens * 3 // 4)  # so unequal that sums over tokens differ beyond rounding
         if _same(cut(shape.tokens), cut(most, shape.tokens - most), sample):
             call.patch.learned.checked.add(call.mode)
+
+
+def _first_run(one: TiledCall, sample: Sequence[Tensor]) -> Any:
+    try:
+        return one.run_tile(one.flat(sample))
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise NotPositionWiseError(
+            f"{one.patch.name} fails when it is given {one.shape.tokens} of its tokens, in the shape"
+            f" {list(one.shape.lead)}: {error}. Arguments that broadcast over tokens must be expanded to all of them"
+            f" before the call. {REMEDY}"
+        ) from error
+
+
+class _EqualDraws(TorchDispatchMode):
+    """Lets all tokens of all tiles draw the same random numbers, so that dropout does not tell tiles apart."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(drawn[1])  # the backward pass scales both calls alike
+        numbers = isinstance(drawn, Tensor) and (drawn.is_floating_point() or drawn.dtype == torch.bool)
+        if numbers and torch.Tag.nondeterministic_seeded in func.tags:
+            drawn.fill_(1.0 if "bernoulli" in func.name() else 0.5)
+        return drawn
+
+
+class _Survivors(TorchFunctionMode):
+    """Refuses a run that keeps a tensor with a graph outside of its outputs and of the modules' attributes.
+
+    Those in attributes of the modules are seen by :func:`check_closed`, which knows what the output depends on.
+    """
+
+    def __init__(self, name: str, work: Work) -> None:
+        super().__init__()
+        self._name, self._work = name, work
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.grad_fn is not None:
+            self._made.append(weakref.ref(result))
+        return result
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        attributes = {id(t) for t in kept_tensors(self._work).values()}
+        for reference in self._made if exc[0] is None else []:
+            tensor = reference()
+            if tensor is not None and id(tensor) not in attributes and _is_kept(tensor):
+                raise NotPositionWiseError(
+                    f"{self._name} keeps a tensor of shape {list(tensor.shape)} with a graph outside of its outputs, as"
+                    f" for an auxiliary loss, which would be that of one tile. Return it as an output instead. {REMEDY}"
+                )
+
+
+def _is_kept(value: Any, own: Any = None) -> bool:
+    """Whether an object holds a tensor. Its own graph may, through a hook that refers to it or what a hook packed."""
+    passing = (CellType, FrameType, GeneratorType)
+    holders = [holder for holder in gc.get_referrers(value) if not isinstance(holder, passing) and holder is not own]
+    return any(type(holder) is not tuple or _is_kept(holder, holders) for holder in holders)
 
 
 def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
@@ -109,12 +177,22 @@ def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
                 )
 
 
+def _draws_elsewhere(one: TiledCall, sample: Sequence[Tensor]) -> bool:
+    """Whether each of several runs changes the other generators: another thread may draw from them at the same time."""
+    for _ in range(_DRAWS):
+        before = _other_generators(one)
+        one.run_tile(one.cut(one.flat(sample), slice(0, 2)))  # few, so that this takes little time
+        if before == _other_generators(one):
+            return False
+    return True
+
+
 def _other_generators(call: TiledCall) -> list[Any]:
     """Return the states of the generators that a recompute does not restore."""
     own = [v for part in call.work.parts() for v in part.__dict__.values() if isinstance(v, torch.Generator)]
     numpy = sys.modules.get("numpy")
-    shared = numpy.random.get_state(legacy=False) if numpy is not None else None
-    return [random.getstate(), repr(shared), *(g.get_state().tolist() for g in own)]
+    shared = None if numpy is None else [getattr(v, "tolist", lambda v=v: v)() for v in numpy.random.get_state()]
+    return [random.getstate(), shared, *(g.get_state().tolist() for g in own)]
 
 
 def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
@@ -124,7 +202,8 @@ def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
         NotPositionWiseError: If an output or a gradient differs.
     """
     name, tokens = one.patch.name, one.shape.tokens
-    (whole, whole_trace), (tiled, trace) = one.forward(sample, learn=False), two.forward(sample, learn=False)
+    with _EqualDraws():
+        (whole, whole_trace), (tiled, trace) = one.forward(sample, learn=False), two.forward(sample, learn=False)
     per_token = [index for index, kind in enumerate(trace.layout.kinds) if kind in ("tokens", "flat")]
     for index in per_token:
         what = f"output {trace.layout.names[index]}".strip()
@@ -140,7 +219,8 @@ def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
         scale = sum(float(g.norm()) for g in given if g is not None)
         arguments = [f"argument {index}" for index, wants in enumerate(one.wants_grad) if wants]
         weights = [f"{type(w.places[0][0]).__name__}.{w.places[0][1]}" for w in one.weights]
-        gradients = one.backward(whole_trace, sample, given), two.backward(trace, sample, given)
+        with _EqualDraws():
+            gradients = one.backward(whole_trace, sample, given), two.backward(trace, sample, given)
         for what, a, b in zip([*arguments, *weights], *gradients, strict=True):
             if a is not None and b is not None:
                 _compare(a, b, _GRADIENT_TOLERANCE, _FLOOR * scale, f"gradient of {what} for {tokens} tokens", name)
@@ -200,9 +280,8 @@ def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
     before = [{name: (value, told(value)) for name, value in part.__dict__.items()} for part in parts]
     yield
     for part, then in zip(parts, before, strict=True):
-        changed = [
-            name for name, value in part.__dict__.items() if name not in then or not is_still(value, *then[name])
-        ]
+        now = ((name, value) for name, value in part.__dict__.items() if name != "_buffers")
+        changed = [name for name, value in now if name not in then or not is_still(value, *then[name])]
         if changed:
             raise NotPositionWiseError(
                 f"{call.patch.name} changes {type(part).__name__}.{changed[0]} in its forward, which would be changed"

@@ -15,6 +15,7 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 
 _CAPTURING = "transformers.utils.output_capturing"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,27 @@ class Work:
     """The modules that hold its weights."""
     key: Hashable = None
     """Tells the works of one tiled module apart."""
+    whole: bool = True
+    """Whether the modules run by their forward, so that their own hooks run around the tiles and not in them."""
 
     def parts(self) -> Iterator[nn.Module]:
         """Yield the modules and their submodules."""
         for module in self.modules:
             yield from module.modules()
+
+    def hooked(self) -> str | None:
+        """Return where a user's hook in the work would see tiles, as ``Linear._forward_hooks``.
+
+        Hooks of torch do not count: they compute weights (``torch.nn.utils``) or follow modules.
+        """
+        for part in self.parts():
+            if not (self.whole and part in self.modules):
+                for kind in _HOOKS:
+                    for hook in part.__dict__[kind].values():
+                        module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+                        if not module.startswith(("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)):
+                            return f"{type(part).__name__}.{kind}"
+        return None
 
     def recorded(self) -> Sequence[str]:
         """Return the names of what transformers records inside the modules, such as router logits.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -105,6 +105,7 @@ class TiledCall:
         hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
             return None
+        arguments.refuse_gradients_inside(patch.name)
         shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
         bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths[1] if widths else None)
         if len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled()):
@@ -123,8 +124,8 @@ class TiledCall:
     @cached_property
     def key(self) -> Hashable:
         """Tells calls apart whose tiles run different code."""
-        training = tuple(mode for _, mode in self.modes)
-        return self.work.key, self.arguments.tree, training, tuple(self.wants_grad), self.autocast
+        switches = tuple(_switches(part) for part, _ in self.modes)
+        return self.work.key, self.arguments.tree, switches, tuple(self.wants_grad), self.autocast
 
     @property
     def mode(self) -> Hashable:
@@ -407,3 +408,19 @@ class TiledCall:
 
     def _sums(self, tensors: Sequence[Tensor]) -> AbstractContextManager[list[GradientSum]]:
         return gradient_sums(tensors, self.patch.tiling.accumulate)
+
+
+def _switches(part: nn.Module) -> tuple[Hashable, ...]:
+    """Return what tells whether a module runs other code, or reaches other tensors, than before.
+
+    These are its flags and names (the training mode, the active adapters), its hooks, and its attributes with a graph.
+    """
+    found: list[Hashable] = [len(part._forward_hooks), len(part._forward_pre_hooks)]
+    for name, value in part.__dict__.items():
+        if type(value) is bool or type(value) is str:
+            found.append(value)
+        elif type(value) is list and all(type(entry) is str for entry in value):
+            found.append(tuple(value))
+        elif isinstance(value, Tensor) and value.requires_grad:
+            found.append(name)
+    return tuple(found)

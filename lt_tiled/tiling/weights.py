@@ -70,16 +70,26 @@ class Substituted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*map(self._instead, args), **{key: self._instead(v) for key, v in (kwargs or {}).items()})
 
+    def end(self) -> None:
+        """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""
+        self._pairs = {}
+
     def _instead(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._pairs.get(id(value), (None, value))[1]
         return type(value)(map(self._instead, value)) if type(value) in (list, tuple) else value
 
 
-def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Substituted:
+@contextmanager
+def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Iterator[None]:
     """Let the modules' code compute with other leaves in place of their weights, as these stand there now."""
     plain = [leaf.leaf if isinstance(leaf, GradientSum) else leaf for leaf in leaves]
-    return Substituted((there, leaf) for w, leaf in zip(weights, plain, strict=True) for there in w.now())
+    mode = Substituted((there, leaf) for w, leaf in zip(weights, plain, strict=True) for there in w.now())
+    try:
+        with mode:
+            yield
+    finally:
+        mode.end()
 
 
 class GradientSum:

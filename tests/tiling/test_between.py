@@ -1,0 +1,334 @@
+"""Between the forward and the backward pass: what is changed there, by whom, and what interrupts it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from lt_tiled import tile
+from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.state import TiledPatch
+from tests.models import GatedMLP, H
+from tests.parity import FP32, gradients, randn, reference, spread, worst
+
+
+class Scaled(GatedMLP):
+    """A gated MLP with a buffer, a frozen weight, a number, an activation and a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((H,), 0.5))
+        self.frozen = nn.Linear(H, H, bias=False).requires_grad_(False)
+        self.factor = 2.0
+        self.options = {"power": [2]}
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.offset = torch.ones(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.frozen(super().forward(x - self.mean)) * self.factor + self.offset)
+        return y ** self.options["power"][0]
+
+
+def _replace_submodule(m: Scaled) -> None:
+    m.frozen = nn.Linear(H, H, bias=False).requires_grad_(False)
+
+
+CHANGES: dict[str, tuple[Callable[[Scaled], Any], str]] = {
+    "buffer in place": (lambda m: m.mean.add_(1), r"Scaled\.mean of shape \[16\] was changed in place"),
+    "buffer replaced": (lambda m: setattr(m, "mean", m.mean + 1), r"Scaled\.mean of shape \[16\] was replaced"),
+    "frozen weight in place": (lambda m: m.frozen.weight.mul_(2), r"Linear\.weight .*was changed in place"),
+    "frozen weight's data": (
+        lambda m: setattr(m.frozen.weight, "data", m.frozen.weight * 2),
+        r"the data of Linear\.weight .*was replaced",
+    ),
+    "trainable weight's data": (
+        lambda m: setattr(m.up.weight, "data", m.up.weight.detach() * 2),
+        r"the data of Linear\.weight .*was replaced",
+    ),
+    "trainable weight in place": (lambda m: m.up.weight.mul_(2), r"Linear\.weight .*was changed in place"),
+    "submodule": (_replace_submodule, r"Scaled\._modules was changed"),
+    "number": (lambda m: setattr(m, "factor", 3.0), r"Scaled\.factor was changed"),
+    "inside a dictionary": (lambda m: m.options["power"].append(3) or m.options["power"].reverse(), r"Scaled\.options"),
+    "function": (lambda m: setattr(m, "act", torch.sin), r"Scaled\.act was changed"),
+    "plain tensor": (lambda m: setattr(m, "offset", torch.zeros(H)), r"Scaled\.offset of shape \[16\] was replaced"),
+    "plain tensor in place": (lambda m: m.offset.zero_(), r"Scaled\.offset of shape \[16\] was changed in place"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(name: str) -> None:
+    """What the recompute would read differently raises in the backward pass, with the name of what was changed."""
+    change, message = CHANGES[name]
+    m = tile(Scaled(), num_shards=4)
+    y = m(randn(1, 40, H).requires_grad_())
+    with torch.no_grad():
+        change(m)
+    with pytest.raises(RuntimeError, match=rf"Scaled: .*{message}.*untile"):
+        y.sum().backward()
+
+
+def test_functional_call() -> None:
+    """Trainable weights given by ``functional_call`` for the forward pass alone get the untiled gradients; frozen ones
+    raise.
+    """
+    torch.manual_seed(0)
+    m, x = Scaled(), randn(1, 40, H)
+    given = {name: (p * 2).detach().requires_grad_() for name, p in m.named_parameters() if p.requires_grad}
+
+    def run() -> dict[str, Tensor]:
+        loss = torch.func.functional_call(m, given, x).sum()
+        return dict(zip(given, torch.autograd.grad(loss, [*given.values()]), strict=True))
+
+    true = run()
+    tile(m, num_shards=4)
+    assert worst(run(), true) < FP32
+    frozen = {"frozen.weight": m.frozen.weight * 2}
+    y = torch.func.functional_call(m, frozen, x.requires_grad_())
+    with pytest.raises(RuntimeError, match=r"Linear\.weight .*was replaced"):
+        y.sum().backward()
+
+
+def test_what_is_put_back_is_no_change() -> None:
+    """Weights that are exchanged for a while, as for an average of them, are those of the forward pass again."""
+    torch.manual_seed(0)
+    m, x = Scaled(), randn(1, 40, H)
+    true = reference(m, x)
+    tile(m, num_shards=4)
+
+    def call(x: Tensor) -> Any:
+        y = m(x)
+        kept = {p: p.data for p in m.parameters()}
+        for p in kept:
+            p.data = p.data * 2
+        with torch.no_grad():
+            m(x)
+        for p, data in kept.items():
+            p.data = data
+        return y
+
+    assert worst(gradients(m, x, call=call), true) < FP32
+
+
+def test_backward_under_another_autocast() -> None:
+    """A backward pass inside another autocast region gives the gradients of the forward's own."""
+    torch.manual_seed(0)
+    m, x = GatedMLP(), randn(1, 40, H)
+    true = reference(m, x)
+    tile(m, num_shards=4)
+    inside = x.detach().requires_grad_()
+    y = m(inside)
+    loss = spread(y)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    found = {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+    assert worst({"loss": loss.detach(), **found, "input 0": inside.grad}, true) < FP32
+
+
+def test_threads() -> None:
+    """Four threads that train one model at a time get the gradients of one thread, and leave its weights alone."""
+    torch.manual_seed(0)
+    m = GatedMLP()
+    inputs = [randn(1, 40, H, seed=i) for i in range(4)]
+    weights = list(m.parameters())
+
+    def run(x: Tensor) -> dict[str, Tensor]:
+        inside = x.detach().requires_grad_()
+        return {str(i): g for i, g in enumerate(torch.autograd.grad(m(inside).square().sum(), [inside, *weights]))}
+
+    true = [run(x) for x in inputs]
+    tile(m, num_shards=8)
+    wrong: list[str] = []
+
+    def work(index: int) -> None:
+        try:
+            for _ in range(25):
+                if worst(run(inputs[index]), true[index]) >= FP32:
+                    wrong.append("other gradients")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert wrong == []
+    assert [id(p) for p in m.parameters()] == [id(p) for p in weights]
+
+
+def test_interrupted_anywhere() -> None:
+    """Ctrl-C at any line of a forward and backward pass leaves the weights in place, and the next step is right."""
+    torch.manual_seed(0)
+    m, x = GatedMLP(), randn(1, 40, H)
+    true = reference(m, x)
+    tile(m, num_shards=2)
+    gradients(m, x)
+    weights = [id(p) for p in m.parameters()]
+
+    def interrupted_at(line: int) -> bool:
+        left = line
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal left
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if "lt_tiled" not in file and not ("overrides" in file and name == "__exit__"):
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            gradients(m, x)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+            m.zero_grad(set_to_none=True)
+        return False
+
+    count = 0
+    for line in range(1, 100_000, 11):
+        if not interrupted_at(line):
+            break
+        count += 1
+        assert [id(p) for p in m.parameters()] == weights
+        assert worst(gradients(m, x), true) < FP32
+    assert count > 20
+
+
+@pytest.mark.parametrize("container", [list, dict])
+def test_gradients_inside_containers(container: type) -> None:
+    """A tensor in a list or dictionary that begins to want a gradient is refused at that call."""
+
+    class Takes(GatedMLP):
+        def forward(self, x: Tensor, extra: Any) -> Tensor:
+            return super().forward(x) * (extra["scale"] if isinstance(extra, dict) else extra[0])
+
+    m, x, scale = tile(Takes(), num_shards=4), randn(1, 40, H), torch.ones(H)
+    extra = {"scale": scale} if container is dict else [scale]
+    m(x, extra).sum().backward()
+    scale.requires_grad_()
+    with torch.no_grad():
+        m(x, extra)
+    with pytest.raises(NotPositionWiseError, match="Takes was given a tensor that requires a gradient inside a list"):
+        m(x, extra)
+
+
+def test_plain_tensor_that_begins_to_learn() -> None:
+    """A plain tensor of the module that begins to want a gradient gets it."""
+    torch.manual_seed(0)
+    m, x = Scaled(), randn(1, 40, H)
+    tile(m, num_shards=4)
+    m(x).sum().backward()
+    m.offset.requires_grad_()
+    m(x).sum().backward()
+    found, m.offset.grad = m.offset.grad, None
+    plain = Scaled()
+    plain.load_state_dict(m.state_dict())
+    plain.offset.requires_grad_()
+    plain(x).sum().backward()
+    assert worst({"offset": found}, {"offset": plain.offset.grad}) < FP32
+
+
+def test_plain_tensor_that_gets_a_graph() -> None:
+    """A plain tensor of the module that begins to have a graph is refused at that call."""
+    m, x = tile(Scaled(), num_shards=4), randn(1, 40, H)
+    m(x).sum().backward()
+    m.offset = torch.ones(H, requires_grad=True) * 2
+    with pytest.raises(NotPositionWiseError, match="neither one of its arguments nor"):
+        m(x)
+
+
+def test_user_hook_inside(caplog: pytest.LogCaptureFixture) -> None:
+    """A module runs untiled while a user's hook is on a module inside it, with one warning; then tiled again."""
+    m, x = GatedMLP(), randn(1, 40, H)
+    seen: list[int] = []
+    tile(m, num_shards=4)
+    caplog.clear()
+    handle = m.down.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    for _ in range(2):
+        m(x).sum().backward()
+    assert seen == [40, 40]
+    assert caplog.text.count("GatedMLP runs untiled while Linear._forward_hooks inside it has a hook") == 1
+    handle.remove()
+    m.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    m(x).sum().backward()
+    assert seen == [40, 40, 40]
+    patch = get_patch(m, TiledPatch)
+    assert patch is not None
+    assert patch.learned.largest == (40, 4)
+
+
+def _jvp(m: nn.Module, x: Tensor) -> Any:
+    with torch.no_grad():
+        return torch.func.jvp(m, (x,), (x,))
+
+
+def _dual(m: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return m(forward_ad.make_dual(x, x))
+
+
+def _dual_weight(m: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        given = {name: forward_ad.make_dual(p.detach(), p.detach()) for name, p in m.named_parameters()}
+        return torch.func.functional_call(m, given, x)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jvp": _jvp,
+    "jacfwd": lambda m, x: torch.func.jacfwd(m)(x),
+    "dual numbers": _dual,
+    "dual weights": _dual_weight,
+    "vmap": lambda m, x: torch.func.vmap(m)(torch.stack([x, x])),
+    "grad": lambda m, x: torch.func.grad(lambda t: m(t).sum())(x),
+    "export": lambda m, x: torch.export.export(m, (x,)),
+    "export, not strict": lambda m, x: torch.export.export(m, (x,), strict=False),
+    "trace": lambda m, x: torch.jit.trace(m, (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_cannot_go_through_tiles(name: str) -> None:
+    """Forward-mode differentiation, ``vmap``, ``torch.export`` and ``torch.jit`` raise with the module's name, and work
+    when it is untiled.
+    """
+    m, x = tile(GatedMLP(), num_shards=4), randn(1, 40, H)
+    with pytest.raises(RuntimeError, match=r"GatedMLP is tiled, and .* cannot go through its tiles.*untile"):
+        TRANSFORMS[name](m, x)
+
+
+def test_another_thread_may_draw() -> None:
+    """Random numbers that another thread draws meanwhile are not taken for the module's."""
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.wait(1e-3):
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(3):
+            tile(GatedMLP(), num_shards=4)(randn(1, 40, H))
+    finally:
+        stop.set()
+        thread.join()
