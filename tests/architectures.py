@@ -53,8 +53,8 @@ class Architecture:
     error: float = 1e-9
     """Relative, in float64; more where the model computes a part in float32 whatever its weights are."""
     more_flops: str = ""
-    """Why a step with activation checkpointing takes more FLOPs with tiling, where it does: mostly because the recompute
-    of a block needs the output of its MLP ("it"), which is then computed once more.
+    """Why tiling adds FLOPs to a step with activation checkpointing, where it does: mostly because the recompute of a
+    block needs the output of its MLP ("it"), which is then computed once more.
     """
 
     def build(self, dtype: torch.dtype = torch.float64, experts: str = "eager") -> nn.Module:
@@ -245,6 +245,8 @@ _GPT_NEO |= {"max_position_embeddings": LENGTH, "attention_types": [[["global", 
 _DISTILBERT = {"vocab_size": VOCAB, "dim": H, "hidden_dim": WIDE, "n_layers": 2, "n_heads": HEADS}
 _DISTILBERT |= {"max_position_embeddings": LENGTH}
 _MAMBA_2 = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_ZAMBA_2 = {"mamba_d_state": 8, "mamba_headdim": 16, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 16}
+_ZAMBA_2 |= {"num_mem_blocks": 1, "hybrid_layer_ids": [0, 1], "layers_block_type": ["hybrid", "hybrid"]}
 _JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 _JAMBA |= {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_expand": 1}
 _QWEN3_NEXT = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
@@ -253,8 +255,6 @@ _QWEN3_NEXT |= {"shared_expert_intermediate_size": WIDE}
 _GEMMA_3N = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
 _GEMMA_3N |= {"laurel_rank": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA_3N |= {"activation_sparsity_pattern": [0.9, 0.0]}
-_ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": WIDE, "moe_layer_start_index": 1}
-_ERNIE |= {"moe_num_shared_experts": 1}
 _LONGCAT = {"ffn_hidden_size": WIDE, "expert_ffn_hidden_size": WIDE, "moe_topk": 2, "zero_expert_num": 1}
 _LONGCAT |= {"num_layers": 1}
 _WAV2VEC2: dict[str, Any] = {
@@ -415,13 +415,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Phimoe", "PhimoeSparseMoeBlock", **_EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0, error=1e-6
     ),
     "JetMoE": _causal("JetMoe", "JetMoeMoE", **_EXPERTS, kv_channels=8),
-    "Ernie 4.5 MoE": Architecture(
-        "Ernie4_5_MoeForCausalLM",
-        "Ernie4_5_MoeConfig",
-        {**_SIZES, **_ERNIE},
-        {"model.layers.*.mlp": "Ernie4_5_MoeMLP, Ernie4_5_MoeSparseMoeBlock"},
-        error=1e-6,
-    ),
     "LongCat-Flash": Architecture(
         "LongcatFlashForCausalLM",
         "LongcatFlashConfig",
@@ -441,6 +434,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Mamba": Architecture("MambaForCausalLM", "MambaConfig", _SIZES, {}),
     "Jamba": _causal(
         "Jamba", "JambaMLP, JambaSparseMoeBlock", "model.layers.*.feed_forward", **_EXPERTS, **_JAMBA, error=1e-6
+    ),
+    "Zamba 2": _causal(
+        "Zamba2",
+        "Zamba2MLP",
+        "model.layers.*.shared_transformer.feed_forward",
+        more_flops="the Mamba layer after it reads it",
+        **_ZAMBA_2,
     ),
     "Falcon H1": _causal("FalconH1", "FalconH1MLP", "model.layers.*.feed_forward", mamba_d_ssm=64, **_MAMBA_2),
     "Qwen 3-Next": _causal("Qwen3Next", "Qwen3NextSparseMoeBlock", **_EXPERTS, **_QWEN3_NEXT, error=1e-6),

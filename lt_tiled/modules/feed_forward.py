@@ -196,7 +196,8 @@ def _mixes_tokens(name: str, module: nn.Module) -> bool:
     if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or depends_on_others(module) is not None:
         return True
     label = f"{name} {type(module).__name__}".lower()
-    return "attn" in label or "attention" in label
+    # A layer with attention, such as Zamba 2's AttentionDecoderLayer, has an MLP too.
+    return ("attn" in label or "attention" in label) and not label.endswith("coderlayer")
 
 
 def _widens(module: nn.Module) -> bool:
