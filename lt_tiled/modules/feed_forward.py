@@ -108,7 +108,8 @@ def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Ti
     before, after = ((), ()) if top else _norms_next_to_mlp(root)
     method = next((name for name in _METHODS if callable(getattr(type(root), name, None))), None)
     if method is not None:
-        parts = tuple(n for n, m in _children(root) if not (_mixes_tokens(n, m) or _is_norm(m)))
+        apart = method != "feed_forward_chunk"  # the others leave the norms to the block
+        parts = tuple(n for n, m in _children(root) if not (_mixes_tokens(n, m) or (apart and _is_norm(m))))
         if feed_forward_widths(*(root.get_submodule(n) for n in parts)) is not None:
             yield _method(path, root, method, parts=parts, parent=root, before=before)
             return
@@ -125,15 +126,17 @@ def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Ti
             yield from _feed_forwards(child, below)
 
 
-_METHODS = ("_ff_block", "feed_forward_chunk")
-"""Methods that are a block's MLP: those of ``nn.TransformerEncoderLayer`` and its decoder, and of BERT-like layers."""
+_METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
+"""Methods that are a block's MLP: those of ``nn.TransformerEncoderLayer`` and its decoder, of BERT-like layers, and of
+ALBERT and Longformer.
+"""
 
 
 def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, unwrapped(child)) for name, child in root.named_children()]
 
 
-_PRE = re.compile(r"pre.*(feed|ffw?|mlp)|(^|_)(ffn?|mlp)_(layer)?norm|ln_mlp", re.IGNORECASE)
+_PRE = re.compile(r"pre.*(feed|ffw?|mlp)|(^|_)(ffn?|mlp|feed_?forward)_(layer)?norm|ln_mlp", re.IGNORECASE)
 _SECOND = re.compile(r"post_attention|(norm|ln)_?[23]$|layernorm_after|final_layer_norm", re.IGNORECASE)
 _POST = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
 
@@ -189,11 +192,12 @@ def _drops_samples(module: nn.Module) -> bool:
 
 
 def _mixes_tokens(name: str, module: nn.Module) -> bool:
-    """Whether the module is known to look across tokens: attention, convolutions, recurrences."""
-    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or _has_capacity(module) or _drops_samples(module):
+    """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms."""
+    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or depends_on_others(module) is not None:
         return True
     label = f"{name} {type(module).__name__}".lower()
-    return "attn" in label or "attention" in label
+    # A layer with attention, such as Zamba 2's AttentionDecoderLayer, has an MLP too.
+    return ("attn" in label or "attention" in label) and not label.endswith("coderlayer")
 
 
 def _widens(module: nn.Module) -> bool:
@@ -220,8 +224,8 @@ def _projections(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def _widths(module: nn.Module) -> tuple[int, int] | None:
-    """Return input and output size of a projection: ``nn.Linear``, what looks like it, Hugging Face's ``Conv1D``."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):
+    """Return input and output size of a projection: ``nn.Linear``, JetMoE's experts, Hugging Face's ``Conv1D``."""
+    for names in (("in_features", "out_features"), ("input_size", "output_size"), ("nx", "nf")):
         first, second = (getattr(module, name, None) for name in names)
         if isinstance(first, int) and isinstance(second, int):
             return first, second
