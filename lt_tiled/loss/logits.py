@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -32,52 +33,34 @@ class OnHead:
     function: Callable[[nn.Module, Tensor], Tensor]
 
 
-class DeferredLogits(Deferred):
-    """Logits ``[..., V]`` that are not computed yet, and what is to be done to them."""
+@dataclass
+class ModelCall:
+    """One call of a model with labels."""
 
-    head: nn.Module
-    patch: HeadPatch
-    hidden: Tensor
-    steps: tuple[tuple[Callable[[Tensor], Tensor], bool], ...]
-    """What is to be done to each of the logits, and whether that only makes them float32."""
-    meta: Tensor
-    """A tensor of their shape and dtype on the meta device."""
-    grad_mode: bool
-    autocast: AutocastState
-    version: int
-    """Of the hidden states."""
-    full: Tensor | None
-    """The full logits, once they were used."""
+    over: bool = False
 
-    @classmethod
-    def of(cls, head: nn.Module, patch: HeadPatch, hidden: Tensor, steps: Any, meta: Tensor) -> DeferredLogits:
-        """Return deferred logits of hidden states ``[..., H]``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            link = torch.empty(0, requires_grad=True)
-            logits: DeferredLogits = _OnlyFull.apply(patch.name, tuple(meta.shape), meta.dtype, hidden.device, link)
-        logits.head, logits.patch, logits.hidden, logits.steps, logits.meta = head, patch, hidden, steps, meta
-        logits.grad_mode, logits.autocast, logits.full = torch.is_grad_enabled(), AutocastState.now(hidden.device), None
-        logits.version = 0 if hidden.is_inference() else hidden._version
-        return logits
 
-    def value(self, because: str = "") -> Tensor:
-        """Return the full logits with the graph that they had when the head was called."""
-        if self.full is None:
-            name, shape = self.patch.name, self.meta.shape
-            inform(
-                f"the loss of {name} is not tiled: its code uses full logits ({because})", once=f"full logits {name}"
+class HeadCall:
+    """One call of a head, which runs when its logits are used."""
+
+    def __init__(self, head: nn.Module, patch: HeadPatch, hidden: Tensor, model: ModelCall) -> None:
+        self.head, self.patch, self.hidden, self.model = head, patch, hidden, model
+        self.autocast = AutocastState.now(hidden.device)
+        self.version = 0 if hidden.is_inference() else hidden._version
+        self.logits: list[weakref.ref[DeferredLogits]] = []
+        """All that its output became, oldest first; they may share memory."""
+
+    def run(self, function: Callable[..., Tensor]) -> Any:
+        """Run a function on the head and the hidden states, with the head's hooks around it.
+
+        Raises:
+            RuntimeError: If the hidden states, or the weights, may not be those of the head's call.
+        """
+        if self.model.over:
+            raise RuntimeError(
+                f"{self.patch.name} computed its loss in tiles, so its logits are unavailable after its forward pass."
+                " Use them in it, call it without labels for logits, or turn this off with loss=False."
             )
-            with torch.set_grad_enabled(self.grad_mode):
-                self.full = self._on_head(
-                    lambda head, hidden: _computed(self.patch, head, self.steps, hidden).view(shape)
-                )
-        return self.full
-
-    def data_value(self) -> Tensor:
-        """Return the full logits without a graph."""
-        return self.value("a custom autograd Function").detach()
-
-    def _on_head(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
         if not self.hidden.is_inference() and self.hidden._version != self.version:
             raise RuntimeError(
                 f"{self.patch.name}: the hidden states were changed in place before their logits were used."
@@ -85,6 +68,57 @@ class DeferredLogits(Deferred):
             )
         with self.autocast.context():
             return self.head(self.hidden, OnHead(function))
+
+
+class DeferredLogits(Deferred):
+    """Logits ``[..., V]`` that are not computed yet: the output of a head, or what a step made of others."""
+
+    call: HeadCall
+    source: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
+    """The logits that these were made of, and the step."""
+    steps: tuple[tuple[Callable[[Tensor], Tensor], bool], ...]
+    """What is to be done to each of the head's logits, and whether that only makes them float32."""
+    meta: Tensor
+    """A tensor of their shape and dtype on the meta device."""
+    grad_mode: bool
+    full: Tensor | None
+    """The full logits, once any of the same call were used."""
+
+    @classmethod
+    def of(cls, call: HeadCall, meta: Tensor, grad_mode: bool, source: Any = None, steps: Any = ()) -> DeferredLogits:
+        """Return deferred logits of a call."""
+        with torch._C.DisableTorchFunctionSubclass():
+            link = torch.empty(0, requires_grad=True)
+            name, device = call.patch.name, call.hidden.device
+            logits: DeferredLogits = _OnlyFull.apply(name, tuple(meta.shape), meta.dtype, device, link)
+        logits.call, logits.meta, logits.grad_mode, logits.full = call, meta, grad_mode, None
+        logits.source, logits.steps = source, steps
+        call.logits.append(weakref.ref(logits))
+        return logits
+
+    def value(self, because: str = "") -> Tensor:
+        """Return the full logits with the graph that they had when the head was called."""
+        if self.full is None:
+            name = self.call.patch.name
+            inform(
+                f"the loss of {name} is not tiled: its code uses full logits ({because})", once=f"full logits {name}"
+            )
+            for reference in self.call.logits:  # all, because this use may change memory that others share
+                if (logits := reference()) is not None:
+                    logits._compute()
+        return cast("Tensor", self.full)
+
+    def _compute(self) -> None:
+        with torch.set_grad_enabled(self.grad_mode), self.call.autocast.context():
+            if self.source is None:
+                self.full = self.call.run(self.call.patch.inner)
+            else:
+                self.full = self.source[1](cast("Tensor", self.source[0].full))
+        self.source = None
+
+    def data_value(self) -> Tensor:
+        """Return the full logits without a graph."""
+        return self.value("a custom autograd Function").detach()
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss in tiles, or the logits with one more thing to be done to them."""
@@ -108,17 +142,14 @@ class DeferredLogits(Deferred):
         def step(logits: Tensor) -> Any:
             return func(*left, logits, *right, **kwargs)
 
-        meta = step(self.meta)
+        meta, steps = step(self.meta), self.steps
         if func in _RESHAPES:
-            kept, steps = meta.shape[-1:] == self.meta.shape[-1:], self.steps
+            kept = meta.shape[-1:] == self.meta.shape[-1:] and meta.dtype == self.meta.dtype
         else:
-            upcast = func in (Tensor.float, Tensor.to) and meta.dtype == torch.float32
-            kept, steps = meta.shape == self.meta.shape and meta.is_floating_point(), (*self.steps, (step, upcast))
-        if not kept:
-            return NotImplemented
-        logits = DeferredLogits.of(self.head, self.patch, self.hidden, steps, meta)
-        logits.grad_mode, logits.autocast, logits.version = self.grad_mode, self.autocast, self.version
-        return logits
+            kept = meta.shape == self.meta.shape and meta.is_floating_point()
+            steps = (*steps, (step, func in (Tensor.float, Tensor.to) and meta.dtype == torch.float32))
+        grad_mode = self.grad_mode and (meta is self.meta or torch.is_grad_enabled())
+        return DeferredLogits.of(self.call, meta, grad_mode, (self, step), steps) if kept else NotImplemented
 
     def _loss(
         self,
@@ -131,9 +162,9 @@ class DeferredLogits(Deferred):
     ) -> Any:
         """Return ``F.cross_entropy`` in tiles, unless its arguments ask for what tiles do not do."""
         plain = all(value is None for value in others.values()) and not target.is_floating_point()
-        if not plain or self.meta.shape[:-1] != target.shape or input is not self:
+        if not plain or self.meta.dim() > 2 or self.meta.shape[:-1] != target.shape or input is not self:
             return NotImplemented
-        patch, steps, vocab_size = self.patch, self.steps, self.meta.shape[-1]
+        patch, steps, vocab_size = self.call.patch, self.steps, self.meta.shape[-1]
         while steps and steps[-1][1]:  # tiles are float32 themselves
             steps = steps[:-1]
 
@@ -159,7 +190,7 @@ class DeferredLogits(Deferred):
             return loss if reduction != "none" else loss.view(target.shape)
 
         with torch.set_grad_enabled(self.grad_mode and torch.is_grad_enabled()):
-            return self._on_head(compute)
+            return self.call.run(compute)
 
 
 def _computed(patch: HeadPatch, head: nn.Module, steps: Any, rows: Tensor) -> Tensor:
@@ -186,35 +217,6 @@ class _OnlyFull(torch.autograd.Function):
             f"{ctx.name}: a custom autograd Function uses the full logits, which a tiled loss does not have: turn it"
             " off with loss=False."
         )
-
-
-class HeadOutput:
-    """Carries deferred logits past the hooks of engines, which would compute a tensor; any use unwraps it."""
-
-    def __init__(self, logits: DeferredLogits) -> None:
-        self.logits = logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["logits"], name)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(HeadOutput, lambda output: output.logits, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda output, *args: getattr(output.logits, name)(*args)
-
-
-_COMPARE = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-OPERATORS = {
-    name
-    for name in set(dir(Tensor)) - (set(dir(object)) - _COMPARE) - {"__torch_function__"}
-    if name.startswith("__") and callable(getattr(Tensor, name))
-}
-for _name in OPERATORS:
-    setattr(HeadOutput, _name, _operator(_name))
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)

@@ -11,15 +11,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from lt_tiled._log import inform
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.logits import OPERATORS, DeferredLogits, HeadOutput, OnHead
+from lt_tiled.loss.logits import DeferredLogits, HeadCall, ModelCall, OnHead
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import SharedPatch, get_patch, get_patches, remove_patch, set_patch
 from lt_tiled.policies import LossShards
@@ -41,8 +43,6 @@ class HeadPatch(SharedPatch):
 
     attribute = "_lt_tiled_head"
 
-    wanted = False
-    """Whether the model runs with labels."""
     checked = False
     """Whether a tile showed that only the hidden states and the head's own weights want a gradient."""
 
@@ -83,18 +83,24 @@ class AbsentLogits:
         next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
 
 
-for _name in OPERATORS - {"__getattr__", "__deepcopy__", "__setstate__"}:
-    setattr(AbsentLogits, _name, AbsentLogits._refuse)
+_KEPT = set(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+for _name in set(dir(Tensor)) - _KEPT - {"__torch_function__", "__deepcopy__", "__setstate__"}:
+    if _name.startswith("__") and callable(getattr(Tensor, _name)):
+        setattr(AbsentLogits, _name, AbsentLogits._refuse)
 
 
 # What runs in place of the forwards
+
+_running: ContextVar[dict[HeadPatch, ModelCall | None]] = ContextVar("running", default={})  # noqa: B039 (never changed)
+"""The innermost call of each head's model in this thread, if that has labels."""
 
 
 def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch: HeadPatch = self.__dict__[HeadPatch.attribute]
     if len(args) == 2 and isinstance(args[1], OnHead):
         return args[1].function(self, args[0])
-    if not patch.wanted or kwargs or len(args) != 1 or torch.compiler.is_compiling():
+    call = _running.get().get(patch)
+    if call is None or kwargs or len(args) != 1 or torch.compiler.is_compiling():
         return patch.inner(self, *args, **kwargs)
     hooks = [h for place in _HOOKS for h in getattr(self, place).values()]
     if any(not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(_ENGINES) for h in hooks):
@@ -104,8 +110,25 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     shape: tuple[int, ...] = (*hidden.shape[:-1], int(self.out_features))  # type: ignore[arg-type]
-    logits = DeferredLogits.of(self, patch, hidden, (), torch.empty(shape, dtype=dtype, device="meta"))
-    return HeadOutput(logits) if hooks else logits
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    logits = DeferredLogits.of(HeadCall(self, patch, hidden, call), meta, torch.is_grad_enabled())
+    if not hooks:
+        return logits
+    return _PastHooks(logits, self.register_forward_hook(_unwrapped))
+
+
+class _PastHooks:
+    """Carries deferred logits past the hooks of engines, which would compute a tensor, to a last hook."""
+
+    def __init__(self, logits: DeferredLogits, last: RemovableHandle) -> None:
+        self.logits, self.last = logits, last
+
+
+def _unwrapped(head: nn.Module, args: Any, output: Any) -> Any:
+    if not isinstance(output, _PastHooks):  # of another thread
+        return None
+    output.last.remove()
+    return output.logits
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
@@ -116,19 +139,20 @@ def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch = self.__dict__[LossPatch.attribute]
     head = get_patch(patch.head(self), HeadPatch)
     given = inspect.signature(type(self).forward).bind_partial(self, *args, **kwargs).arguments if args else kwargs
-    if head is None:
+    if head is None or torch.compiler.is_compiling():
         return patch.inner(self, *args, **kwargs)
-    before, head.wanted = head.wanted, given.get("labels") is not None and not torch.compiler.is_compiling()
+    call = ModelCall() if given.get("labels") is not None else None
+    token = _running.set({**_running.get(), head: call})
     try:
         output = patch.inner(self, *args, **kwargs)
     finally:
-        head.wanted = before
+        _running.reset(token)
+        if call is not None:
+            call.over = True
     return _without_logits(output, patch.name)
 
 
 def _without_logits(output: Any, name: str) -> Any:
-    if isinstance(output, HeadOutput):
-        output = output.logits
     if isinstance(output, DeferredLogits):
         return AbsentLogits(name) if output.full is None else output.full
     if isinstance(output, dict):  # transformers' ModelOutput, which others may be in

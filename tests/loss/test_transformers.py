@@ -6,8 +6,10 @@ import copy
 import gc
 import inspect
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,7 @@ from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
 from tests.models import tiny_llama
 from tests.parity import FP32, worst
+from tests.processes import LIMIT
 
 LOSS: dict[str, Any] = {"loss": True}
 IDS = torch.arange(96).view(2, 48) % 64
@@ -156,6 +159,122 @@ def test_what_a_model_does_with_its_logits(use: Any, error: float) -> None:
         tiled = run(model, {"input_ids": IDS, "labels": IDS})
     assert float(tiled["loss"]) == pytest.approx(float(true["loss"]), rel=1e-6)
     assert worst(tiled, true) <= error  # gradients of a head in bfloat16 are rounded once for each tile
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.flatten())
+
+
+def change_a_view(logits: Tensor, labels: Tensor) -> Tensor:
+    flat = logits.view(-1, logits.shape[-1])
+    flat.masked_fill_(torch.arange(64) % 5 == 1, -3.0)
+    return cross_entropy(logits, labels)
+
+
+def change_under_a_view(logits: Tensor, labels: Tensor) -> Tensor:
+    flat, same = logits.view(-1, logits.shape[-1]), logits.contiguous()
+    logits[..., 3] = 1.5
+    same[:, ::2].mul_(2)
+    return F.cross_entropy(flat, labels.flatten())
+
+
+def change_views_of_views(logits: Tensor, labels: Tensor) -> Tensor:
+    scaled = logits * 0.5
+    flat = scaled.view(-1, logits.shape[-1])
+    logits.mul_(3)
+    flat[:, 7] = 0.0
+    return cross_entropy(scaled, labels) + cross_entropy(logits, labels)
+
+
+def change_what_float_returns(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = logits.float()
+    wide[..., 5] = 2.0
+    return cross_entropy(wide, labels) + cross_entropy(logits, labels)
+
+
+def change_behind_autograd(logits: Tensor, labels: Tensor) -> Tensor:
+    flat, seen = logits.flatten(0, 1), logits.detach()
+    seen[..., 5] = 2.0
+    return F.cross_entropy(flat, labels.flatten()) * seen.max()
+
+
+def change_after_the_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    loss = cross_entropy(logits, labels)
+    logits[..., 2:4] *= 2
+    return loss + cross_entropy(logits, labels)
+
+
+def without_grad_afterwards(logits: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        half, same = logits * 0.5, logits.to(logits.dtype)
+    return cross_entropy(logits, labels) * cross_entropy(half, labels) + cross_entropy(same, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "use",
+    [
+        change_a_view,
+        change_under_a_view,
+        change_views_of_views,
+        change_what_float_returns,
+        change_behind_autograd,
+        change_after_the_loss,
+        without_grad_afterwards,
+    ],
+)
+def test_logits_that_are_changed_in_place(use: Any, dtype: torch.dtype) -> None:
+    """A change of the logits in place is seen by what shares their memory, and by nothing else, as without tiles."""
+    torch.manual_seed(0)
+    model = ByUse(tiny_llama().config).to(dtype)
+    model.use = lambda head, x, labels: use(head(x), labels)
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with prepare(model, loss=5):
+        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 10 * FP32
+
+
+def test_changed_logits_in_the_output() -> None:
+    """An output's logits are those that the model changed through a view, if there are full ones."""
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = cross_entropy(logits, labels)
+        if self.change:
+            logits.view(-1, 64)[:, 5] = 2.0
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    model = type("Changing", (ByUse,), {"forward": forward, "change": True})(tiny_llama().config)
+    true = model(input_ids=IDS, labels=IDS).logits
+    with prepare(model, loss=5):
+        torch.testing.assert_close(model(input_ids=IDS, labels=IDS).logits, true)
+        model.change = False
+        assert isinstance(model(input_ids=IDS, labels=IDS).logits, AbsentLogits)
+
+
+def test_a_cross_entropy_over_the_second_dimension() -> None:
+    """Logits ``[B, 64, 64]`` with labels ``[B, 64]`` have their classes in the second dimension, as in torch."""
+    torch.manual_seed(0)
+    model, ids = ByUse(tiny_llama().config).double(), torch.arange(128).view(2, 64) * 7 % 64
+    model.use = lambda head, x, labels: F.cross_entropy(head(x), labels)
+    true = run(model, {"input_ids": ids, "labels": ids})
+    with prepare(model, loss=5):
+        assert worst(run(model, {"input_ids": ids, "labels": ids}), true) <= 1e-6
+
+
+def test_logits_that_outlive_their_model_call() -> None:
+    """Logits that the model keeps cannot be computed after its forward pass, when weights may have changed."""
+
+    def use(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        kept.append(head(x))
+        return cross_entropy(kept[-1], labels)
+
+    kept: list[Tensor] = []
+    model = ByUse(tiny_llama().config)
+    model.use = lambda *args: use(*args)
+    with prepare(model, loss=5):
+        model(input_ids=IDS, labels=IDS)
+        with pytest.raises(RuntimeError, match=r"ByUse computed its loss in tiles.*after its forward pass.*loss=False"):
+            kept[0].sum()
 
 
 def test_hidden_states_changed_between_head_and_loss() -> None:
@@ -345,6 +464,84 @@ def test_hooks_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO", "lt_tiled"), prepare(model, **LOSS):
             assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-12
         assert "the loss of LlamaForCausalLM is not tiled: hooks on its head need full logits" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["torch.distributed.fsdp", "deepspeed.runtime", ""])
+def test_logits_are_tensors(engine: str) -> None:
+    """Code that asks whether logits are a tensor finds one, also behind hooks of engines, which see none."""
+
+    def hook(module: nn.Module, args: Any, output: Any = None) -> None:
+        seen.append(isinstance(output, Tensor))
+
+    def use(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        logits = head(x)
+        assert isinstance(logits, Tensor)
+        assert torch.is_tensor(logits)
+        return cross_entropy(logits, labels)
+
+    seen: list[bool] = []
+    model = ByUse(tiny_llama().config).double()
+    model.use = use
+    if engine:
+        hook.__module__ = engine
+        model.lm_head.register_forward_pre_hook(hook)
+        model.lm_head.register_forward_hook(hook)
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    del seen[:]
+    with prepare(model, loss=5):
+        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+    assert seen == [False, False, False, True] * bool(engine)  # the head's call, and the tiles' whose loss is a tensor
+    assert len(model.lm_head._forward_hooks) == bool(engine)
+
+
+def test_threads_with_and_without_labels() -> None:
+    """Of threads that run one model at the same time, one with labels and one without, each gets what it asked for."""
+    model = tiny_llama()
+    inside = {labelled: threading.Event() for labelled in (False, True)}
+
+    def meet(module: nn.Module, args: Any, output: Any) -> None:
+        """Wait in the middle of the model until the other thread is there as well."""
+        inside[mine.labelled].set()
+        assert inside[not mine.labelled].wait(LIMIT)
+
+    def call(labelled: bool) -> Any:
+        mine.labelled = labelled
+        return model(input_ids=IDS, labels=IDS if labelled else None)
+
+    mine = threading.local()
+    true = {labelled: model(input_ids=IDS, labels=IDS if labelled else None) for labelled in (False, True)}
+    model.model.register_forward_hook(meet)
+    with prepare(model, **LOSS), ThreadPoolExecutor(2) as pool:
+        for first in (False, True):
+            for event in inside.values():
+                event.clear()
+            found = {labelled: pool.submit(call, labelled) for labelled in (first, not first)}
+            torch.testing.assert_close(found[False].result().logits, true[False].logits)
+            torch.testing.assert_close(found[True].result().loss, true[True].loss)
+            assert isinstance(found[True].result().logits, AbsentLogits)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [pytest.param(False, marks=pytest.mark.xfail(reason="tiles put leaves into the head", strict=False)), True],
+)
+def test_threads_on_one_model(frozen: bool) -> None:
+    """Four threads that run one model have the losses and gradients of one."""
+    model = tiny_llama().double()
+    model.lm_head.requires_grad_(not frozen)
+    ids = [torch.randint(64, (2, 48), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def step(seed: int) -> dict[str, Tensor]:
+        output = model(input_ids=ids[seed], labels=ids[seed] if seed else None)  # the first without labels
+        loss = output.loss if seed else output.logits.square().mean()
+        gradients = torch.autograd.grad(loss, [*weights.values()])
+        return {"loss": loss.detach(), **dict(zip(weights, gradients, strict=True))}
+
+    true = [step(seed) for seed in range(4)]
+    with prepare(model, loss=5), ThreadPoolExecutor(4) as pool:
+        for seed, found in zip(range(40), pool.map(lambda n: step(n % 4), range(40)), strict=True):
+            assert worst(found, true[seed % 4]) <= 1e-6
 
 
 def test_a_head_that_uses_other_weights() -> None:
