@@ -5,6 +5,7 @@ The weights are inputs of the autograd Function and their gradients are returned
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -69,10 +70,15 @@ class LossTiles:
                 f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave"
                 " count out."
             )
-        number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float) and count > 0
-        if count is not None and not number and (isinstance(count, Tensor) or count != "global"):
+        if isinstance(count, Tensor):
+            known = count.numel() == 1 and not count.requires_grad
+        else:
+            number = isinstance(count, int | float) and not isinstance(count, bool)
+            known = 0 < count < math.inf if number else count in (None, "global")  # type: ignore[operator]
+        if not known:
             raise ValueError(
-                f"count={count!r} must be a positive number, 'global', or None for the labels that count here."
+                f"count={count!r} must be a positive number, 'global', or None for the labels that count here; it gets"
+                " no gradient."
             )
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
         bounds = loss_bounds(self.num_shards, len(flat_labels), vocab_size)
@@ -80,8 +86,22 @@ class LossTiles:
         divisor = divisor.to(_wide(hidden))
         autocast = AutocastState.now(hidden.device)
         call = _LossCall(self, head, bounds, flat_labels, divisor, autocast, torch.is_grad_enabled())
-        loss: Tensor = _TiledLoss.apply(call, flat, *weights)
+        try:
+            loss: Tensor = _TiledLoss.apply(call, flat, *weights)
+        except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
+            self._name_wrong_label(labels, vocab_size, error)
+            raise
         return loss.view(labels.shape) if self.reduction == "none" else loss
+
+    def _name_wrong_label(self, labels: Tensor, vocab_size: int, error: Exception) -> None:
+        if labels.device.type != "cpu":
+            return
+        wrong = (self.kind.counted(labels) & ((labels < 0) | (labels >= vocab_size))).nonzero().tolist()
+        if wrong:
+            raise IndexError(
+                f"label {int(labels[tuple(wrong[0])])} of token {wrong[0]} is out of range: it must be"
+                f" {self.kind.ignore_index} or in [0, {vocab_size})."
+            ) from error
 
     def _count(self, labels: Tensor, count: Count) -> Tensor:
         if count is None or isinstance(count, str):
@@ -172,7 +192,7 @@ class _TiledLoss(torch.autograd.Function):
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.call, ctx.wants = call, [call.grad and wanted for wanted in ctx.needs_input_grad[1:]]
         if call.tiles.reduction == "none":
-            ctx.save_for_backward(hidden, *weights)
+            ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
             call.random = RandomState.now(hidden.device) if any(ctx.wants) else None
             return call.run(hidden, weights, [False] * len(ctx.wants))[0]
         scale = call.scale(hidden)
@@ -199,7 +219,7 @@ class _TiledLoss(torch.autograd.Function):
                 " Call it without, or compute the loss from full logits."
             )
         if call.tiles.reduction == "none":
-            hidden, *weights = ctx.saved_tensors
+            hidden, _, *weights = ctx.saved_tensors
             with call.autocast.context(), random_state_kept(hidden.device, call.random):
                 gradients = call.run(hidden, weights, ctx.wants, incoming)[1]
             pairs = zip(gradients, (hidden, *weights), strict=True)

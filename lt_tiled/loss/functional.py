@@ -117,6 +117,8 @@ def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}: pass its weight of shape [V, H], as in head.weight.")
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden is {hidden.dtype} and must be floating point.")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype} and must be integers: probabilities are not supported.")
     if hidden.shape[:-1] != labels.shape:

@@ -281,6 +281,10 @@ def test_module_form() -> None:
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
         ({"count": "local"}, r"count='local' must be a positive number, 'global', or None"),
         ({"count": 0}, r"count=0 must be a positive number"),
+        ({"count": True}, r"count=True must be a positive number"),
+        ({"count": float("inf")}, r"count=inf must be a positive number"),
+        ({"count": torch.ones((), requires_grad=True)}, r"count=tensor\(1\., requires_grad=True\) .* no gradient"),
+        ({"hidden": torch.zeros(2, 19, 16, dtype=torch.complex64)}, r"hidden is torch.complex64"),
         ({"shift": 2}, r"shift=2 must be True or False"),
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
         ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32 and must be integers"),
@@ -332,11 +336,20 @@ def test_no_tokens_to_shift() -> None:
 
 
 def test_a_label_out_of_range_is_named() -> None:
-    """On a CPU a label that is no row of the weight raises ``IndexError`` with its value and the bound, as in torch."""
+    """On a CPU a label that is no row of the weight raises ``IndexError`` with its value, place and bound."""
     hidden, weight, labels, bias = some()
     labels[1, 2] = 99
-    with pytest.raises(IndexError, match=r"label 99 is out of range: it must be -100 or in \[0, 37\)"):
+    with pytest.raises(IndexError, match=r"label 99 of token \[1, 2\] is out of range: .* -100 or in \[0, 37\)"):
         tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3)
+
+
+def test_labels_that_are_changed_before_the_backward_pass() -> None:
+    """Labels that the backward pass needs, and that were changed in place since, raise as in torch."""
+    hidden, weight, labels, bias = some()
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none")
+    labels.fill_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
 
 
 def test_second_derivatives_are_refused() -> None:
