@@ -20,7 +20,7 @@ from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.recompute import AutocastState
 from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import substituted, trainable_weights
+from lt_tiled.tiling.weights import Weight, substituted, trainable_weights
 
 if TYPE_CHECKING:
     from lt_tiled.loss.transformers import HeadPatch
@@ -37,6 +37,7 @@ class OnHead:
 class ModelCall:
     """One call of a model with labels."""
 
+    grad_mode: bool
     over: bool = False
 
 
@@ -46,7 +47,7 @@ class HeadCall:
     def __init__(self, head: nn.Module, patch: HeadPatch, hidden: Tensor, model: ModelCall) -> None:
         self.head, self.patch, self.hidden, self.model = head, patch, hidden, model
         self.autocast = AutocastState.now(hidden.device)
-        self.version = 0 if hidden.is_inference() else hidden._version
+        self.versions = self._versions()
         self.logits: list[weakref.ref[DeferredLogits]] = []
         """All that its output became, oldest first; they may share memory."""
 
@@ -54,20 +55,27 @@ class HeadCall:
         """Run a function on the head and the hidden states, with the head's hooks around it.
 
         Raises:
-            RuntimeError: If the hidden states, or the weights, may not be those of the head's call.
+            RuntimeError: If the hidden states or the weights may no longer be those of the call.
         """
         if self.model.over:
             raise RuntimeError(
                 f"{self.patch.name} computed its loss in tiles, so its logits are unavailable after its forward pass."
                 " Use them in it, call it without labels for logits, or turn this off with loss=False."
             )
-        if not self.hidden.is_inference() and self.hidden._version != self.version:
-            raise RuntimeError(
-                f"{self.patch.name}: the hidden states were changed in place before their logits were used."
-                " Make the change out of place, or turn the tiled loss off with loss=False."
-            )
+
+        def checked(head: nn.Module, hidden: Tensor) -> Tensor:
+            if self._versions() != self.versions:  # only here have engines all-gathered the weights
+                raise RuntimeError(
+                    f"{self.patch.name}: the hidden states or weights of its head were changed in place before their"
+                    " logits were used. Make the change out of place, or turn the tiled loss off with loss=False."
+                )
+            return function(head, hidden)
+
         with self.autocast.context():
-            return self.head(self.hidden, OnHead(function))
+            return self.head(self.hidden, OnHead(checked))
+
+    def _versions(self) -> list[int]:
+        return [0 if t.is_inference() else t._version for t in (self.hidden, *self.head.parameters())]
 
 
 class DeferredLogits(Deferred):
@@ -161,7 +169,7 @@ class DeferredLogits(Deferred):
         **others: Any,
     ) -> Any:
         """Return ``F.cross_entropy`` in tiles, unless its arguments ask for what tiles do not do."""
-        plain = all(value is None for value in others.values()) and not target.is_floating_point()
+        plain = all(value is None for value in others.values()) and target.dtype in (torch.long, torch.uint8)
         if not plain or self.meta.dim() > 2 or self.meta.shape[:-1] != target.shape or input is not self:
             return NotImplemented
         patch, steps, vocab_size = self.call.patch, self.steps, self.meta.shape[-1]
@@ -171,6 +179,9 @@ class DeferredLogits(Deferred):
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
             work = Work(head.forward, (head,))
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
+            if reduction == "none":  # recomputed in the backward pass, with all weights as they are now
+                held = ((m, name, t) for m in work.parts() for name, t in (*m._parameters.items(), *m._buffers.items()))
+                weights += [Weight(t, [(m, name)]) for m, name, t in held if t is not None and not t.requires_grad]
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 before = {} if patch.checked else kept_tensors(work)
@@ -186,8 +197,7 @@ class DeferredLogits(Deferred):
             bounds = loss_bounds(patch.num_shards, len(rows), vocab_size)
             patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
             tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
-            loss: Tensor = tiles.loss(logits, rows, target.reshape(-1), [w.tensor for w in weights], vocab_size)
-            return loss if reduction != "none" else loss.view(target.shape)
+            return tiles.loss(logits, rows, target, [w.tensor for w in weights], vocab_size)
 
         with torch.set_grad_enabled(self.grad_mode and torch.is_grad_enabled()):
             return self.call.run(compute)

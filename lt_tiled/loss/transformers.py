@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 2 and isinstance(args[1], OnHead):
         return args[1].function(self, args[0])
     call = _running.get().get(patch)
-    if call is None or kwargs or len(args) != 1 or torch.compiler.is_compiling():
+    plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+    # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
+    if call is None or call.grad_mode != torch.is_grad_enabled() or not plain:
         return patch.inner(self, *args, **kwargs)
     hooks = [h for place in _HOOKS for h in getattr(self, place).values()]
     if any(not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(_ENGINES) for h in hooks):
@@ -141,7 +144,7 @@ def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(type(self).forward).bind_partial(self, *args, **kwargs).arguments if args else kwargs
     if head is None or torch.compiler.is_compiling():
         return patch.inner(self, *args, **kwargs)
-    call = ModelCall() if given.get("labels") is not None else None
+    call = ModelCall(torch.is_grad_enabled()) if given.get("labels") is not None else None
     token = _running.set({**_running.get(), head: call})
     try:
         output = patch.inner(self, *args, **kwargs)
@@ -155,12 +158,16 @@ def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _without_logits(output: Any, name: str) -> Any:
     if isinstance(output, DeferredLogits):
         return AbsentLogits(name) if output.full is None else output.full
-    if isinstance(output, dict):  # transformers' ModelOutput, which others may be in
-        for key, value in list(output.items()):
+    if isinstance(output, dict | list):  # in place: transformers' ModelOutput, which others may be in
+        for key, value in list(output.items() if isinstance(output, dict) else enumerate(output)):
             if (instead := _without_logits(value, name)) is not value:
                 output[key] = instead
-        return output
-    return tuple(_without_logits(value, name) for value in output) if type(output) is tuple else output
+    elif is_dataclass(output):
+        _without_logits(getattr(output, "__dict__", None), name)
+    elif type(output) is tuple or (isinstance(output, tuple) and hasattr(output, "_make")):
+        found = [_without_logits(value, name) for value in output]
+        return tuple(found) if type(output) is tuple else output._make(found)  # type: ignore[attr-defined]
+    return output
 
 
 _head_forward.__name__ = _model_forward.__name__ = "forward"  # what pickle looks up on the class

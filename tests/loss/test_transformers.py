@@ -10,14 +10,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -261,6 +263,118 @@ def test_a_cross_entropy_over_the_second_dimension() -> None:
         assert worst(run(model, {"input_ids": ids, "labels": ids}), true) <= 1e-6
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_head(reentrant: bool) -> None:
+    """A model that checkpoints its head has the gradients of full logits: a reentrant checkpoint gives them a graph."""
+    torch.manual_seed(0)
+    model = ByUse(tiny_llama().config).double()
+    model.use = lambda head, x, labels: (
+        cross_entropy(checkpoint(head, x, use_reentrant=reentrant), labels) + 0 * x.sum()
+    )
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with prepare(model, loss=5):
+        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+
+
+def test_frozen_weights_that_change_before_the_backward_pass() -> None:
+    """The losses of single tokens, whose logits are recomputed, keep a frozen weight that is replaced before the
+    backward pass, and refuse one that is changed in place.
+    """
+    torch.manual_seed(0)
+    model = ByUse(tiny_llama().config).double()
+    model.use = lambda head, x, labels: F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="none").sum()
+    model.lm_head.requires_grad_(False)
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    del true["loss"]
+    with prepare(model, loss=5):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight), requires_grad=False)
+        loss.backward()
+        assert worst({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, true) <= 1e-6
+        loss = model(input_ids=IDS, labels=IDS).loss
+        model.lm_head.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_labels_that_torch_refuses(dtype: torch.dtype) -> None:
+    """Labels that ``F.cross_entropy`` refuses are refused by it."""
+    model = ByUse(tiny_llama().config)
+    model.use = lambda head, x, labels: cross_entropy(head(x), labels.to(dtype))
+    with prepare(model, loss=5), pytest.raises(RuntimeError, match="target dtype"):
+        model(input_ids=IDS, labels=IDS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_ignored_tokens_that_are_not_finite(value: float) -> None:
+    """An ignored token whose hidden state holds nan or inf leaves the loss, and spoils the gradients as in torch."""
+
+    def use(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        spoiled = torch.zeros_like(x)
+        spoiled[0, 3, 2] = value
+        labels = labels.index_fill(1, torch.tensor([3]), -100)
+        return cross_entropy(head(x + spoiled), labels)
+
+    torch.manual_seed(0)
+    model = ByUse(tiny_llama().config).double()
+    model.use = use
+    true = run(model, {"input_ids": IDS, "labels": IDS})
+    with prepare(model, loss=5):
+        found = run(model, {"input_ids": IDS, "labels": IDS})
+    assert bool(true["loss"].isfinite())
+    assert bool(true["lm_head.weight"].isnan().any())
+    torch.testing.assert_close(found, true, equal_nan=True)
+
+
+def test_wrong_labels_and_second_derivatives() -> None:
+    """A label out of range is named with its place, and a second derivative is refused, as for the function."""
+    model = tiny_llama()
+    labels = IDS.clone()
+    labels[1, 5] = 99
+    with prepare(model, loss=5):
+        with pytest.raises(
+            IndexError, match=r"label 99 of token \[52\] is out of range: it must be -100 or in \[0, 64\)"
+        ):
+            model(input_ids=IDS, labels=labels)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph=True"):
+            torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+
+
+class Pair(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    logits: Tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "get"),
+    [
+        (Pair, lambda output: output.logits),
+        (Result, lambda output: output.logits),
+        (CausalLMOutput, lambda output: output["logits"]),
+        (lambda loss, logits: (loss, [logits]), lambda output: output[1][0]),
+        (lambda loss, logits: {"loss": loss, "all": Result(loss, logits)}, lambda output: output["all"].logits),
+    ],
+)
+def test_kinds_of_outputs(kind: Any, get: Any) -> None:
+    """Logits are absent in whatever the model returns."""
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return kind(cross_entropy(logits, labels), logits)
+
+    model = type("Returning", (ByUse,), {"forward": forward})(tiny_llama().config)
+    with prepare(model, loss=5):
+        assert isinstance(get(model(input_ids=IDS, labels=IDS)), AbsentLogits)
+
+
 def test_logits_that_outlive_their_model_call() -> None:
     """Logits that the model keeps cannot be computed after its forward pass, when weights may have changed."""
 
@@ -277,17 +391,21 @@ def test_logits_that_outlive_their_model_call() -> None:
             kept[0].sum()
 
 
-def test_hidden_states_changed_between_head_and_loss() -> None:
-    """A change of the hidden states after the head was called is an error, also after more was done to the logits."""
+@pytest.mark.parametrize("changed", ["hidden", "weight"])
+def test_changes_between_head_and_loss(changed: str) -> None:
+    """A change of the hidden states or weights after the head was called is an error, also after more was done to the
+    logits.
+    """
 
-    def use(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    def use(head: Any, x: Tensor, labels: Tensor) -> Tensor:
         logits = head(x)
-        x.detach().add_(1)
+        with torch.no_grad():
+            (x if changed == "hidden" else head.weight).add_(1)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.flatten())
 
     model = ByUse(tiny_llama().config)
     model.use = use
-    with prepare(model, loss=5), pytest.raises(RuntimeError, match="hidden states were changed in place"):
+    with prepare(model, loss=5), pytest.raises(RuntimeError, match="hidden states or weights of its head were changed"):
         model(input_ids=IDS, labels=IDS)
 
 
