@@ -105,7 +105,7 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
     if call is None or call.grad_mode != torch.is_grad_enabled() or not plain:
         return patch.inner(self, *args, **kwargs)
-    hooks = [h for place in _HOOKS for h in getattr(self, place).values()]
+    hooks = [h for place in _HOOKS for h in list(getattr(self, place).values())]
     if any(not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(_ENGINES) for h in hooks):
         inform(f"the loss of {patch.name} is not tiled: hooks on its head need full logits", once=f"hooks {patch.name}")
         return patch.inner(self, *args, **kwargs)
@@ -164,9 +164,8 @@ def _without_logits(output: Any, name: str) -> Any:
                 output[key] = instead
     elif is_dataclass(output):
         _without_logits(getattr(output, "__dict__", None), name)
-    elif type(output) is tuple or (isinstance(output, tuple) and hasattr(output, "_make")):
-        found = [_without_logits(value, name) for value in output]
-        return tuple(found) if type(output) is tuple else output._make(found)  # type: ignore[attr-defined]
+    elif isinstance(output, tuple) and not pytree.tree_is_leaf(output):
+        return pytree.tree_map(lambda value: _without_logits(value, name), output, is_leaf=lambda v: v is not output)
     return output
 
 
