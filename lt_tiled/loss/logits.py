@@ -18,7 +18,7 @@ from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.recompute import AutocastState
+from lt_tiled.tiling.recompute import AutocastState, training_set
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import Weight, substituted, trainable_weights
 
@@ -178,6 +178,7 @@ class DeferredLogits(Deferred):
 
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
             work = Work(head.forward, (head,))
+            modes = [(part, part.training) for part in work.parts()]
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
             if reduction == "none":  # recomputed in the backward pass, with all weights as they are now
                 held = ((m, name, t) for m in work.parts() for name, t in (*m._parameters.items(), *m._buffers.items()))
@@ -185,7 +186,7 @@ class DeferredLogits(Deferred):
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 before = {} if patch.checked else kept_tensors(work)
-                with substituted(weights, leaves):
+                with substituted(weights, leaves), training_set(modes):
                     found = _computed(patch, head, steps, rows)
                 if found.requires_grad and not patch.checked:
                     known = [cast("Tensor", rows._base), *leaves]

@@ -298,6 +298,29 @@ def test_frozen_weights_that_change_before_the_backward_pass() -> None:
             loss.backward()
 
 
+def test_the_training_mode_of_the_head_changes_before_the_backward_pass() -> None:
+    """The losses of single tokens, whose logits are recomputed, keep the training mode of the forward pass."""
+
+    class WithDropout(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5, self.training))
+
+    torch.manual_seed(0)
+    model = ByUse(tiny_llama().config).double()
+    model.lm_head.__class__ = WithDropout
+    model.use = lambda head, x, labels: F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="none").sum()
+    found = []
+    for loss in (False, True):  # in one tile, which draws the mask that untiled logits have
+        with prepare(model, loss=loss):
+            torch.manual_seed(1)
+            output = model.train()(input_ids=IDS, labels=IDS)
+            model.eval()
+            output.loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad(set_to_none=True)
+    assert worst(found[1], found[0]) <= 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
 def test_labels_that_torch_refuses(dtype: torch.dtype) -> None:
     """Labels that ``F.cross_entropy`` refuses are refused by it."""
