@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -18,9 +19,9 @@ from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.recompute import AutocastState, training_set
+from lt_tiled.tiling.recompute import AutocastState, Reads, training_set
 from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import Weight, substituted, trainable_weights
+from lt_tiled.tiling.weights import substituted, trainable_weights
 
 if TYPE_CHECKING:
     from lt_tiled.loss.transformers import HeadPatch
@@ -180,11 +181,13 @@ class DeferredLogits(Deferred):
             work = Work(head.forward, (head,))
             modes = [(part, part.training) for part in work.parts()]
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
-            if reduction == "none":  # recomputed in the backward pass, with all weights as they are now
-                held = ((m, name, t) for m in work.parts() for name, t in (*m._parameters.items(), *m._buffers.items()))
-                weights += [Weight(t, [(m, name)]) for m, name, t in held if t is not None and not t.requires_grad]
+            alone = not (dist.is_available() and dist.is_initialized())  # else engines may change what a module holds
+            own = frozenset({patch.attribute, patch.method})
+            reads = Reads(work.parts(), False, own) if alone and reduction == "none" else None
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+                if reads is not None and torch.is_grad_enabled():  # "none" computes gradients in the backward pass
+                    reads.check(f"the head of {patch.name}", "its backward pass")
                 before = {} if patch.checked else kept_tensors(work)
                 with substituted(weights, leaves), training_set(modes):
                     found = _computed(patch, head, steps, rows)
