@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.checks import checks
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.engines import ROWS, engines
@@ -99,6 +100,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "engines": lambda: engines(everyone, rows),
         "costs": lambda: costs(everyone, few if quick else Size()),
         "step_time": lambda: step_time(everyone, device, rounds, quick),
+        "checks": lambda: checks(device, rounds, quick),
         "loss": lambda: loss(device, sizes, rounds=rounds),
         "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
         "faults": lambda: faults(directory),

@@ -111,7 +111,10 @@ def simulate(
         fake_weights(model)
         for tensor in (*model.parameters(), *model.buffers()):
             ledger.name(tensor, "weights")
-        needs = EngineNeeds(defer=settings.engine.name != "zero3")  # as its strategy sets it
+        engine = settings.engine.name  # as its strategy sets them:
+        needs = EngineNeeds(
+            zeros_for_unused=engine.startswith("zero"), same_order=engine in ("zero1", "zero2"), defer=engine != "zero3"
+        )
         policies = (tiling, settings.checkpointing, settings.loss)
         prepared = stack.enter_context(Prepared(model, *policies, needs=needs, build=fake_offloader))
         optimizer = make_optimizer()

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+from lt_tiled.modules.patch import Patch, get_patches, place_of
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,16 @@ class _Seen(NamedTuple):
     def change(self, moved: bool) -> str | None:
         """Return what happened to it since; see :class:`Reads` for ``moved``."""
         there, tensor = self.holder.get(self.name), self.tensor
-        where = f"{type(self.part).__name__}.{self.name} of shape {list(tensor.shape)}"
-        # The recompute takes trainable weights from the forward pass, whatever stands in their place.
+        # The recompute takes trainable weights from the forward pass, whatever is in their place.
         if there is not tensor and not self.trainable:
             computed = self.holder is self.part.__dict__ and equal(there, tensor)
-            return None if moved or computed else f"{where} was replaced"
+            return None if moved or computed else f"{self} was replaced"
         if version_of(tensor) != self.version:
-            return f"{where} was changed in place (version {self.version}, now {version_of(tensor)})"
-        return None if moved or _pointer(tensor) == self.pointer else f"the data of {where} was replaced"
+            return f"{self} was changed in place (version {self.version}, now {version_of(tensor)})"
+        return None if moved or _pointer(tensor) == self.pointer else f"the data of {self} was replaced"
+
+    def __str__(self) -> str:
+        return f"{type(self.part).__name__}.{self.name} of shape {list(self.tensor.shape)}"
 
 
 class Reads:
@@ -156,25 +161,20 @@ class Reads:
 
     Args:
         parts: The modules and their submodules.
-        moved: Whether the engine frees weights and gathers them again, in other memory or as other tensors.
+        moved: Whether the engine frees weights and all-gathers them again, in other memory or as other tensors.
         own: Names of attributes that the engine changes.
     """
 
     def __init__(self, parts: Iterable[nn.Module], moved: bool, own: frozenset[str]) -> None:
         self._moved = moved
         self._tensors: list[_Seen] = []
-        self._attributes: list[tuple[nn.Module, dict[str, tuple[Any, Any]]]] = []
-        self._ignored = OF_TORCH | own
+        self._attributes: list[tuple[nn.Module, frozenset[str], dict[str, tuple[Any, Any]]]] = []
         for part in parts:
-            for holder in (part._parameters, part._buffers):
-                self._tensors += [_Seen.now(part, name, holder, t) for name, t in holder.items() if t is not None]
-            attributes = part.__dict__
-            self._tensors += [_Seen.now(part, n, attributes, t) for n, t in attributes.items() if isinstance(t, Tensor)]
-            self._attributes.append((part, self._plain(part)))
-
-    def _plain(self, part: nn.Module) -> dict[str, tuple[Any, Any]]:
-        every = ((name, v) for name, v in part.__dict__.items() if name not in self._ignored)
-        return {name: (value, told(value)) for name, value in every if not isinstance(value, Tensor)}
+            for holder in (part._parameters, part._buffers, part.__dict__):
+                self._tensors += [_Seen.now(part, n, holder, t) for n, t in holder.items() if isinstance(t, Tensor)]
+            patches = get_patches(part, Patch)  # which may be removed meanwhile
+            ignored = OF_TORCH.union(own, *((place_of(type(patch), patch.method), patch.method) for patch in patches))
+            self._attributes.append((part, ignored, {n: (value, told(value)) for n, value in _plain(part, ignored)}))
 
     def check(self, module: str, until: str) -> None:
         """Refuse to compute with other values than the forward pass.
@@ -193,12 +193,18 @@ class Reads:
                 " the change after the backward pass, such as the optimizer's step, or lt_tiled.untile() the module."
             )
 
-    def _attribute_changes(self) -> Iterable[str]:
-        for part, then in self._attributes:
-            now = self._plain(part)
-            for name in then.keys() | now.keys():
-                if name not in now or name not in then or not is_still(now[name][0], *then[name]):
+    def _attribute_changes(self) -> Iterator[str]:
+        for part, ignored, then in self._attributes:
+            now = dict(_plain(part, ignored))
+            for name in then if len(now) == len(then) else then.keys() ^ now.keys():
+                if name not in now or name not in then or not is_still(now[name], *then[name]):
                     yield f"{type(part).__name__}.{name} was changed"
+
+
+def _plain(part: nn.Module, ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    for name, value in part.__dict__.items():
+        if name not in ignored and not isinstance(value, Tensor):
+            yield name, value
 
 
 def version_of(tensor: Tensor) -> int:
@@ -210,16 +216,30 @@ def _pointer(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" else 0
 
 
+@cache
+def _kind(cls: Any) -> str:
+    if issubclass(cls, Tensor):
+        return "tensor"
+    if issubclass(cls, SimpleNamespace) or is_dataclass(cls):
+        return "object"
+    containers = (("dict", dict), ("sequence", list | tuple | set | deque))
+    found = next((name for name, kind in containers if issubclass(cls, kind)), "")
+    return "array" if cls.__module__ == "numpy" else found
+
+
 def told(value: Any, depth: int = 3) -> Any:
     """Return what shows later that a value was changed in place: versions of tensors, and what containers hold."""
-    if isinstance(value, Tensor):
+    kind = _kind(type(value))  # type: ignore[arg-type]
+    if not kind:
+        return None
+    if kind == "tensor":
         return version_of(value)
-    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+    if kind == "array":
+        return value.copy()
+    if kind == "object":
         value = vars(value)
-    if isinstance(value, dict):
+    if kind != "sequence":
         value = (*value, *value.values())
-    elif not isinstance(value, list | tuple | set | deque):
-        return value.copy() if type(value).__module__ == "numpy" else None
     return [(v, told(v, depth - 1)) for v in value] if depth else None
 
 
@@ -227,6 +247,8 @@ def is_still(value: Any, then: Any, before: Any) -> bool:
     """Whether a value is what it was, as :func:`told` then. What is computed anew in each call may be equal."""
     if value is not then:
         return equal(value, then)
+    if before is None:
+        return True
     now = told(value)
     if isinstance(before, list):
         return len(now) == len(before) and all(is_still(a, *b) for (a, _), b in zip(now, before, strict=True))

@@ -87,7 +87,7 @@ class EngineNeeds:
     """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
     and what would fall back to another path is an error."""
     moves_weights: bool | None = None
-    """Whether the engine frees weights and gathers them again, in other memory or as other tensors; ``None`` if no
+    """Whether the engine frees weights and all-gathers them again, in other memory or as other tensors; ``None`` if no
     strategy says so: it may where there are several processes."""
     own_attributes: frozenset[str] = frozenset()
     """The names of attributes that the engine sets on modules."""

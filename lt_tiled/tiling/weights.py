@@ -82,7 +82,7 @@ class Substituted(TorchFunctionMode):
 
 @contextmanager
 def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Iterator[None]:
-    """Let the modules' code compute with other leaves in place of their weights, as these stand there now."""
+    """Let the modules' code compute with other leaves in place of their weights, as they are now."""
     plain = [leaf.leaf if isinstance(leaf, GradientSum) else leaf for leaf in leaves]
     mode = Substituted((there, leaf) for w, leaf in zip(weights, plain, strict=True) for there in w.now())
     try:

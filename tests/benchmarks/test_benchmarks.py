@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import ROOT, record, sheets_of, write
+from benchmarks.checks import measured
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.loss import candidates, errors, usable
@@ -48,6 +49,13 @@ def test_error_is_flat(everyone: list[Peer]) -> None:
     (sheet,) = rounding(everyone, CPU, (1, 64, 512))
     assert verdicts(sheet, "lt_tiled") == [True] * 3
     assert verdicts(sheet, "DeepSpeed") == [True, False, False]
+
+
+def test_the_self_check_runs_once() -> None:
+    """The self-check runs in the first step and in no later one; the comparison of what is read runs in each."""
+    found = measured(CPU, Size(tokens=256, hidden=64, intermediate=128, layers=1, shards=4), torch.float32, rounds=2)
+    assert found["first"][1] > 0 == found["later"][1]
+    assert found["later"][2] > 0
 
 
 def test_flops(everyone: list[Peer]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lt_tiled import tile
+from lt_tiled import tile, untile
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.state import TiledPatch
@@ -113,6 +113,24 @@ def test_what_is_put_back_is_no_change() -> None:
             m(x)
         for p, data in kept.items():
             p.data = data
+        return y
+
+    assert worst(gradients(m, x, call=call), true) < FP32
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_untiled_before_the_backward_pass(replaced: bool) -> None:
+    """A module that is untiled between its forward and its backward pass gets its gradients."""
+    torch.manual_seed(0)
+    m, x = GatedMLP(), randn(1, 40, H)
+    true = reference(m, x)
+    if replaced:
+        m.forward = m.forward  # type: ignore[method-assign]  # as Liger sets it
+
+    def call(x: Tensor) -> Any:
+        tile(m, num_shards=4)
+        y = m(x)
+        untile(m)
         return y
 
     assert worst(gradients(m, x, call=call), true) < FP32
