@@ -402,6 +402,13 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "the hook of a weight that the output does not depend on is called with None": lambda case: (
         "hooks of a weight" in case.parts and case.output == "detached alone"
     ),
+    "frozen weights changed in place between the forward and the backward pass": lambda case: (
+        case.between == "weights in place" and case.around == "saved tensors on the CPU"
+    ),
+    "a part refuses one token: torch's error": lambda case: "batch norm" in case.parts,
+    "a share of other tokens that is smaller than rounding under autocast": lambda case: (
+        "mean of all" in case.parts and case.autocast != "off"
+    ),
     "rows are channels: torch's error about shapes": lambda case: "nn.GroupNorm" in case.parts,
     "an argument has rows or positions and no tokens: torch's error about shapes": lambda case: (
         case.extra in _WITHOUT_TOKENS
@@ -426,7 +433,8 @@ REFUSED: dict[str, Callable[[Case], bool]] = {
         "force" in case.parts and not case.wants_grad
     ),
     "a weight that a hook computes, for an output that has no gradient": lambda case: (
-        bool({"pruned", "old weight norm"} & {*case.parts}) and case.output == "detached alone"
+        bool({"pruned", "old weight norm"} & {*case.parts})
+        and (case.output == "detached alone" or "constant" in case.parts)
     ),
 }
 """What works position by position, and is refused."""
