@@ -36,6 +36,7 @@ SLOW = (
     "planner/test_plan.py::test_pictures",
     "planner/test_plan.py::test_precision",
     "planner/test_prediction.py",
+    "property/",
     "strategies/test_strategies.py::test_compiled_lightning_module",
     "strategies/test_strategies.py::test_deepspeed_is_not_installed",
     "test_cli.py::test_configs_differ_in_the_strategy_alone",
@@ -69,6 +70,9 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-docs", action="store_true", help="write the tables of the docs anew instead of comparing them"
+    )
+    parser.addoption(
+        "--examples", type=int, help="draw this many random examples for each property-based test (tests/property)"
     )
 
 

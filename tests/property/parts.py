@@ -1,0 +1,421 @@
+"""The parts that modules of the tests consist of: those that work position by position, and those that do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+H = 6
+
+
+class Square(torch.autograd.Function):
+    """A function of its own, position by position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 2 * x * weight * gradient, (x * x * gradient).flatten(0, -2).sum(0)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of its own that changes its argument in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class MeanBackward(torch.autograd.Function):
+    """A function that mixes tokens in the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(-2, keepdim=True)
+
+
+class Part(nn.Module):
+    """A function of :data:`POSITION_WISE` or :data:`OTHERS`, and what it may use: weights, a buffer, attributes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.inner, self.other = nn.Linear(H, H), nn.Linear(H, H, bias=False)
+        self.gain = nn.Parameter(torch.rand(H) + 0.5)
+        self.register_buffer("stat", torch.rand(H) + 0.5)
+        self.constant = torch.rand(H) + 0.5
+        self.factor = 1.5
+        self.calls = 0
+        self.seen: list[Any] = []
+        self.stats: dict[str, Any] = {}
+        self.last: Any = None
+
+    def double(self) -> Part:
+        super().double()
+        self.constant = self.constant.double()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (POSITION_WISE.get(self.name) or OTHERS[self.name])(self, x)
+
+
+def gated(part: Part, x: Tensor) -> Tensor:
+    return part.inner(F.silu(part.other(x)) * x)
+
+
+def in_place(part: Part, x: Tensor) -> Tensor:
+    y = part.inner(x)
+    y.mul_(part.gain)
+    y[..., 0] += 1
+    return y.relu_()
+
+
+def routed(part: Part, x: Tensor) -> Tensor:
+    tokens = x.reshape(-1, H)
+    weight, chosen = part.other(tokens).softmax(-1).topk(2)
+    y = torch.zeros_like(tokens)
+    for index in range(H):
+        row, slot = torch.where(chosen == index)
+        y = y.index_add(0, row, (tokens[row] * part.gain[index]) * weight[row, slot, None])
+    return y.view_as(x)
+
+
+def selected(part: Part, x: Tensor) -> Tensor:
+    y, chosen = x.clone(), x[..., 0] > 0
+    y[chosen] = part.inner(x[chosen])
+    return y
+
+
+def force(part: Part, x: Tensor) -> Tensor:
+    """Return the gradient of an energy, as in a force field."""
+    with torch.enable_grad():
+        y = x if x.requires_grad else x.detach().requires_grad_()
+        energy = part.inner(y).tanh().sum()
+        return torch.autograd.grad(energy, y, create_graph=True)[0]
+
+
+def without_gradient(part: Part, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = part.inner(x)
+    return x * part.gain + y
+
+
+POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
+    "linear": lambda part, x: part.inner(x),
+    "linear without bias": lambda part, x: part.other(x),
+    "gated": gated,
+    "in place": in_place,
+    "inplace activation": lambda part, x: F.relu(part.inner(x), inplace=True),
+    "residual": lambda part, x: x + part.inner(x).tanh(),
+    "residual in place": lambda part, x: part.inner(x).add_(x),
+    "detached residual": lambda part, x: part.inner(x) + x.detach(),
+    "channel scale": lambda part, x: x * part.gain,
+    "token scale": lambda part, x: x * part.other(x)[..., :1].sigmoid(),
+    "token softmax": lambda part, x: part.other(x).softmax(-1),
+    "token norm": lambda part, x: x / (x.norm(dim=-1, keepdim=True) + 1) * part.gain,
+    "used twice": lambda part, x: part.other(part.other(x).tanh()),
+    "transposed weight": lambda part, x: F.linear(part.other(x).tanh(), part.other.weight.t()),
+    "product with a weight": lambda part, x: torch.einsum("...h,kh->...k", x, part.other.weight),
+    "parts of a weight": lambda part, x: torch.cat([F.linear(x, w) for w in part.other.weight.chunk(3)], -1),
+    "sum of weights": lambda part, x: x @ (part.other.weight + part.inner.weight),
+    "normalized weight": lambda part, x: F.linear(x, F.normalize(part.other.weight)),
+    "detached weight": lambda part, x: F.linear(part.inner(x), part.other.weight.detach()),
+    "data of a weight": lambda part, x: F.linear(part.inner(x), part.other.weight.data),
+    "penalized weight": lambda part, x: x * part.other.weight.square().mean(),
+    "embedding": lambda part, x: x + F.embedding((x[..., 0] > 0).long(), part.other.weight),
+    "indexed weight": lambda part, x: x * part.other.weight[(x[..., 0] > 0).long()],
+    "norm": lambda part, x: F.layer_norm(x, (H,), part.gain, part.inner.bias),
+    "rms norm": lambda part, x: F.rms_norm(x, (H,), part.gain),
+    "buffer": lambda part, x: x * part.stat,
+    "attribute": lambda part, x: x * part.constant * part.factor,
+    "flattened": lambda part, x: part.inner(x.reshape(-1, H)).view_as(x),
+    "routed": routed,
+    "selected": selected,
+    "own function": lambda part, x: Square.apply(x, part.gain),
+    "own function in place": lambda part, x: Doubled.apply(part.inner(x)),
+    "dropout of none": lambda part, x: F.dropout(part.inner(x), 0.0),
+    "dropout": lambda part, x: F.dropout(part.inner(x), 0.5, part.training and part.name != "dropout"),
+    "checkpoint": lambda part, x: checkpoint(part.inner, x, use_reentrant=False),
+    "functional call": lambda part, x: torch.func.functional_call(
+        part.inner, {"weight": part.other.weight, "bias": part.gain}, x
+    ),
+    "vmap": lambda part, x: torch.func.vmap(part.inner)(x),
+    "convolution of one": lambda part, x: F.conv1d(x.reshape(-1, H, 1), part.other.weight[..., None]).view_as(x),
+    "force": force,
+    "without gradient": without_gradient,
+    "identity": lambda part, x: x,
+    "view": lambda part, x: x.view_as(x),
+    "constant": lambda part, x: torch.zeros_like(x) + part.gain,
+    "half detached": lambda part, x: torch.cat([x[..., :3].detach(), part.inner(x)[..., 3:]], -1),
+    "cached": lambda part, x: x * _cached(part),
+    "attribute set anew": lambda part, x: (setattr(part, "stats", {"a": 1}), part.inner(x))[1],
+}
+"""What computes each token from itself alone."""
+
+
+def _cached(part: Part) -> float:
+    if part.last is None:
+        part.last = 2.0
+    return part.last
+
+
+def capacity(tokens: int) -> Callable[[Part, Tensor], Tensor]:
+    def keep(part: Part, x: Tensor) -> Tensor:
+        flat = part.inner(x).reshape(-1, H)
+        return (flat * (torch.arange(len(flat)) < tokens)[:, None]).view_as(x)
+
+    return keep
+
+
+def then(change: Callable[[Part, Tensor], object]) -> Callable[[Part, Tensor], Tensor]:
+    def changing(part: Part, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            change(part, x)
+        return part.inner(x)
+
+    return changing
+
+
+def aux_loss(part: Part, x: Tensor) -> Tensor:
+    y = part.inner(x)
+    part.last = y.square().mean()
+    return y
+
+
+def shifted(part: Part, x: Tensor) -> Tensor:
+    return part.inner(x + F.pad(x, (0, 0, 1, -1)))
+
+
+def attention(part: Part, x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(part.inner(x), part.other(x), x)
+
+
+def running_mean(part: Part, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        part.stat.mul_(0.9).add_(x.flatten(0, -2).mean(0), alpha=0.1)
+    return x - part.stat
+
+
+def only_in_training(part: Part, x: Tensor) -> Tensor:
+    return x - x.mean(-2, keepdim=True) if part.training else x
+
+
+OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
+    "softmax of rows": lambda part, x: x.softmax(0),
+    "softmax of tokens": lambda part, x: x.softmax(-2),
+    "mean of rows": lambda part, x: x - x.mean(0),
+    "mean of tokens": lambda part, x: part.inner(x - x.mean(-2, keepdim=True)),
+    "mean of all": lambda part, x: x - x.mean(),
+    "detached mean": lambda part, x: x - x.detach().mean(-2, keepdim=True),
+    "mean behind a zero": lambda part, x: x + 0 * part.gain * x.mean(-2, keepdim=True),
+    "mean behind a small gate": lambda part, x: x + 1e-6 * part.gain * x.mean(-2, keepdim=True),
+    "sum of rows": lambda part, x: x.cumsum(0),
+    "sum of tokens": lambda part, x: x.cumsum(-2),
+    "largest": lambda part, x: x / x.detach().abs().amax(),
+    "norm of all": lambda part, x: x / x.norm(),
+    "token shift": shifted,
+    "reversed": lambda part, x: part.inner(x).flip(-2),
+    "rolled rows": lambda part, x: x.roll(1, 0),
+    "sorted": lambda part, x: part.inner(x).sort(-2).values,
+    "attention": attention,
+    "batch norm": lambda part, x: F.batch_norm(x.reshape(-1, H), None, None, part.gain, training=True).view_as(x),
+    "group norm": lambda part, x: F.instance_norm(x.reshape(1, -1, H).transpose(1, 2)).transpose(1, 2).reshape(x.shape),
+    "positions": lambda part, x: x * torch.arange(x.shape[-2], dtype=x.dtype)[:, None],
+    "position of rows": lambda part, x: (x.transpose(0, -1) * torch.arange(x.shape[0], dtype=x.dtype)).transpose(0, -1),
+    "division by tokens": lambda part, x: part.inner(x) / x.shape[-2],
+    "division by rows": lambda part, x: part.inner(x) / x.shape[0],
+    "division by entries": lambda part, x: x / max(x.numel(), 1),
+    "first token": lambda part, x: x + x[..., :1, :],
+    "branch": lambda part, x: part.inner(x) if x.sum() > 0 else part.other(x),
+    "capacity of 8": capacity(8),
+    "shared noise": lambda part, x: x * torch.rand((), dtype=x.dtype),
+    "noise of rows": lambda part, x: x * torch.rand(len(x), *[1] * (x.dim() - 1), dtype=x.dtype),
+    "locked dropout": lambda part, x: x * F.dropout(torch.ones(H, dtype=x.dtype), training=part.training),
+    "Python's noise": lambda part, x: x * random.random(),
+    "mixed in training": only_in_training,
+    "mixed in the backward pass": lambda part, x: MeanBackward.apply(x),
+    "mixed by a hook": lambda part, x: _hooked(part.inner(x)),
+    "counts": then(lambda part, x: setattr(part, "calls", part.calls + 1)),
+    "counts tokens": then(lambda part, x: setattr(part, "calls", part.calls + x.numel())),
+    "appends": then(lambda part, x: part.seen.append(x.shape)),
+    "keeps": then(lambda part, x: setattr(part, "last", x.detach().amax() if x.numel() else 0)),
+    "keeps a loss": aux_loss,
+    "writes into a dict": then(lambda part, x: part.stats.update({len(part.stats): 1})),
+    "writes into an attribute": then(lambda part, x: part.constant.add_(1)),
+    "writes into its input": then(lambda part, x: x.mul_(2)),
+    "counts in a buffer": then(lambda part, x: part.stat.add_(1)),
+    "sets a buffer": then(lambda part, x: setattr(part, "stat", part.stat + 1)),
+    "writes into a weight": then(lambda part, x: part.inner.weight.clamp_(-0.1, 0.1)),
+    "writes into a weight's data": then(lambda part, x: part.inner.weight.data.mul_(0.9)),
+    "running mean": running_mean,
+    "counts and uses": lambda part, x: (setattr(part, "calls", part.calls + 1), x * part.calls)[1],
+}
+"""What does not: it reads other tokens or its input's shape, shares random numbers, or changes something of its own."""
+
+
+def _hooked(y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient - gradient.mean(-2, keepdim=True))
+    return y
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+class OwnLeaf(nn.Module):
+    """Has a weight that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.ones(H, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.rand(H)) for _ in range(2))
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.rand(H))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x + self.named["a"]
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(H, H).requires_grad_(False)
+        self.a, self.b = nn.Linear(H, 2, bias=False), nn.Linear(2, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Trained(nn.Module):
+    """Has a buffer that wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(H, dtype=torch.float64).requires_grad_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Pruned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.prune.l1_unstructured(nn.Linear(H, H), "weight", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _hooks(x: nn.Linear) -> nn.Linear:
+    x.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    x.register_forward_hook(lambda module, args, output: output + 1)
+    x.register_full_backward_hook(lambda module, inputs, outputs: tuple(None if g is None else 2 * g for g in inputs))
+    return x
+
+
+def _add_one(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.add_(1)
+
+
+def _weight_hook(x: nn.Linear) -> nn.Linear:
+    x.weight.register_hook(lambda gradient: gradient * 3)
+    x.weight.register_post_accumulate_grad_hook(_add_one)
+    return x
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "nn.Linear": lambda: nn.Linear(H, H),
+    "nn.LayerNorm": lambda: nn.LayerNorm(H),
+    "nn.RMSNorm": lambda: nn.RMSNorm(H),
+    "nn.Bilinear": lambda: Twice(nn.Bilinear(H, H, H)),
+    "nn.LazyLinear": lambda: nn.LazyLinear(H),
+    "nn.PReLU": nn.PReLU,
+    "nn.Sequential": lambda: nn.Sequential(nn.Linear(H, 9), nn.ReLU(inplace=True), nn.Linear(9, H)),
+    "nn.Dropout": lambda: nn.Dropout(0.0),
+    "inplace": lambda: nn.Sequential(nn.Linear(H, H), nn.SiLU(inplace=True), nn.Dropout(0.0, inplace=True)),
+    "tied": Tied,
+    "lists": Lists,
+    "frozen": Frozen,
+    "buffer that wants a gradient": Trained,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(H, H)),
+    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(H, H)),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(H, H)),
+    "pruned": Pruned,
+    "hooks": lambda: _hooks(nn.Linear(H, H)),
+    "hooks of a weight": lambda: _weight_hook(nn.Linear(H, H)),
+}
+"""Modules that work position by position."""
+
+
+class Twice(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x, x)
+
+
+OTHER_MODULES: dict[str, Callable[[], nn.Module]] = {
+    "own leaf": OwnLeaf,
+    "nn.BatchNorm1d": lambda: nn.BatchNorm1d(H),
+    "nn.Conv1d": lambda: nn.Conv1d(H, H, 3, padding=1),
+    "nn.GroupNorm": lambda: nn.GroupNorm(2, H),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(H, H)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(H, H)),
+    "nn.LSTM": lambda: First(nn.LSTM(H, H)),
+    "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0),
+    "nn.Softmax": nn.Softmax,
+}
+"""Modules that do not, at least in training."""
+
+
+class First(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)[0]
+
+
+def build(name: str) -> nn.Module:
+    """Return a new part of that name."""
+    make = MODULES.get(name) or OTHER_MODULES.get(name)
+    return Part(name) if make is None else make()
