@@ -1,4 +1,7 @@
-"""Persistent worlds of gloo ranks: a session imports and starts a process group once, and replaces a failed world."""
+"""Persistent worlds of gloo ranks: a session imports and starts a process group once, and replaces a failed world.
+
+The processes are forks of one server per session, which imports the packages once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import LIMIT, guard
+
+FORKS = mp.get_context("forkserver")
+FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
 
 
 class RanksFailed(AssertionError):
@@ -69,13 +75,12 @@ class World:
 
     def _start(self) -> None:
         guard()
-        context = mp.get_context("spawn")
         self._meeting = tempfile.TemporaryDirectory()
-        pipes = [context.Pipe() for _ in range(self.size)]
+        pipes = [FORKS.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         meeting = f"file://{Path(self._meeting.name) / 'meeting'}"
         self._ranks = [
-            context.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True)
+            FORKS.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True)
             for r, (_, theirs) in enumerate(pipes)
         ]
         for rank in self._ranks:

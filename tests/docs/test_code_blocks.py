@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import re
 import runpy
@@ -15,17 +14,15 @@ from types import ModuleType
 import pytest
 
 from tests.docs.documents import DOCUMENTS, ROOT, Block, blocks, name_of
+from tests.world import FORKS
 
-FORKS = mp.get_context("forkserver")
-"""The server imports the package once, and each command runs in a fork of it."""
-FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"}
 LIMITS = ("limit_train_batches=1", "limit_val_batches=1", "val_check_interval=1.0", "max_epochs=1")
 SECONDS = 600
 
 
 def _start(words: list[str], printed: str) -> None:
-    """Become ``python`` or ``lt-tiled`` with the given arguments. Runs in a fork."""
+    """Become ``python`` or ``lt-tiled`` with the given arguments. Runs in a fork of the server."""
     os.environ.update(ENVIRONMENT)
     file = os.open(printed, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
