@@ -59,8 +59,8 @@ def test_failed_world_is_replaced(world: World, body: object, message: str, limi
 
 HANGS = """
 from tests.processes import Script
+from tests.forks import FORKS
 from tests.test_world import hang, total
-from tests.world import FORKS
 
 FORKS.set_forkserver_preload(["torch"])
 

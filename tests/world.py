@@ -1,11 +1,7 @@
-"""Persistent worlds of gloo ranks: a session imports and starts a process group once, and replaces a failed world.
-
-The processes are forks of one server per session, which imports the packages once for all of them.
-"""
+"""Persistent worlds of gloo ranks: a session imports and starts a process group once, and replaces a failed world."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import tempfile
 import time
@@ -16,10 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.forks import FORKS
 from tests.processes import LIMIT, guard
-
-FORKS = mp.get_context("forkserver")
-FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
 
 
 class RanksFailed(AssertionError):
