@@ -28,11 +28,19 @@ class PlanningTrainer(Trainer):
 
 
 class TiledCLI(LightningCLI):
-    """Adds the command ``plan``, which makes modules without memory and no Trainer."""
+    """Adds the command ``plan``, which makes modules without memory and no Trainer.
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "plan": {"config", "trainer", "model", "datamodule"}}
+    Args:
+        command: The command that runs, if it is known: no parsers are built for the others, because that is slow.
+    """
+
+    def __init__(self, command: str, **kwargs: Any) -> None:
+        self.command = command
+        super().__init__(**kwargs)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
+        every = {**LightningCLI.subcommands(), "plan": {"config", "trainer", "model", "datamodule"}}
+        return {self.command: every[self.command]} if self.command in every else every
 
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
@@ -71,8 +79,11 @@ def main(args: ArgsType = None) -> None:
         sys.path.append(os.getcwd())  # for --model=my_model.MyModel
     elif isinstance(args, list):
         args = _with_own_configs(args)
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help for the fields of policies
+    given = [str(arg) for arg in (sys.argv[1:] if args is None else args if isinstance(args, list) else [])]
+    texts = any(arg == "-h" or "help" in arg or "comments" in arg for arg in given)
+    set_parsing_settings(docstring_parse_attribute_docstrings=texts)  # slow, and only help shows the fields of policies
     TiledCLI(
+        command=given[0] if given else "",
         args=args,
         trainer_class=PlanningTrainer,
         trainer_defaults={"callbacks": [TilingReport()]},

@@ -135,6 +135,16 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
     assert "Tokens per tile. Give this or" in fields
 
 
+def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help without a command, and the error at an unknown one, list every command."""
+    for args in (["--help"], ["fix"]):
+        with pytest.raises(SystemExit):
+            main(args)
+        printed = capsys.readouterr()
+        for command in ("fit", "validate", "test", "predict", "plan"):
+            assert command in printed.out + printed.err
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -59,7 +59,10 @@ def test_failed_world_is_replaced(world: World, body: object, message: str, limi
 
 HANGS = """
 from tests.processes import Script
+from tests.forks import FORKS
 from tests.test_world import hang, total
+
+FORKS.set_forkserver_preload(["torch"])
 
 def test_hangs(world, deepspeed_world):
     script = Script("bash", "-c", "setsid sleep 9999 & echo; sleep 9999; true")
@@ -88,7 +91,7 @@ def test_no_process_outlives_pytest(number: signal.Signals, tmp_path: Path) -> N
         while not (line := run.stdout.readline()).endswith("hangs\n"):
             assert line, "pytest ended early"
         watched = [os.pidfd_open(process) for process in descendants(run.pid)]
-        assert len(watched) >= 8  # four ranks, multiprocessing's resource tracker, bash, two sleeps
+        assert len(watched) >= 9  # four ranks, their server, multiprocessing's resource tracker, bash, two sleeps
         run.send_signal(number)
         assert run.wait(LIMIT) == -number
         end = time.monotonic() + LIMIT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import tempfile
 import time
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.forks import FORKS
 from tests.processes import LIMIT, guard
 
 
@@ -69,13 +69,12 @@ class World:
 
     def _start(self) -> None:
         guard()
-        context = mp.get_context("spawn")
         self._meeting = tempfile.TemporaryDirectory()
-        pipes = [context.Pipe() for _ in range(self.size)]
+        pipes = [FORKS.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         meeting = f"file://{Path(self._meeting.name) / 'meeting'}"
         self._ranks = [
-            context.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True)
+            FORKS.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True)
             for r, (_, theirs) in enumerate(pipes)
         ]
         for rank in self._ranks:

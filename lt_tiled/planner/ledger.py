@@ -56,10 +56,14 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {_key(t) for t in _plain_tensors((args, kwargs))}
+        moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
+        given = _keys((args, kwargs)) if moves else None
         result = func(*args, **(kwargs or {}))
-        for tensor in _plain_tensors(result):
-            if _key(tensor) not in before:
+        new = [tensor for tensor in _plain_tensors(result) if _key(tensor) not in self._live]
+        if new and given is None:  # views and outputs in place are not new, and a search of all arguments is slow
+            given = _keys((args, kwargs))
+        for tensor in new:
+            if _key(tensor) not in (given or ()):
                 self._track(tensor)
         return result
 
@@ -114,6 +118,10 @@ class Ledger(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # the public `data_ptr()` is 0 for all fake storages
+
+
+def _keys(tree: Any) -> set[int]:
+    return {_key(tensor) for tensor in _plain_tensors(tree)}
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
 import re
-import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.docs.documents import DOCUMENTS, ROOT, Block, blocks, name_of
+from tests.forks import Forked
+from tests.processes import LIMIT
 
-FORKS = mp.get_context("forkserver")
-"""The server imports the package once, and each command runs in a fork of it."""
-FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"}
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120", "TERM": "dumb"}
 LIMITS = ("limit_train_batches=1", "limit_val_batches=1", "val_check_interval=1.0", "max_epochs=1")
-SECONDS = 600
-
-
-def _start(words: list[str], printed: str) -> None:
-    """Become ``python`` or ``lt-tiled`` with the given arguments. Runs in a fork."""
-    os.environ.update(ENVIRONMENT)
-    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    module = words[2] if words[:2] == ["python", "-m"] else None
-    sys.argv = words[2:] if module else words[1:]
-    sys.path[0] = os.getcwd()
-    if words[0] == "lt-tiled":
-        import lt_tiled.cli
-
-        sys.argv = [str(Path(sys.executable).with_name("lt-tiled")), *words[1:]]
-        sys.modules["__main__"] = ModuleType("__main__")  # Lightning starts other ranks by what is the main module
-        lt_tiled.cli.main()
-    elif module:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _exists(words: list[str]) -> bool:
@@ -69,14 +41,10 @@ def run(command: str, more: str, printed: Path) -> None:
     if words[0] in ("python", "lt-tiled"):
         if "fit" in words and not any("help" in word or "print_config" in word for word in words):
             words += [f"--trainer.{limit}" for limit in LIMITS]
-        process = FORKS.Process(target=_start, args=([*words, *shlex.split(more)], str(printed)), daemon=True)
-        process.start()
-        process.join(SECONDS)
-        code = process.exitcode
-        process.kill()
+        code = Forked(*words, *shlex.split(more), printed=printed, cwd=Path.cwd(), **ENVIRONMENT).finish()
     else:
         with printed.open("a") as file:
-            code = subprocess.run(command, shell=True, stdout=file, stderr=file, timeout=SECONDS).returncode
+            code = subprocess.run(command, shell=True, stdout=file, stderr=file, timeout=LIMIT).returncode
     assert code == 0, f"{command}\n{printed.read_text()}"
 
 

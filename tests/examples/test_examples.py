@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from lt_tiled.lm import TextFiles
-from tests.processes import ROOT, Script, finish
+from tests.forks import Forked
+from tests.processes import ROOT
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,14 @@ def run_both(
     script: str, directory: Path, args: Sequence[str], tiled: Sequence[str], untiled: Sequence[str]
 ) -> tuple[Run, Run]:
     """Run a script tiled and untiled, side by side; whatever is left of them, their other ranks too, is killed."""
-    command = (sys.executable, str(ROOT / "examples" / script), "--accelerator=cpu")
-    both = (("tiled", tiled), ("untiled", untiled))
-    runs = [Script(*command, f"--output={output}", *args, *more, cwd=directory, COLUMNS="160") for output, more in both]
-    codes, printed = finish(runs)
+    command = ("python", str(ROOT / "examples" / script), "--accelerator=cpu", *args)
+    logs = [directory / "tiled.log", directory / "untiled.log"]
+    runs = [
+        Forked(*command, f"--output={log.stem}", *more, printed=log, cwd=directory, COLUMNS="160")
+        for log, more in zip(logs, (tiled, untiled), strict=True)
+    ]
+    codes = [run.finish() for run in runs]
+    printed = [log.read_text() for log in logs]
     assert codes == [0, 0], "\n".join(printed)
     return Run(printed[0], directory / "tiled"), Run(printed[1], directory / "untiled")
 

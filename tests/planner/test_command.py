@@ -56,14 +56,14 @@ def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
     """What ``--find settings`` writes is taken by ``fit`` as a second config, which changes nothing else of the
     first.
     """
-    text = planned(capsys, "--seq=16384", "--memory=170MiB", "--find=settings", "--output=found.yaml")
+    text = planned(capsys, SMALL, "--seq=8192", "--memory=80MiB", "--find=settings", "--output=found.yaml")
     assert "Written to found.yaml" in text
     found = yaml.safe_load(Path("found.yaml").read_text())
-    both = config(capsys, "--config", QUICKSTART, "--config", "found.yaml")
+    both = config(capsys, "--config", QUICKSTART, SMALL, "--config", "found.yaml")
     init = both["trainer"]["strategy"]["init_args"]
     assert found["trainer"]["strategy"]["init_args"]["tiling"]["num_shards"] == init["tiling"]["num_shards"]
-    assert both["data"]["init_args"]["seq_len"] == 16384
-    first = config(capsys, "--config", QUICKSTART)
+    assert both["data"]["init_args"]["seq_len"] == 8192
+    first = config(capsys, "--config", QUICKSTART, SMALL)
     assert both["model"] == first["model"]
     assert {k: v for k, v in both["trainer"].items() if k != "strategy"} == {
         k: v for k, v in first["trainer"].items() if k != "strategy"
@@ -72,8 +72,8 @@ def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` prints the longest length, and both pictures are drawn."""
-    text = planned(capsys, SMALL, "--memory=40MiB", "--find=max-seq", "--plot=step.svg", "--plot_lengths=lengths.png")
-    assert "It fits into 40.0 MiB" in text
+    text = planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--plot=step.svg", "--plot_lengths=lengths.png")
+    assert "It fits into 20.0 MiB" in text
     assert "seq_len: " in text
     assert Path("step.svg").stat().st_size > 10_000
     assert Path("lengths.png").stat().st_size > 10_000
@@ -81,13 +81,13 @@ def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` keeps the settings that it was given, a number of tiles among them, and writes them."""
-    planned(capsys, SMALL, "--memory=40MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
+    planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
     strategy = (
         "--trainer.strategy=TiledSingleDeviceStrategy",
         "--trainer.strategy.tiling=8",
         "--trainer.strategy.checkpointing=true",
     )
-    planned(capsys, SMALL, "--memory=40MiB", "--find=max-seq", *strategy, "--output=own.yaml")
+    planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", *strategy, "--output=own.yaml")
     plain, own = (
         yaml.safe_load(Path(f"{name}.yaml").read_text())["trainer"]["strategy"]["init_args"]
         for name in ("plain", "own")
@@ -101,7 +101,7 @@ def test_what_cannot_be_planned() -> None:
     """
     assert "find='max-seq' needs the memory of a device: pass --memory" in refused("--find=max-seq")
     assert "'step.jpeg2' must end in" in refused("--plot=step.jpeg2")
-    assert "do not fit into 1.0 MiB with any settings" in refused("--find=settings", "--memory=1MiB")
+    assert "do not fit into 1.0 MiB with any settings" in refused(SMALL, "--find=settings", "--memory=1MiB")
     assert "memory='lots' is not a number of bytes" in refused("--memory=lots")
 
 
@@ -136,7 +136,8 @@ def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixtur
         "{tiling: {tile_tokens: 512}, checkpointing: {offload: disk, keep_last: 3}}}}\n"
     )
     planned(
-        capsys, "--config", "first.yaml", "--seq=16384", "--memory=170MiB", "--find=settings", "--output=found.yaml"
+        *(capsys, "--config", "first.yaml", SMALL, "--seq=8192", "--memory=80MiB"),
+        *("--find=settings", "--output=found.yaml"),
     )
     init = config(capsys, "--config", QUICKSTART, "--config", "first.yaml", "--config", "found.yaml")["trainer"][
         "strategy"
@@ -144,6 +145,7 @@ def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixtur
     assert init["tiling"]["tile_tokens"] is None
     assert (init["checkpointing"]["offload"], init["checkpointing"]["keep_last"]) == (None, 1)
     named = (
+        SMALL,
         "--trainer.strategy=ddp_find_unused_parameters_true",
         "--memory=1GiB",
         "--find=settings",

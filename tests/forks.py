@@ -1,0 +1,58 @@
+"""Processes that are forks of one server per session, which imports the packages once for all of them."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import runpy
+import sys
+import uuid
+from pathlib import Path
+from types import ModuleType
+
+from tests.processes import LIMIT, ROOT, RUNS, kill
+
+FORKS = mp.get_context("forkserver")
+FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
+
+
+class Forked:
+    """``python`` or ``lt-tiled`` with arguments, as a user starts it but for the imports, in a fork of the server.
+
+    What it prints is appended to a file. The processes that it starts itself, such as other ranks, are no forks.
+    """
+
+    def __init__(self, *words: str, printed: Path, cwd: Path, **env: str) -> None:
+        self.token = uuid.uuid4().hex
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), RUNS: os.environ[RUNS] + self.token, **env}
+        self.process = FORKS.Process(target=_become, args=(words, str(printed), str(cwd), env), daemon=True)
+        self.process.start()
+
+    def finish(self) -> int | None:
+        """Return the exit code, or ``None`` after a hang; kill what is left of the process and of its children."""
+        self.process.join(LIMIT)
+        code = self.process.exitcode
+        self.process.kill()
+        kill(self.token)
+        return code
+
+
+def _become(words: tuple[str, ...], printed: str, cwd: str, env: dict[str, str]) -> None:
+    os.environ.update(env)
+    os.chdir(cwd)
+    file = os.open(printed, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    module = words[2] if words[:2] == ("python", "-m") else None
+    sys.argv = list(words[2:] if module else words[1:])
+    sys.path[0] = cwd
+    if words[0] == "lt-tiled":
+        import lt_tiled.cli
+
+        sys.argv = [str(Path(sys.executable).with_name("lt-tiled")), *words[1:]]
+        sys.modules["__main__"] = ModuleType("__main__")  # Lightning starts other ranks by what is the main module
+        lt_tiled.cli.main()
+    elif module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
