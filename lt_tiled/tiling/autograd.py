@@ -66,10 +66,21 @@ class TiledFunction(torch.autograd.Function):
                 f"{call.patch.name}: a tiled module has no second derivative, and this backward pass was called with"
                 " create_graph=True. Call it without, or lt_tiled.untile() the module."
             )
-        inputs = ctx.anchor.saved_tensors[-len(call.wants_grad) :]
+        try:
+            inputs = ctx.anchor.saved_tensors[-len(call.wants_grad) :]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{call.patch.name}: an argument of the tiled module was changed in place between its forward and its"
+                " backward pass, which computes with it again. Make the change out of place, or lt_tiled.untile() the"
+                " module."
+            ) from error
         trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
         link = [] if any(call.wants_grad) else [None]
-        return (None, None, None, None, *link, *call.backward(trace, inputs, gradients))
+        found = call.backward(trace, inputs, gradients)
+        call.refuse_hooks_without_gradient(found)
+        return (None, None, None, None, *link, *found)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
-from functools import cache
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -216,8 +215,16 @@ def _pointer(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" else 0
 
 
-@cache
-def _kind(cls: Any) -> str:
+_kinds: dict[type, str] = {}  # no functools.cache, of which torch.compile warns
+
+
+def _kind(cls: type) -> str:
+    if cls not in _kinds:
+        _kinds[cls] = _find_kind(cls)
+    return _kinds[cls]
+
+
+def _find_kind(cls: type) -> str:
     if issubclass(cls, Tensor):
         return "tensor"
     if issubclass(cls, SimpleNamespace) or is_dataclass(cls):
@@ -229,7 +236,7 @@ def _kind(cls: Any) -> str:
 
 def told(value: Any, depth: int = 3) -> Any:
     """Return what shows later that a value was changed in place: versions of tensors, and what containers hold."""
-    kind = _kind(type(value))  # type: ignore[arg-type]
+    kind = _kind(type(value))
     if not kind:
         return None
     if kind == "tensor":

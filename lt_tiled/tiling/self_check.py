@@ -32,6 +32,8 @@ SMALL_BUFFER = 2**20
 """Larger buffers, in bytes, are weights."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
+_INFLUENCE = 16.0
+"""By what some tokens are multiplied, and by its negative, to see whether others change. In range of float16."""
 _DRAWS = 8
 """How often random numbers are drawn to see whether all tokens share them."""
 _GRADIENT_TOLERANCE = 5e-2
@@ -54,8 +56,22 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
 
     Raises:
         NotPositionWiseError: If a value differs or is not per token, if random numbers are not drawn for each token
-            from torch's generators, or if the module changes arguments, buffers or attributes.
+            from torch's generators, if the module changes arguments, buffers or attributes, or if it fails on a few
+            tokens.
     """
+    try:
+        with SavedCounter():  # an activation checkpoint around it would count what its graphs save
+            _check(call, inputs)
+    except NotPositionWiseError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise NotPositionWiseError(
+            f"{call.patch.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
+            f" tokens must be expanded to all of them before the call. {REMEDY}"
+        ) from error
+
+
+def _check(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     shape, picked = _pick(call.shape.lead, call.device)
     triples = zip(call.cut(call.flat(inputs), picked), call.per_token, call.wants_grad, strict=True)
     sample = [(shape.unflatten(t) if per_token else t).requires_grad_(wants) for t, per_token, wants in triples]
@@ -69,9 +85,9 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     # In the module's own mode and with a graph, if one is wanted: statistics and auxiliary losses are computed there.
     survivors = _Survivors(call.patch.name, call.work)
     unchanged = _arguments_unchanged(call, sample), _buffers_unchanged(call)
-    with random_state_kept(call.device), survivors, unchanged[0], unchanged[1], SavedCounter():
+    with random_state_kept(call.device), survivors, unchanged[0], unchanged[1]:
         start, others = RandomState.now(call.device), _other_generators(call)
-        output = _first_run(one, sample)
+        output = one.run_tile(one.flat(sample))
         dropout = not start.same_as(RandomState.now(call.device))
         check_closed(output, None, call.work, kept, call.patch.name)
         del output
@@ -81,7 +97,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
                 f" recompute would not repeat. Draw them from torch's default generators. {REMEDY}"
             )
         with _attributes_unchanged(call):  # in the second run, with fewer tokens: the first one may fill caches
-            call.run_tile(call.cut(one.flat(sample), slice(0, max(1, shape.tokens // 2))))
+            call.run_tile(_scaled(one, sample, torch.tensor(0.5), slice(0, max(1, shape.tokens // 2))))
         if dropout and len(call.bounds) > 1:
             _check_dropout(call, one.flat(sample))
     if len(call.bounds) == 1:  # it cannot differ from the untiled call, but runs again in the backward pass
@@ -91,17 +107,6 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
         most = max(1, shape.tokens * 3 // 4)  # so unequal that sums over tokens differ beyond rounding
         if _same(cut(shape.tokens), cut(most, shape.tokens - most), sample):
             call.patch.learned.checked.add(call.mode)
-
-
-def _first_run(one: TiledCall, sample: Sequence[Tensor]) -> Any:
-    try:
-        return one.run_tile(one.flat(sample))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise NotPositionWiseError(
-            f"{one.patch.name} fails when it is given {one.shape.tokens} of its tokens, in the shape"
-            f" {list(one.shape.lead)}: {error}. Arguments that broadcast over tokens must be expanded to all of them"
-            f" before the call. {REMEDY}"
-        ) from error
 
 
 class _EqualDraws(TorchDispatchMode):
@@ -210,7 +215,14 @@ def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
         dtypes = (whole[index].dtype, one.autocast.dtype or whole[index].dtype)
         bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
         _compare(whole[index], tiled[index], bound, 0.0, f"{what} for {tokens} tokens", name)
+    for index, kind in enumerate(trace.layout.kinds):
+        if kind == "constant" and whole[index] != tiled[index]:
+            raise NotPositionWiseError(
+                f"{name}: output {trace.layout.names[index]} is {whole[index]!r} for {tokens} tokens in their own shape"
+                f" and {tiled[index]!r} for a tile of them. {REMEDY}"
+            )
     compared = [whole[index] for index in per_token]
+    _check_influence(one, sample, {index: whole[index] for index in per_token})
     if one.differentiable:
         given = [
             torch.randn_like(leaf) if index in per_token and leaf.is_floating_point() else None
@@ -226,6 +238,37 @@ def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
                 _compare(a, b, _GRADIENT_TOLERANCE, _FLOOR * scale, f"gradient of {what} for {tokens} tokens", name)
                 compared.append(a)
     return any(bool(t.any()) for t in compared)
+
+
+def _check_influence(one: TiledCall, sample: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
+    """Refuse a module in which large changes of some tokens change others, by less than rounding would explain.
+
+    Args:
+        one: The call in one tile.
+        sample: Its arguments.
+        outputs: Its per-token outputs, by index.
+
+    Raises:
+        NotPositionWiseError: If an output of an unchanged token differs.
+    """
+    coordinates = torch.meshgrid(*(torch.arange(n, device=one.device) for n in one.shape.lead), indexing="ij")
+    changed = torch.stack(coordinates).sum(0).flatten() % 2 == 1  # some in each row, and in each column
+    for factor in (_INFLUENCE, -_INFLUENCE):
+        with torch.no_grad(), _EqualDraws():
+            leaves = pytree.tree_leaves(one.run_tile(_scaled(one, sample, torch.where(changed, factor, 1.0))))
+        for index, before in outputs.items():
+            a, b = (t.detach().reshape(one.shape.tokens, -1)[~changed] for t in (before, leaves[index]))
+            what = "output for the same tokens, while others change,"
+            _compare(a, b, _TOLERANCE.get(b.dtype, 0.0), 0.0, what, one.patch.name)
+
+
+def _scaled(one: TiledCall, sample: Sequence[Tensor], factors: Tensor, index: slice = slice(None)) -> list[Tensor]:
+    """Return the per-token arguments of some tokens, multiplied by a factor for each token, and the others in full."""
+    flat = [
+        t * factors.to(t).view(-1, *[1] * (t.dim() - 1)) if per_token and t.is_floating_point() else t
+        for t, per_token in zip(one.flat(sample), one.per_token, strict=True)
+    ]
+    return one.cut(flat, index)
 
 
 def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor]:
@@ -248,7 +291,7 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
     difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(max(floor, 1e-30)))
     if not difference <= bound and bool(whole.isfinite().all()):
         raise NotPositionWiseError(
-            f"{module} is not position-wise: its {what} differs by {difference:.1e} between one call and two tiles"
+            f"{module} is not position-wise: its {what} differs by {difference:.1e} between two ways to compute it"
             f" (relative; rounding explains {bound:.0e}). {REMEDY} Pass self_check=False only if you know why it"
             " differs."
         )

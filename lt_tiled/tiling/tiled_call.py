@@ -151,7 +151,7 @@ class TiledCall:
 
     def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
         """Run the first tokens without a graph, and leave the random generators as they were."""
-        with torch.no_grad(), random_state_kept(self.device):
+        with torch.no_grad(), random_state_kept(self.device), SavedCounter():
             return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
 
     def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
@@ -170,7 +170,7 @@ class TiledCall:
             if few == 0:  # which would not show whether random numbers are drawn
                 few = 2
                 flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
-            with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad():
+            with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad(), SavedCounter():
                 start = RandomState.now(self.device)
                 output = self.run_tile(self.cut(flat, slice(0, few)))
                 repeatable = start.same_as(RandomState.now(self.device))
@@ -244,7 +244,8 @@ class TiledCall:
         start = RandomState.now(self.device)
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
-        with torch.no_grad(), self.autocast.context():
+        # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
+        with torch.no_grad(), self.autocast.context(), SavedCounter():
             if counts and self.compiled is not None:
                 with random_state_kept(self.device):  # uncompiled: its random numbers are not those of the recompute
                     self._count_saved(self.cut(flat, slice(*self.bounds[0])))
@@ -331,6 +332,24 @@ class TiledCall:
                 if wants
             ]
             return [*arguments, *(s.take(self.patch.needs.zeros_for_unused) for s in sums)]
+
+    def refuse_hooks_without_gradient(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse to end a backward pass in which the hook of an unused weight would be called with ``None``.
+
+        Args:
+            gradients: What :meth:`backward` returned.
+
+        Raises:
+            RuntimeError: If there is one.
+        """
+        of_weights = gradients[len(gradients) - len(self.weights) :]
+        for weight, gradient in zip(self.weights, of_weights, strict=True):
+            if gradient is None and weight.hooked():
+                owner, name = weight.places[0]
+                raise RuntimeError(
+                    f"{self.patch.name}: {type(owner).__name__}.{name} has a hook and no gradient in this backward"
+                    " pass, so the hook would be called with None. Remove the hook, or lt_tiled.untile() the module."
+                )
 
     def _tile_backward(self, trace: Trace, tile: Sequence[Tensor], given: dict[int, Tensor], into: _Into) -> None:
         """Recompute a tile and take its gradients, given those of the leaves of its output."""

@@ -28,6 +28,11 @@ class Weight:
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    def hooked(self) -> bool:
+        """Whether a hook of a user is on its gradient."""
+        hooks = (hook for tensor in self.now() for hook in (tensor._backward_hooks or {}).values())
+        return any(not str(hook.__module__).startswith(("torch.", "deepspeed.")) for hook in hooks)
+
     def now(self) -> list[Tensor]:
         """Return what stands in the weight's places now, each tensor once: engines swap it."""
         there = {id(self.tensor): self.tensor}
