@@ -16,7 +16,7 @@ from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
-from lt_tiled.offload.geometry import storage_key, view_key
+from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
@@ -32,10 +32,10 @@ class BlockOffload:
     model: nn.Module  # whose weights are never offloaded
 
     def hooks(self, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return hooks that offload the saved tensors for which ``moves`` returns true."""
+        """Return hooks that offload the saved tensors that can be moved and for which ``moves`` returns true."""
 
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
-            return self.offloader.pack(tensor, self.block) if moves(tensor) else tensor
+            return self.offloader.pack(tensor, self.block) if movable(tensor) and moves(tensor) else tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.offloader.unpack)
 
@@ -68,7 +68,9 @@ class BlockPatch(Patch):
         if offload is None:
             return checkpoint(block, *tensors, use_reentrant=False)
         select = offload.offloader.policy.select
-        chosen = _hidden_states(tensors) if select == "auto" else _selected(module, args, kwargs, select)
+        chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
+        chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
+        chosen = _hidden_states(chosen) if select == "auto" else chosen
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
         weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
@@ -179,9 +181,9 @@ def _selected(
     return [leaf for leaf in pytree.tree_leaves(chosen) if isinstance(leaf, Tensor)]
 
 
-def _storages(model: nn.Module) -> set[int]:
+def _storages(model: nn.Module) -> set[int | None]:
     return {storage_key(p) for p in model.parameters()}
 
 
-def _is_weight(tensor: Tensor, weights: set[int]) -> bool:
+def _is_weight(tensor: Tensor, weights: set[int | None]) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or storage_key(tensor) in weights
