@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
+from lt_tiled.side_effects import Seen, SideEffects
 from lt_tiled.tiling.layout import split_arguments
 
 
@@ -47,6 +49,13 @@ class BlockPatch(Patch):
 
     def __init__(self, offload: BlockOffload | None = None) -> None:
         self.offload = offload
+        self.seen = Seen()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, BlockPatch)
+        copy.seen = Seen()
+        return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
@@ -60,13 +69,20 @@ class BlockPatch(Patch):
             with offload.hooks(lambda tensor: not _is_weight(tensor, weights)):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
+        # The compiler traces a block as a function without side effects.
+        effects = None if torch.compiler.is_compiling() else SideEffects(module, args, kwargs, self.seen)
 
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
-            return self.inner(module, *inner_args, **inner_kwargs)
+            if effects is None:
+                return self.inner(module, *inner_args, **inner_kwargs)
+            return effects.run(lambda: self.inner(module, *inner_args, **inner_kwargs))
 
+        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False)
+        if effects is not None and not effects.early_stop:
+            checkpointed = partial(checkpointed, early_stop=False)
         if offload is None:
-            return checkpoint(block, *tensors, use_reentrant=False)
+            return checkpointed()
         select = offload.offloader.policy.select
         chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
         chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
@@ -76,7 +92,7 @@ class BlockPatch(Patch):
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
         # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
         with offload.hooks(lambda tensor: view_key(tensor) in views):
-            return checkpoint(block, *tensors, use_reentrant=False)
+            return checkpointed()
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
