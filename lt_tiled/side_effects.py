@@ -176,7 +176,8 @@ class Buffers:
             yield
             return
         now = [(b.owner._buffers, b.name, b.owner._buffers.get(b.name)) for b in self._before]
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        mode: Substituted | None = None
         try:
             for b, (holder, name, there) in zip(self._before, now, strict=True):
                 value = b.value(type(self._block).__name__)
@@ -186,9 +187,12 @@ class Buffers:
                     holder[name] = value
                 else:
                     holder.pop(name, None)
-            with Substituted(pairs):
+            mode = Substituted(pairs)
+            with mode:
                 yield
         finally:
+            if mode is not None:
+                mode.end()
             for holder, name, there in now:
                 if holder.get(name) is not there:
                     holder[name] = there
@@ -271,4 +275,3 @@ def _owners(block: nn.Module) -> list[nn.Module]:
             found.append(part)
         left.extend(child for child in part._modules.values() if child is not None)
     return found
-
