@@ -112,7 +112,7 @@ class Saved(WithBuffer):
 
     def change(self, x: Tensor) -> Tensor:
         x = x * self.state
-        self.state = torch.maximum(self.state, x.detach().amax((0, 1)))
+        self.state = self.state + x.detach().amax((0, 1))
         return x
 
 
