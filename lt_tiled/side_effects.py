@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
@@ -106,7 +107,9 @@ class SideEffects:
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> None:
         self._buffers = Buffers(block, seen)
         self._watch = None
-        if seen.suspects or block.training not in seen.watched:
+        # Engines set attributes of their own on modules, and ZeRO-3 frees weights that a complete recompute would need.
+        engine = dist.is_available() and dist.is_initialized()
+        if not engine and (seen.suspects or block.training not in seen.watched):
             names = list(inspect.signature(type(block).forward).parameters)[1:]
             self._watch = _Watch(block, {**dict(zip(names, args, strict=False)), **kwargs}, seen)
         self._forwarded = False
