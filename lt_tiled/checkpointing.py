@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
-from lt_tiled.offload.geometry import storage_key, view_key
+from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
+from lt_tiled.side_effects import Seen, SideEffects
 from lt_tiled.tiling.layout import split_arguments
 
 
@@ -32,10 +34,10 @@ class BlockOffload:
     model: nn.Module  # whose weights are never offloaded
 
     def hooks(self, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return hooks that offload the saved tensors for which ``moves`` returns true."""
+        """Return hooks that offload the saved tensors that can be moved and for which ``moves`` returns true."""
 
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
-            return self.offloader.pack(tensor, self.block) if moves(tensor) else tensor
+            return self.offloader.pack(tensor, self.block) if movable(tensor) and moves(tensor) else tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.offloader.unpack)
 
@@ -47,6 +49,13 @@ class BlockPatch(Patch):
 
     def __init__(self, offload: BlockOffload | None = None) -> None:
         self.offload = offload
+        self.seen = Seen()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, BlockPatch)
+        copy.seen = Seen()
+        return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
@@ -60,21 +69,30 @@ class BlockPatch(Patch):
             with offload.hooks(lambda tensor: not _is_weight(tensor, weights)):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
+        # The compiler traces a block as a function without side effects.
+        effects = None if torch.compiler.is_compiling() else SideEffects(module, args, kwargs, self.seen)
 
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
-            return self.inner(module, *inner_args, **inner_kwargs)
+            if effects is None:
+                return self.inner(module, *inner_args, **inner_kwargs)
+            return effects.run(lambda: self.inner(module, *inner_args, **inner_kwargs))
 
+        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False)
+        if effects is not None and not effects.early_stop:
+            checkpointed = partial(checkpointed, early_stop=False)
         if offload is None:
-            return checkpoint(block, *tensors, use_reentrant=False)
+            return checkpointed()
         select = offload.offloader.policy.select
-        chosen = _hidden_states(tensors) if select == "auto" else _selected(module, args, kwargs, select)
+        chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
+        chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
+        chosen = _hidden_states(chosen) if select == "auto" else chosen
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
         weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
         # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
         with offload.hooks(lambda tensor: view_key(tensor) in views):
-            return checkpoint(block, *tensors, use_reentrant=False)
+            return checkpointed()
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +197,9 @@ def _selected(
     return [leaf for leaf in pytree.tree_leaves(chosen) if isinstance(leaf, Tensor)]
 
 
-def _storages(model: nn.Module) -> set[int]:
+def _storages(model: nn.Module) -> set[int | None]:
     return {storage_key(p) for p in model.parameters()}
 
 
-def _is_weight(tensor: Tensor, weights: set[int]) -> bool:
+def _is_weight(tensor: Tensor, weights: set[int | None]) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or storage_key(tensor) in weights

@@ -39,17 +39,23 @@ class Geometry:
 
 
 def movable(tensor: Tensor) -> bool:
-    """Return whether the tensor's bytes are all of it: no subclass, no lazy conjugation, not sparse, not empty."""
-    if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+    """Return whether the tensor's bytes are all of it.
+
+    Those of subclasses are not, of lazy conjugation, of sparse, nested and quantized tensors, and of functorch's.
+    """
+    if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or storage_key(tensor) is None:
         return False
-    if tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
+    if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
         return False
-    return Geometry.of(tensor).span <= MAX_WASTE * tensor.numel()
+    return 0 < Geometry.of(tensor).span <= MAX_WASTE * tensor.numel()
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that the tensors of one storage share, while the storage is alive."""
-    key: int = tensor.untyped_storage()._cdata  # data_ptr() is 0 for all empty storages and fails for fake tensors
+def storage_key(tensor: Tensor) -> int | None:
+    """Return a number that the tensors of one storage share, while the storage is alive; ``None`` without a storage."""
+    try:
+        key: int = tensor.untyped_storage()._cdata  # data_ptr() is 0 for all empty storages and fails for fake tensors
+    except (NotImplementedError, RuntimeError):  # of sparse tensors and functorch's
+        return None
     return key
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -392,3 +393,111 @@ def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
         pytest.raises(ValueError, match="offload='disk' has no effect: all 2 blocks use activation checkpointing"),
     ):
         prepare(model, checkpointing=policy(offload="disk"))
+
+
+def two_tensor() -> Tensor:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return TwoTensor(torch.randn(8, H), torch.randn(8, H))
+
+
+def int8_weight() -> Tensor:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = nn.Linear(H, H, bias=False)
+    quantize_(layer, Int8WeightOnlyConfig())
+    return layer.weight.detach()
+
+
+UNMOVABLE: dict[str, Callable[[], Tensor]] = {
+    "coo": lambda: torch.eye(8).to_sparse(),
+    "csr": lambda: torch.eye(8).to_sparse_csr(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(3, H), torch.ones(5, H)], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3, H), torch.ones(5, H)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(8, H), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.empty(8, H, device="meta"),
+    "subclass": two_tensor,
+    "torchao": int8_weight,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+@pytest.mark.parametrize("select", ["auto", ["other", "x"], [0, 1], "all"], ids=str)
+@pytest.mark.parametrize("kind", UNMOVABLE)
+def test_what_cannot_be_moved_stays(kind: str, select: Any) -> None:
+    """Sparse, nested, quantized and other tensors whose bytes are not all of them stay where they are as arguments of
+    a block, and its hidden states are offloaded.
+    """
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(H, H)
+
+        def forward(self, other: Tensor, x: Tensor) -> Tensor:
+            return self.proj(torch.sparse.mm(other, x) if kind in ("coo", "csr") else x).sin()
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Beside(), Beside()])
+
+        def forward(self, other: Tensor, x: Tensor) -> Tensor:
+            return self.blocks[1](other, self.blocks[0](other, x))
+
+    torch.manual_seed(0)
+    model, other, x = Both(), UNMOVABLE[kind](), randn(8, H)
+    fields = {"activations": "all"} if select == "all" else {"select": select}
+    (plain,) = torch.autograd.grad(model(other, x).sum(), x)
+    for tier in ("disk", "cpu", "cpu+disk"):
+        with prepare(model, checkpointing=policy(offload=tier, keep_last=0, **fields)) as prepared:
+            assert torch.equal(torch.autograd.grad(model(other, x).sum(), x)[0], plain)
+            moved = prepared.offloader.so_far()
+        expected = x.nbytes if select != "all" else 0
+        assert moved.cpu_bytes + moved.disk_bytes >= 2 * expected
+        assert (moved.cpu_bytes + moved.disk_bytes == 2 * expected) == (select != "all")
+
+
+@pytest.mark.parametrize("fields", [{}, {"activations": "all"}], ids=str)
+def test_nested_hidden_states_stay(fields: dict[str, Any]) -> None:
+    """Hidden states of the jagged layout stay where they are, with the gradients without offloading."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Sigmoid()) for _ in range(3)))
+
+    def gradient() -> Tensor:
+        rows = [randn(n, H).detach() for n in (3, 5)]
+        x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        model(x).values().sum().backward()
+        return x.grad.values()
+
+    plain = gradient()
+    with prepare(model, checkpointing=policy(offload="disk", keep_last=0, **fields)):
+        assert torch.equal(gradient(), plain)
+
+
+def test_sparse_weights_of_the_model() -> None:
+    """A model that holds a sparse weight is offloaded as others are."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(H, H)
+            self.edges = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(torch.sparse.mm(self.edges, x)).sin()
+
+    model, x = nn.Sequential(Graph(), Graph()), randn(8, H)
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    for fields in ({}, {"activations": "all"}):
+        with prepare(model, checkpointing=policy(offload="disk", keep_last=0, **fields)):
+            assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], plain)
+
+
+@pytest.mark.parametrize("fields", [{}, {"activations": "all"}], ids=str)
+def test_tensors_of_vmap_stay(fields: dict[str, Any]) -> None:
+    """Under ``torch.func.vmap`` nothing is offloaded, and nothing raises."""
+    model, x = nn.Sequential(Block(), Block()), randn(2, 1, 8, H)
+    plain = torch.func.vmap(model)(x)
+    with prepare(model, checkpointing=policy(offload="disk", keep_last=0, **fields)):
+        assert torch.equal(torch.func.vmap(model)(x), plain)

@@ -1,0 +1,280 @@
+"""What a block with activation checkpointing changes besides its output: its buffers, and what it keeps in Python.
+
+NOTE [Buffers of a recompute]
+The recompute of a block must see its buffers as the forward pass saw them, and must leave them as they are. A block's
+own buffers are compared before and after its forward pass, by identity and version, and in its first call in each
+training mode by value too: batch norm and ``.data`` change them without a new version. Of what changed, the values from
+before are kept. The recompute computes with clones of those by a torch function mode (see NOTE [Substitution]), so
+nothing in the module changes that another thread could see, except that buffers which the block replaces by assignment
+are put back at its end.
+
+Python objects cannot be substituted. If the recompute changes again what the forward pass changed, a warning says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lt_tiled._log import warn
+from lt_tiled.tiling.recompute import OF_TORCH, is_still, told, version_of
+from lt_tiled.tiling.weights import Substituted
+
+SMALL = 2**20
+"""Buffers of at most so many bytes are copied before each call, because they may begin to change at any time."""
+
+
+@dataclass
+class Seen:
+    """What the calls of one block showed."""
+
+    modes: set[Hashable] = field(default_factory=set)
+    """The training modes in which buffers were compared by value."""
+    changing: WeakKeyDictionary[nn.Module, set[str]] = field(default_factory=WeakKeyDictionary)
+    """The names of buffers that changed in a call."""
+    watched: set[bool] = field(default_factory=set)
+    """The training modes in which attributes were compared."""
+    suspects: set[tuple[int, str]] = field(default_factory=set)
+    """The attributes that a forward pass changed, until a recompute showed whether it changes them again."""
+
+
+class _Buffer(NamedTuple):
+    """A buffer as it was before a forward pass."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor | None
+    version: int
+    copy: Tensor | None
+    existed: bool = True
+
+    @classmethod
+    def now(cls, owner: nn.Module, name: str, large: bool) -> _Buffer:
+        """Return the buffer as it is, copied if it is small or ``large`` is true."""
+        tensor = owner._buffers.get(name)
+        if tensor is None:
+            return cls(owner, name, None, 0, None)
+        strided = tensor.layout is torch.strided and not tensor.is_nested
+        copied = strided and (large or tensor.numel() * tensor.itemsize <= SMALL)
+        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad) if copied else None
+        return cls(owner, name, tensor, version_of(tensor), copy)
+
+    def changed(self, by_value: bool) -> bool:
+        """Return whether it is another tensor or has other values."""
+        now = self.owner._buffers.get(self.name)
+        if now is not self.tensor:
+            return True
+        if now is None or version_of(now) != self.version:
+            return now is not None
+        readable = type(now) is Tensor and now.device.type != "meta"
+        return by_value and self.copy is not None and readable and not torch.equal(self.copy, now)
+
+    def value(self, block: str) -> Tensor | None:
+        """Return the value from before.
+
+        Raises:
+            RuntimeError: If it was changed in place and there is no copy.
+        """
+        if self.copy is None and self.tensor is not None and version_of(self.tensor) != self.version:
+            where = f"{type(self.owner).__name__}.{self.name} of shape {list(self.tensor.shape)}"
+            raise RuntimeError(
+                f"{block}: its forward pass changed the buffer {where} in place for the first time, and the recompute"
+                f" needs the old values. Buffers of more than {SMALL} bytes are copied only once a call showed that"
+                " they change. Replace the buffer instead (self.buffer = ...), or leave the block out of"
+                " Checkpointing(targets=...)."
+            )
+        return self.tensor if self.copy is None else self.copy
+
+
+class SideEffects:
+    """What one call of a block changes: see NOTE [Buffers of a recompute].
+
+    Args:
+        block: The block.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+        seen: What its earlier calls showed.
+    """
+
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> None:
+        self._buffers = Buffers(block, seen)
+        self._watch = None
+        # Engines set attributes of their own on modules, and ZeRO-3 frees weights that a complete recompute would need.
+        engine = dist.is_available() and dist.is_initialized()
+        if not engine and (seen.suspects or block.training not in seen.watched):
+            names = list(inspect.signature(type(block).forward).parameters)[1:]
+            self._watch = _Watch(block, {**dict(zip(names, args, strict=False)), **kwargs}, seen)
+        self._forwarded = False
+
+    @property
+    def early_stop(self) -> bool:
+        """Whether the recompute may stop as soon as it has what the backward pass needs."""
+        return self._watch is None or not self._watch.complete
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run the block's forward pass when called first, and its recompute later."""
+        if self._forwarded:
+            with self._buffers.restored(), self._watch.recompute() if self._watch is not None else nullcontext():
+                return forward()
+        output = forward()
+        self._forwarded = True
+        self._buffers.keep_changed()
+        if self._watch is not None:
+            self._watch.end_forward()
+        return output
+
+
+class Buffers:
+    """The buffers of a block before one of its forward passes.
+
+    Args:
+        block: The block.
+        seen: What its earlier calls showed.
+    """
+
+    def __init__(self, block: nn.Module, seen: Seen) -> None:
+        self._block, self._seen = block, seen
+        self._owners = _owners(block)
+        mode = tuple(owner.training for owner in self._owners)
+        self._first = mode not in seen.modes
+        seen.modes.add(mode)
+        self._before = [
+            _Buffer.now(owner, name, self._first or name in seen.changing.get(owner, ()))
+            for owner in self._owners
+            for name in owner._buffers
+        ]
+
+    def keep_changed(self) -> None:
+        """Keep the values from before the forward pass of what it changed, and drop the others.
+
+        Raises:
+            RuntimeError: If such a value is lost.
+        """
+        if not self._owners and not self._first:
+            return
+        before, changing = self._before, self._seen.changing
+        known = {(b.owner, b.name) for b in before}
+        owners = _owners(self._block) if self._first else self._owners
+        new = ((owner, name) for owner in owners for name in owner._buffers if (owner, name) not in known)
+        created = [_Buffer(owner, name, None, 0, None, existed=False) for owner, name in new]
+        for b in created + [b for b in before if b.changed(self._first)]:
+            changing.setdefault(b.owner, set()).add(b.name)
+        # Small buffers next to one that changes may change too, in ways that are not seen, as batch norm's do.
+        self._before = [b for b in before if b.owner in changing and (b.copy is not None or b.changed(False))] + created
+        for b in self._before:
+            b.value(type(self._block).__name__)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Compute with the values from before the forward pass, and leave the block's buffers as they are now."""
+        if not self._before:
+            yield
+            return
+        now = [(b.owner._buffers, b.name, b.owner._buffers.get(b.name)) for b in self._before]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        mode: Substituted | None = None
+        try:
+            for b, (holder, name, there) in zip(self._before, now, strict=True):
+                value = b.value(type(self._block).__name__)
+                if value is not None and there is not None:
+                    pairs.append((there, value.detach().requires_grad_(value.requires_grad).clone()))
+                elif b.existed:
+                    holder[name] = value
+                else:
+                    holder.pop(name, None)
+            mode = Substituted(pairs)
+            with mode:
+                yield
+        finally:
+            if mode is not None:
+                mode.end()
+            for holder, name, there in now:
+                if holder.get(name) is not there:
+                    holder[name] = there
+
+
+class _Watch:
+    """Warns if a recompute changes the attributes, lists and numbers again that the forward pass changed."""
+
+    def __init__(self, block: nn.Module, arguments: dict[str, Any], seen: Seen) -> None:
+        self._block, self._seen = block, seen
+        self.complete = bool(seen.suspects)
+        """Whether the recompute must run to its end, because an earlier one may have stopped before the change."""
+        self._places = [(type(part).__name__, part.__dict__) for part in block.modules()]
+        self._places.append(("argument", {k: v for k, v in arguments.items() if not isinstance(v, Tensor)}))
+        first = block.training not in seen.watched
+        seen.watched.add(block.training)
+        self._before = self._now() if first else None
+
+    def end_forward(self) -> None:
+        """Note what the forward pass changed."""
+        if self._before is not None:
+            self._seen.suspects.update(self._changed(self._before))
+            self._before = None
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Warn of what changes inside."""
+        suspects = self._seen.suspects
+        if not suspects:
+            yield
+            return
+        before = {key: value for key, value in self._now().items() if key in suspects}
+        try:
+            yield
+        finally:
+            again = self._changed(before) & suspects
+            for index, name in again:
+                self._warn(self._places[index][0], name)
+            suspects -= again
+            if self.complete:
+                suspects.clear()
+
+    def _now(self) -> _State:
+        return {
+            (index, name): (value, told(value))
+            for index, (_, holder) in enumerate(self._places)
+            for name, value in holder.items()
+            if name not in OF_TORCH
+        }
+
+    def _changed(self, before: _State) -> set[tuple[int, str]]:
+        now = self._now()
+        missing = before.keys() ^ now.keys()
+        for key in before.keys() & now.keys():
+            with suppress(Exception):  # of values that cannot be compared
+                if not is_still(now[key][0], *before[key]):
+                    missing.add(key)
+        return missing
+
+    def _warn(self, where: str, name: str) -> None:
+        block = type(self._block).__name__
+        what = f"its argument {name}" if where == "argument" else f"{where}.{name}"
+        warn(
+            f"{block} changes {what} in its forward pass, and activation checkpointing changes it once more in the"
+            " recompute, which also reads the new value. Return what is collected as an output, make a number a buffer"
+            " (register_buffer), whose value is restored, or leave the block out of Checkpointing(targets=...).",
+            once=f"side effect {block} {what}",
+        )
+
+
+_State = dict[tuple[int, str], tuple[Any, Any]]
+
+
+def _owners(block: nn.Module) -> list[nn.Module]:
+    """Return the modules of a block that have buffers. ``block.modules()`` takes three times as long."""
+    found, left = [], [block]
+    while left:
+        part = left.pop()
+        if part._buffers:
+            found.append(part)
+        left.extend(child for child in part._modules.values() if child is not None)
+    return found

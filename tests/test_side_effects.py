@@ -1,0 +1,583 @@
+"""Blocks that change more than their output: buffers, and what they keep in Python."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lt_tiled import Checkpointing, prepare
+from lt_tiled import side_effects as module_under_test
+from tests.models import H, TinyLM, lm_loss
+from tests.parity import randn
+from tests.processes import LIMIT
+
+IDS = torch.arange(2 * 24).view(2, 24) % 32
+
+
+class Base(nn.Module):
+    """A block with two projections. The change comes before, between or after what the backward pass saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).sin()
+        x = self.change(x)
+        return self.b(x).sin().exp().sin() * 0.5
+
+    def change(self, x: Tensor) -> Tensor:
+        return x
+
+
+class BatchNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(H)
+
+    def change(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class InstanceNorm(BatchNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(H, track_running_stats=True)
+
+
+class CumulativeNorm(BatchNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(H, momentum=None)
+
+
+class OldSpectralNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.a = nn.utils.spectral_norm(self.a)
+
+
+class SpectralNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.parametrizations.spectral_norm(self.a)
+
+
+class WithBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(H))
+
+
+class InPlace(WithBuffer):
+    def change(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.state.mul_(0.9).add_(x.detach().mean((0, 1)))
+        return x * self.state.clone()
+
+
+class ReadFirst(WithBuffer):
+    def change(self, x: Tensor) -> Tensor:
+        x = x * self.state.clone()
+        self.state += x.detach().amax((0, 1))
+        self.state[0] = 0.3
+        return x + self.state.clone()
+
+
+class ByData(WithBuffer):
+    def change(self, x: Tensor) -> Tensor:
+        self.state.data.mul_(0.9).add_(x.detach().mean((0, 1)))
+        return x * self.state.clone()
+
+
+class Replaced(WithBuffer):
+    def change(self, x: Tensor) -> Tensor:
+        self.state = 0.9 * self.state + x.detach().mean((0, 1))
+        return x * self.state
+
+
+class Saved(WithBuffer):
+    """The graph saves the buffer, and the next forward pass replaces it."""
+
+    def change(self, x: Tensor) -> Tensor:
+        x = x * self.state
+        self.state = self.state + x.detach().amax((0, 1))
+        return x
+
+
+class Counter(WithBuffer):
+    """What is computed depends on a count in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def change(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return x * 2 if self.count.item() % 2 else x.cos()
+
+
+class CountedLast(Counter):
+    def forward(self, x: Tensor) -> Tensor:
+        x = Base.forward(self, x)
+        self.count += 1
+        return x
+
+    def change(self, x: Tensor) -> Tensor:
+        return x * 2 if bool(self.count % 2) else x.cos()
+
+
+class Lazy(Base):
+    """The buffer is there after the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", None)
+
+    def change(self, x: Tensor) -> Tensor:
+        if self.state is None:
+            self.state = x.detach().mean((0, 1))
+        else:
+            self.state = self.state.lerp(x.detach().mean((0, 1)), 0.5)
+        return x * self.state
+
+
+class Registered(Base):
+    def change(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "state"):
+            self.register_buffer("state", x.detach().mean((0, 1)))
+            return x.cos()
+        return x * self.state
+
+
+class OfAGraph(WithBuffer):
+    """The buffer carries a graph from one call to the next."""
+
+    def change(self, x: Tensor) -> Tensor:
+        x = x * self.state
+        self.state = torch.tanh(self.state + x.mean((0, 1)))
+        return x
+
+
+class OwnBatchNorm(WithBuffer):
+    """Batch norm without a module of its own, which changes its buffers without a new version."""
+
+    def change(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        old = self.state.clone()
+        y = F.batch_norm(flat, self.state, torch.ones(H), training=True)
+        return y.view_as(x) * old
+
+
+class _Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor) -> Tensor:
+        state.add_(1.0)
+        ctx.factor = state.clone()
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class InAFunction(WithBuffer):
+    def change(self, x: Tensor) -> Tensor:
+        return _Counting.apply(x, self.state)
+
+
+KINDS = [
+    BatchNorm,
+    InstanceNorm,
+    CumulativeNorm,
+    OldSpectralNorm,
+    SpectralNorm,
+    InPlace,
+    ReadFirst,
+    ByData,
+    Replaced,
+    Saved,
+    Counter,
+    CountedLast,
+    Lazy,
+    Registered,
+    OwnBatchNorm,
+    InAFunction,
+]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def steps(model: nn.Module) -> dict[str, Tensor]:
+    """Train two steps of two forward passes each, with calls in between, and one backward pass kept for another."""
+    inputs = [randn(2, 5, H, seed=i).detach() for i in range(4)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        first, second = model(inputs[0]), model(inputs[1])
+        with torch.no_grad():
+            model(inputs[2])
+        first.square().sum().backward(retain_graph=True)
+        model.eval()
+        model(inputs[3])
+        model.train()
+        first.sum().backward()
+        second.square().sum().backward()
+        optimizer.step()
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return {**model.state_dict(), **gradients, "output": second.detach()}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers(kind: type[Base], nested: bool) -> None:
+    """Blocks that change buffers have bit for bit the gradients and the state without checkpointing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(kind()) for _ in range(3)))
+    twin = copy.deepcopy(model)
+    true = steps(model)
+    targets = ["Sequential", kind.__name__] if nested else kind.__name__
+    if nested:
+        twin = nn.ModuleList([twin])[0]
+        targets = ["0", "1", "2", *(f"{i}.0" for i in range(3))]
+    with prepare(twin, checkpointing=Checkpointing(targets)):
+        assert same(steps(twin), true)
+
+
+@pytest.mark.parametrize("kind", [BatchNorm, Counter, InPlace, SpectralNorm])
+def test_buffers_with_offloading(kind: type[Base]) -> None:
+    """The same with offloaded inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(kind() for _ in range(3)))
+    twin = copy.deepcopy(model)
+    true = steps(model)
+    with prepare(twin, checkpointing=Checkpointing(kind.__name__, offload="disk", min_bytes=0, keep_last=0)):
+        assert same(steps(twin), true)
+
+
+def test_a_buffer_with_a_graph() -> None:
+    """A buffer that carries a graph gets the gradients without checkpointing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OfAGraph(), OfAGraph())
+    twin = copy.deepcopy(model)
+
+    def run(net: nn.Module) -> list[Tensor]:
+        x = randn(2, 5, H)
+        y = net(net(x))
+        return list(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]))
+
+    true = run(model)
+    with prepare(twin, checkpointing=Checkpointing("OfAGraph")):
+        assert all(torch.equal(a, b) for a, b in zip(run(twin), true, strict=True))
+
+
+def test_torch_applies_the_change_twice() -> None:
+    """Canary: torch's own checkpoint changes a buffer in the recompute again. If it does not, this module can go."""
+    block = InPlace()
+    y = checkpoint(block, randn(2, 5, H), use_reentrant=False)
+    after = block.state.clone()
+    y.sum().backward()
+    assert not torch.equal(block.state, after)
+
+
+def test_a_buffer_that_an_outer_graph_saved() -> None:
+    """A graph outside of the block that saved the buffer has its backward pass after the recompute."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(InPlace(), InPlace()), randn(2, 5, H)
+    with prepare(model, checkpointing=Checkpointing("InPlace")):
+        y = model(x)
+        z = y * model[0].state
+        y.sum().backward(retain_graph=True)
+        z.sum().backward()
+
+
+def test_the_recompute_changes_nothing_for_other_threads() -> None:
+    """While a block is recomputed, another thread sees its buffers as the forward pass left them."""
+
+    class Waits(InPlace):
+        calls = 0
+
+        def change(self, x: Tensor) -> Tensor:
+            x = super().change(x)
+            type(self).calls += 1
+            if type(self).calls == 2:
+                inside.set()
+                assert seen.wait(LIMIT)
+            return x
+
+    inside, seen = threading.Event(), threading.Event()
+    model = nn.ModuleList([Waits()])
+    found: list[Tensor] = []
+
+    def look() -> None:
+        assert inside.wait(LIMIT)
+        found.append(model[0].state.clone())
+        seen.set()
+
+    with prepare(model, checkpointing=Checkpointing("Waits")):
+        y = model[0](randn(2, 5, H))
+        after = model[0].state.clone()
+        thread = threading.Thread(target=look)
+        thread.start()
+        y.sum().backward()
+        thread.join(LIMIT)
+    assert torch.equal(found[0], after)
+
+
+def test_an_exception_in_the_recompute_restores_buffers() -> None:
+    """A recompute that is interrupted leaves the buffers as they were."""
+
+    class Fails(Replaced):
+        fails = False
+
+        def change(self, x: Tensor) -> Tensor:
+            x = super().change(x)
+            if self.fails:
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.ModuleList([Fails()])
+    with prepare(model, checkpointing=Checkpointing("Fails")):
+        y = model[0](randn(2, 5, H))
+        state, model[0].fails = model[0].state, True
+        with pytest.raises(KeyboardInterrupt):
+            y.sum().backward()
+        assert model[0].state is state
+
+
+class Large(WithBuffer):
+    begins = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2**19))
+        self.calls = 0
+
+    def change(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.begins:
+            self.table.mul_(2)
+        return x * self.table[:H].clone()
+
+
+def test_large_buffers() -> None:
+    """A large buffer that changes in the first call is copied; one that begins to change later raises by name."""
+    model = nn.ModuleList([Large()])
+    x = randn(2, 5, H)
+    with prepare(model, checkpointing=Checkpointing("Large")):
+        for call in range(3):
+            model[0](x).sum().backward()
+            assert model[0].table[0] == 2 ** (call + 1)
+    model[0].begins = model[0].calls + 1
+    with prepare(model, checkpointing=Checkpointing("Large")):
+        model[0](x)
+        with pytest.raises(RuntimeError, match=r"Large: its forward pass changed the buffer Large.table of shape"):
+            model[0](x)
+
+
+def test_batch_norm_that_begins_to_train() -> None:
+    """Batch norm that was frozen in the first steps is right once it trains, for its submodule alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(BatchNorm(), BatchNorm())
+    twin = copy.deepcopy(model)
+
+    def run(net: nn.Sequential) -> dict[str, Tensor]:
+        for trains in (False, True, True):
+            for block in net:
+                block.norm.train(trains)
+            net(randn(2, 5, H)).square().sum().backward()
+        return {**net.state_dict(), **{name: p.grad for name, p in net.named_parameters()}}
+
+    true = run(model)
+    with prepare(twin, checkpointing=Checkpointing("BatchNorm")):
+        assert same(run(twin), true)
+
+
+def test_blocks_without_changes_save_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks whose buffers stay the same hold no copy, and run no mode in the recompute."""
+
+    class Constant(WithBuffer):
+        def change(self, x: Tensor) -> Tensor:
+            return x * self.state
+
+    made: list[module_under_test.SideEffects] = []
+    real = module_under_test.SideEffects.run
+    monkeypatch.setattr(module_under_test.SideEffects, "run", lambda self, f: (made.append(self), real(self, f))[1])
+    monkeypatch.setattr(module_under_test, "Substituted", None)
+    model = nn.Sequential(Constant(), Constant())
+    with prepare(model, checkpointing=Checkpointing("Constant")):
+        for _ in range(2):
+            y = model(randn(2, 5, H))
+            assert all(not effects._buffers._before for effects in made)
+            y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_part() -> None:
+    """A block that changes buffers next to a compiled part is right."""
+
+    class Compiled(InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = torch.compile(self.b, backend="aot_eager")
+
+    torch.manual_seed(0)
+    model = nn.ModuleList([Compiled()])
+    x = randn(2, 5, H)
+    start = model[0].state.clone()
+    (true,) = torch.autograd.grad(model[0](x).sum(), x)
+    after = model[0].state.clone()
+    model[0].state = start
+    with prepare(model, checkpointing=Checkpointing("Compiled")):
+        assert torch.allclose(torch.autograd.grad(model[0](x).sum(), x)[0], true)
+        assert torch.allclose(model[0].state, after)
+
+
+# What a block keeps in Python
+
+
+class Appends(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[float] = []
+
+    def change(self, x: Tensor) -> Tensor:
+        self.log.append(float(x.detach().sum()))
+        return x
+
+
+class KeepsDeque(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: deque[Tensor] = deque(maxlen=1)
+
+    def change(self, x: Tensor) -> Tensor:
+        self.log.append(x.detach().sum() + sum(self.log))
+        return x
+
+
+class KeepsDict(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: dict[str, list[int]] = {"seen": []}
+
+    def change(self, x: Tensor) -> Tensor:
+        self.log["seen"].append(x.shape[1])
+        return x
+
+
+class Calls(Base):
+    calls = 0
+
+    def change(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class CallsLast(Base):
+    """The recompute of the first call stops before the change."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x * 2 if self.calls % 2 else x)
+        self.calls += 1
+        return x
+
+
+class PlainTensor(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema = torch.zeros(H)
+
+    def change(self, x: Tensor) -> Tensor:
+        self.ema = 0.9 * self.ema + x.detach().mean((0, 1))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Appends, "log"), (KeepsDeque, "log"), (KeepsDict, "log"), (Calls, "calls"), (CallsLast, "calls"),
+     (PlainTensor, "ema")],
+)  # fmt: skip
+def test_a_change_that_is_made_twice_is_warned_of(
+    kind: type[Base], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A list, dictionary, deque, number or tensor that the recompute changes again is named once, with the remedy."""
+    model = nn.Sequential(kind(), kind())
+    with prepare(model, checkpointing=Checkpointing(kind.__name__)):
+        for _ in range(4):
+            model(randn(2, 5, H)).sum().backward()
+    told = [m for m in caplog.messages if "once more" in m]
+    assert len(told) == 1
+    assert f"{kind.__name__} changes {kind.__name__}.{name} in its forward pass" in told[0]
+    assert "register_buffer" in told[0]
+
+
+def test_a_list_among_the_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    """A list of the caller's to which a block appends is named by the name of the argument."""
+
+    class Notes(Base):
+        def forward(self, x: Tensor, notes: list[Tensor], names: dict[str, int]) -> Tensor:  # type: ignore[override]
+            notes.append(x.detach().mean())
+            names["rows"] = len(x)
+            return super().forward(x)
+
+    model, notes = nn.ModuleList([Notes(), Notes()]), []
+    with prepare(model, checkpointing=Checkpointing("Notes")):
+        for _ in range(2):
+            x = randn(2, 5, H)
+            for block in model:
+                x = block(x, notes, names={})
+            x.sum().backward()
+    told = [m for m in caplog.messages if "once more" in m]
+    assert len(told) == 1
+    assert "Notes changes its argument notes" in told[0]
+
+
+def test_no_false_alarms(caplog: pytest.LogCaptureFixture) -> None:
+    """What the recompute sets to the same value again is no cause for a warning."""
+
+    class Caches(OldSpectralNorm):
+        length: int | None = None
+        last: Tensor | None = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.masks: dict[int, Tensor] = {}
+
+        def change(self, x: Tensor) -> Tensor:
+            self.length, self.last = x.shape[1], x
+            mask = self.masks.setdefault(x.shape[1], torch.ones(x.shape[1], 1))
+            return x * mask
+
+    model = nn.Sequential(Caches(), Caches())
+    with prepare(model, checkpointing=Checkpointing("Caches")):
+        for _ in range(3):
+            model(randn(2, 5, H)).sum().backward()
+    lm = TinyLM()
+    with prepare(lm, checkpointing=True):
+        lm_loss(lm(IDS), IDS).backward()
+    assert not [m for m in caplog.messages if "once more" in m]
+
+
+def test_attributes_are_compared_in_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls of a block that changes no attribute do not look at attributes."""
+    model = nn.Sequential(Base(), Base())
+    with prepare(model, checkpointing=Checkpointing("Base")):
+        model(randn(2, 5, H)).sum().backward()
+        monkeypatch.setattr(module_under_test, "_Watch", None)
+        model(randn(2, 5, H)).sum().backward()
