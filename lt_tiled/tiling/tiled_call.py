@@ -358,7 +358,8 @@ class TiledCall:
             outputs = pytree.tree_leaves(self._run_with_graph(trace, leaves))
         given = {index: gradient for index, gradient in given.items() if outputs[index].requires_grad}
         wanted = [(leaf, part) for leaf, part in zip(leaves, into.parts, strict=True) if part is not None]
-        direct = [(s, t) for s, w in zip(into.sums, self.weights, strict=True) for t in w.now()]
+        pairs = zip(into.sums, self.weights, strict=True)
+        direct = [(total, t) for total, weight in pairs for t in weight.now() if t.requires_grad]
         own = [*(leaf for leaf, _ in wanted), *(s.leaf for s in (*into.sums, *into.wholes))]
         targets = [*own, *(t for _, t in direct)]
         found: Sequence[Tensor | None] = [None] * len(targets)

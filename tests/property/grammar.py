@@ -381,54 +381,35 @@ def position_wise_cases() -> st.SearchStrategy[Case]:
     ).filter(lambda case: not any(known(case) for known in (*KNOWN.values(), *REFUSED.values())))
 
 
-_WITHOUT_TOKENS = {"per row", "per position", "per position, wants a gradient", "list per token", "dict per token"}
-_CHANGED = {name for name in BETWEEN if "weights set" in name or "data of" in name or "number" in name}
-_CHANGED |= {name for name in BETWEEN if name.startswith(("buffers", "plain tensor", "part", "weights replaced"))}
-
 KNOWN: dict[str, Callable[[Case], bool]] = {
     "a branch for all tokens, which the few tokens of the self-check do not take": lambda case: "branch" in case.parts,
-    "the output tells the number of rows, which is 1 in every tile": lambda case: (
-        case.output == "tokens" and len(case.lead) > 1
+    "the data of weights changed in place, of which torch keeps no version": lambda case: (
+        case.between == "data of weights in place"
     ),
-    "a hook that mixes tokens and is set after the first call": lambda case: (
-        case.before != "nothing" and case.around == "inner hook that mixes"
+    "another weight in the recompute of a checkpoint, where torch computes its gradients with that": lambda case: (
+        "checkpoint" in case.around and case.between in ("weights replaced", "frozen")
     ),
-    "what changed between the forward and the backward pass is not noticed": lambda case: case.between in _CHANGED,
-    "a tensor in a list wants a gradient, and nothing else does": lambda case: case.extra == "list, wants a gradient",
-    "an attribute happens to be equal after half of the tokens": lambda case: "keeps" in case.parts,
-    "a share of other tokens that is smaller than rounding in float32": lambda case: (
-        "mean behind a small gate" in case.parts
+    "outputs that share memory are separate tensors in tiles": lambda case: (
+        case.around == "output changed in place" and case.output in ("also detached", "same twice")
     ),
-    "the hook of a weight that the output does not depend on is called with None": lambda case: (
-        "hooks of a weight" in case.parts and case.output == "detached alone"
+    "the data of weights written in the forward, of which torch keeps no version": lambda case: (
+        "writes into a weight's data" in case.parts
     ),
-    "frozen weights changed in place between the forward and the backward pass": lambda case: (
-        case.between == "weights in place" and case.around == "saved tensors on the CPU"
+    "a lazy module that fails in its first run: torch's error": lambda case: (
+        "nn.LazyLinear" in case.parts and "per token" in case.extra
     ),
-    "a part refuses one token: torch's error": lambda case: "batch norm" in case.parts,
-    "a share of other tokens that is smaller than rounding under autocast": lambda case: (
-        "mean of all" in case.parts and case.autocast != "off"
-    ),
-    "rows are channels: torch's error about shapes": lambda case: "nn.GroupNorm" in case.parts,
-    "an argument has rows or positions and no tokens: torch's error about shapes": lambda case: (
-        case.extra in _WITHOUT_TOKENS
-    ),
-    "as many tokens as channels: an argument of channels is cut": lambda case: (
-        case.lead == (H,) and (case.extra in ("channels", "tuple") or case.before == "a call on other arguments")
-    ),
-    "the output has its dimensions in another order: torch's error about shapes": lambda case: (
-        case.output == "transposed"
-    ),
-    "the input was changed in place after the call: torch's error": lambda case: (
-        case.around == "input changed afterwards"
-    ),
-    "a derivative inside of the forward, under activation checkpointing": lambda case: (
-        "force" in case.parts and "checkpoint" in case.around
-    ),
+    "noise of rows, which are tokens": lambda case: "noise of rows" in case.parts and len(case.lead) == 1,
 }
 """What is known to go wrong, and is not drawn until it is fixed."""
 
 REFUSED: dict[str, Callable[[Case], bool]] = {
+    "as many tokens as channels: an argument of channels is cut": lambda case: (
+        case.lead == (H,) and (case.extra in ("channels", "tuple") or case.before == "a call on other arguments")
+    ),
+    "the hook of a weight that the output does not depend on": lambda case: (
+        "hooks of a weight" in case.parts and (case.output == "detached alone" or "constant" in case.parts)
+    ),
+    "a derivative of a derivative, which fails without a graph": lambda case: case.parts.count("force") > 1,
     "a derivative inside of the forward, for an input that wants none": lambda case: (
         "force" in case.parts and not case.wants_grad
     ),
