@@ -118,17 +118,17 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
-        made = TiledCall.of(work, patch, args, kwargs)
+        hook = work.hooked()
+        made = TiledCall.of(work, patch, args, kwargs) if hook is None else None
         if made is None:
+            if hook is not None:
+                _say_untiled_by(hook, patch)
             return work.function(*args, **kwargs)
         if recorded := work.recorded():
             names = ", ".join(recorded)
             _tile_below(
                 module, patch, f"{patch.name}: transformers records {names} inside it, which tiles would change."
             )
-            return work.function(*args, **kwargs)
-        if hook := work.hooked():
-            _say_untiled_by(hook, patch)
             return work.function(*args, **kwargs)
         _refuse_transforms(patch.name)
         try:

@@ -124,7 +124,7 @@ class _EqualDraws(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(drawn[1])  # the backward pass scales both calls alike
         if isinstance(drawn, Tensor) and (drawn.is_floating_point() or drawn.dtype == torch.bool):
-            drawn.fill_(1.0 if "bernoulli" in func.name() else 0.5)
+            drawn.fill_(1.0 if "bernoulli" in func.name() else 0.6)  # keeps, in most masks
         return drawn
 
 
@@ -172,20 +172,28 @@ def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
     """
     # One token less: all tokens of a call would run in its own layout, with a mask for each row.
     tokens = next(len(t) for t, per_token in zip(flat, call.per_token, strict=True) if per_token) - 1
-    pairs = zip(flat, call.per_token, strict=True)
-    equal = [t[:1].expand(tokens, *t.shape[1:]) if per_token else t for t, per_token in pairs]
     lead = call.shape.tile_lead(tokens)
-    with torch.no_grad():
-        runs = zip(*(pytree.tree_leaves(call.run_tile(equal)) for _ in range(_DRAWS)), strict=True)
+    runs: list[tuple[Any, ...]] = []
+    for largest in (True, False):  # a mask or a scale of zero hides the one or the other
+        pairs = zip(flat, call.per_token, strict=True)
+        equal = [_extreme(t, largest).expand(tokens, *t.shape[1:]) if per_token else t for t, per_token in pairs]
+        with torch.no_grad():
+            runs += zip(*(pytree.tree_leaves(call.run_tile(equal)) for _ in range(_DRAWS)), strict=True)
     for leaves in runs:
-        if all(isinstance(t, Tensor) and t.shape[: len(lead)] == lead for t in leaves):
-            draws = [t.flatten(0, len(lead) - 1) for t in leaves]
+        if all(isinstance(t, Tensor) and (t.shape[: len(lead)] == lead or t.shape[:1] == (tokens,)) for t in leaves):
+            draws = [t.reshape(tokens, -1) for t in leaves]
             differ = not all(torch.equal(t, draws[0]) for t in draws)
             if differ and all(torch.equal(t, t[:1].expand_as(t)) for t in draws):
                 raise NotPositionWiseError(
                     f"{call.patch.name} draws one random mask for all tokens, such as locked dropout or stochastic"
                     f" depth, and each tile would draw another. {REMEDY}"
                 )
+
+
+def _extreme(flat: Tensor, largest: bool) -> Tensor:
+    """Return the token with the largest or the smallest entries."""
+    index = int(flat.detach().reshape(len(flat), -1).float().abs().sum(1).mul(1 if largest else -1).argmax())
+    return flat[index : index + 1]
 
 
 def _draws_elsewhere(one: TiledCall, sample: Sequence[Tensor]) -> bool:
@@ -287,9 +295,9 @@ def _scaled(one: TiledCall, sample: Sequence[Tensor], factors: Tensor, index: sl
 def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor]:
     """Return the leading dimensions of a few tokens from all over ``lead``, and their indices among all tokens.
 
-    At least two entries of each dimension, where it has them: what mixes along a batch must be seen too.
+    Several entries of each dimension, where it has them: what mixes along a batch must be seen too.
     """
-    counts = [min(size, 2) for size in lead]
+    counts = [min(size, {2: 5, 3: 3}.get(len(lead), 2)) for size in lead]
     for index in reversed(range(len(lead))):
         counts[index] = min(lead[index], max(counts[index], ceil(CHECK_TOKENS * counts[index] / prod(counts))))
     picked = torch.zeros(1, dtype=torch.int64, device=device)

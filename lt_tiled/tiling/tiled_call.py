@@ -125,7 +125,8 @@ class TiledCall:
     def key(self) -> Hashable:
         """Tells calls apart whose tiles run different code."""
         switches = tuple(_switches(part) for part, _ in self.modes)
-        return self.work.key, self.arguments.tree, switches, tuple(self.wants_grad), self.autocast
+        kinds = tuple(zip(self.per_token, self.wants_grad, strict=True))
+        return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
     @property
     def mode(self) -> Hashable:
@@ -439,7 +440,7 @@ def _switches(part: nn.Module) -> tuple[Hashable, ...]:
     for name, value in part.__dict__.items():
         if type(value) is bool or type(value) is str:
             found.append(value)
-        elif type(value) is list and all(type(entry) is str for entry in value):
+        elif type(value) is list and value and all(type(entry) is str for entry in value):
             found.append(tuple(value))
         elif isinstance(value, Tensor) and value.requires_grad:
             found.append(name)
