@@ -6,7 +6,7 @@ own buffers are compared before and after its forward pass, by identity and vers
 training mode by value too: batch norm and ``.data`` change them without a new version. Of what changed, the values from
 before are kept. The recompute computes with clones of those by a torch function mode (see NOTE [Substitution]), so
 nothing in the module changes that another thread could see, except that buffers which the block replaces by assignment
-are put back at its end.
+are restored at its end.
 
 Python objects cannot be substituted. If the recompute changes again what the forward pass changed, a warning says so.
 """

@@ -530,8 +530,8 @@ def _equal(a: Any, b: Any, bound: float) -> bool:
 
 
 _REMEDY = re.compile(
-    r"Remove it from targets|Do not tile|Make the change|Return it|Register it|without, or lt_tiled.untile|Remove the hook|"
-    r"step the optimizer after|[Rr]emove the module from"
+    r"Remove it from targets|Do not tile|Make the change|Return it|Register it|without, or lt_tiled.untile|"
+    r"Remove the hook|step the optimizer after|[Rr]emove the module from"
 )
 
 
