@@ -78,9 +78,8 @@ class BlockPatch(Patch):
                 return self.inner(module, *inner_args, **inner_kwargs)
             return effects.run(lambda: self.inner(module, *inner_args, **inner_kwargs))
 
-        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False)
-        if effects is not None and not effects.early_stop:
-            checkpointed = partial(checkpointed, early_stop=False)
+        early_stop = effects is None or effects.early_stop
+        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, early_stop=early_stop)
         if offload is None:
             return checkpointed()
         select = offload.offloader.policy.select

@@ -25,11 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
-from lt_tiled.tiling.recompute import OF_TORCH, is_still, told, version_of
+from lt_tiled.tiling.recompute import OF_TORCH, SMALL_BUFFER, is_still, told, version_of
 from lt_tiled.tiling.weights import Substituted
-
-SMALL = 2**20
-"""Buffers of at most so many bytes are copied before each call, because they may begin to change at any time."""
 
 
 @dataclass
@@ -63,7 +60,7 @@ class _Buffer(NamedTuple):
         if tensor is None:
             return cls(owner, name, None, 0, None)
         strided = tensor.layout is torch.strided and not tensor.is_nested
-        copied = strided and (large or tensor.numel() * tensor.itemsize <= SMALL)
+        copied = strided and (large or tensor.numel() * tensor.itemsize <= SMALL_BUFFER)
         copy = tensor.detach().clone().requires_grad_(tensor.requires_grad) if copied else None
         return cls(owner, name, tensor, version_of(tensor), copy)
 
@@ -87,7 +84,7 @@ class _Buffer(NamedTuple):
             where = f"{type(self.owner).__name__}.{self.name} of shape {list(self.tensor.shape)}"
             raise RuntimeError(
                 f"{block}: its forward pass changed the buffer {where} in place for the first time, and the recompute"
-                f" needs the old values. Buffers of more than {SMALL} bytes are copied only once a call showed that"
+                f" needs the old values. Buffers of more than 1 MiB are copied only once a call showed that"
                 " they change. Replace the buffer instead (self.buffer = ...), or leave the block out of"
                 " Checkpointing(targets=...)."
             )
@@ -170,7 +167,7 @@ class Buffers:
         # Small buffers next to one that changes may change too, in ways that are not seen, as batch norm's do.
         self._before = [b for b in before if b.owner in changing and (b.copy is not None or b.changed(False))] + created
         for b in self._before:
-            b.value(type(self._block).__name__)
+            b.value(type(self._block).__name__)  # raises if the value is lost
 
     @contextmanager
     def restored(self) -> Iterator[None]:

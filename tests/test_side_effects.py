@@ -249,10 +249,7 @@ def test_buffers(kind: type[Base], nested: bool) -> None:
     model = nn.Sequential(*(nn.Sequential(kind()) for _ in range(3)))
     twin = copy.deepcopy(model)
     true = steps(model)
-    targets = ["Sequential", kind.__name__] if nested else kind.__name__
-    if nested:
-        twin = nn.ModuleList([twin])[0]
-        targets = ["0", "1", "2", *(f"{i}.0" for i in range(3))]
+    targets = ["0", "1", "2", *(f"{i}.0" for i in range(3))] if nested else kind.__name__
     with prepare(twin, checkpointing=Checkpointing(targets)):
         assert same(steps(twin), true)
 

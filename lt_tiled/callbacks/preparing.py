@@ -15,7 +15,7 @@ from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled._types import PositiveInt
 from lt_tiled.policies import Checkpointing, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog
-from lt_tiled.strategies.blocks import refuse_units_in_tiled_modules
+from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.deepspeed import adapt_tiles
 
 
@@ -56,7 +56,7 @@ class PreparingCallback(AppliesPolicies, Callback):
         try:
             if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
                 adapt_tiles(strategy, model)
-            refuse_units_in_tiled_modules(model)
+            adapt_to_fsdp_units(model)
         except BaseException:
             self._models.release(keep=before)
             raise

@@ -19,7 +19,7 @@ from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.recompute import AutocastState, Reads, training_set
+from lt_tiled.tiling.recompute import AutocastState, Reads, training_set, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import substituted, trainable_weights
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnHead:
-    """What a head that is called with it runs on itself, with its hooks around it."""
+    """A function that a head runs instead of its forward, with its hooks around: ``head(hidden, OnHead(function))``."""
 
     function: Callable[[nn.Module, Tensor], Tensor]
 
@@ -76,7 +76,7 @@ class HeadCall:
             return self.head(self.hidden, OnHead(checked))
 
     def _versions(self) -> list[int]:
-        return [0 if t.is_inference() else t._version for t in (self.hidden, *self.head.parameters())]
+        return [version_of(t) for t in (self.hidden, *self.head.parameters())]
 
 
 class DeferredLogits(Deferred):

@@ -24,7 +24,7 @@ from lt_tiled._log import inform
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.logits import DeferredLogits, HeadCall, ModelCall, OnHead
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import SharedPatch, get_patch, get_patches, remove_patch, set_patch
+from lt_tiled.modules.patch import HOOKS, SharedPatch, get_patch, get_patches, is_of, remove_patch, set_patch
 from lt_tiled.policies import LossShards
 from lt_tiled.tiling.state import Learned
 
@@ -105,8 +105,8 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
     if call is None or call.grad_mode != torch.is_grad_enabled() or not plain:
         return patch.inner(self, *args, **kwargs)
-    hooks = [h for place in _HOOKS for h in list(getattr(self, place).values())]
-    if any(not str(getattr(getattr(h, "func", h), "__module__", "")).startswith(_ENGINES) for h in hooks):
+    hooks = [h for place in HOOKS for h in list(getattr(self, place).values())]
+    if not all(is_of(hook, _ENGINES) for hook in hooks):
         inform(f"the loss of {patch.name} is not tiled: hooks on its head need full logits", once=f"hooks {patch.name}")
         return patch.inner(self, *args, **kwargs)
     (hidden,) = args
@@ -134,7 +134,6 @@ def _unwrapped(head: nn.Module, args: Any, output: Any) -> Any:
     return output.logits
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 _ENGINES = ("torch.distributed", "deepspeed", "lt_tiled")
 
 

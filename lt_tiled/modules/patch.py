@@ -19,6 +19,15 @@ from torch import nn
 PatchType = TypeVar("PatchType", bound="Patch")
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of a module that hold its hooks."""
+
+
+def is_of(hook: Any, packages: tuple[str, ...]) -> bool:
+    """Whether a hook was defined in one of these packages, and not by a user."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(packages)
+
+
 class Patch:
     """What a patched module carries. One subclass for each way of running a module differently."""
 

@@ -111,10 +111,8 @@ def simulate(
         fake_weights(model)
         for tensor in (*model.parameters(), *model.buffers()):
             ledger.name(tensor, "weights")
-        engine = settings.engine.name  # as its strategy sets them:
-        needs = EngineNeeds(
-            zeros_for_unused=engine.startswith("zero"), same_order=engine in ("zero1", "zero2"), defer=engine != "zero3"
-        )
+        engine = settings.engine.name
+        needs = EngineNeeds.of_zero(int(engine[-1])) if engine.startswith("zero") else EngineNeeds()
         policies = (tiling, settings.checkpointing, settings.loss)
         prepared = stack.enter_context(Prepared(model, *policies, needs=needs, build=fake_offloader))
         optimizer = make_optimizer()

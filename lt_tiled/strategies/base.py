@@ -16,7 +16,7 @@ from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveInt
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import Checkpointing, Tiers, Tiling
-from lt_tiled.strategies.blocks import refuse_units_in_tiled_modules
+from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as FabricBase
@@ -90,7 +90,7 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         self._log = OffloadLog()
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
-        refuse_units_in_tiled_modules(self.lightning_module)
+        adapt_to_fsdp_units(self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -119,7 +119,7 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
     def setup_module(self, module: nn.Module) -> Any:
         with self._restored_on_error(module):
             wrapped = super().setup_module(self.wrap(module))
-            refuse_units_in_tiled_modules(wrapped)
+            adapt_to_fsdp_units(wrapped)
             return wrapped
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *args: Any) -> Any:

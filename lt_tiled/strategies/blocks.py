@@ -28,8 +28,8 @@ def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> li
     return blocks
 
 
-def refuse_units_in_tiled_modules(model: nn.Module) -> None:
-    """Adapt tiled modules to FSDP units: a norm or an MLP that is one has its weights for its own call alone.
+def adapt_to_fsdp_units(model: nn.Module) -> None:
+    """Set what tiled modules need under FSDP: a norm or an MLP that is a unit has its weights for its own call alone.
 
     Raises:
         ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.

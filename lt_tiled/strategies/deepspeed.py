@@ -21,6 +21,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from types import MethodType
@@ -39,7 +40,7 @@ from lt_tiled._log import warn
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
 from lt_tiled.tiling.patched import tiled_patches
-from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 
 
 class _DeepSpeed(TiledStrategy):
@@ -173,10 +174,7 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
         ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
     """
     for _, _, patch in tiled_patches(model):
-        # DeepSpeed reads the gradient of each weight that autograd reaches, and takes the others as zeros.
-        patch.needs.zeros_for_unused, patch.needs.defer = True, not strategy.zero_stage_3
-        patch.needs.same_order, patch.needs.moves_weights = not strategy.zero_stage_3, strategy.zero_stage_3
-        patch.needs.own_attributes = _OWN_ATTRIBUTES
+        patch.needs = replace(EngineNeeds.of_zero(3 if strategy.zero_stage_3 else 2), own_attributes=_OWN_ATTRIBUTES)
     if not strategy.zero_stage_3:
         return
     from deepspeed.utils import get_z3_leaf_modules

@@ -118,11 +118,11 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
-        hook = work.hooked()
-        made = TiledCall.of(work, patch, args, kwargs) if hook is None else None
+        if hooked := work.hooked():
+            _warn_of_hook(hooked, patch)
+            return work.function(*args, **kwargs)
+        made = TiledCall.of(work, patch, args, kwargs)
         if made is None:
-            if hook is not None:
-                _say_untiled_by(hook, patch)
             return work.function(*args, **kwargs)
         if recorded := work.recorded():
             names = ", ".join(recorded)
@@ -146,19 +146,19 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
     return run_tiled(*made)
 
 
-def _say_untiled_by(hook: str, patch: TiledPatch) -> None:
-    """Say that a hook turns tiling off while it is there.
+def _warn_of_hook(hooked: str, patch: TiledPatch) -> None:
+    """Warn that a hook turns tiling off while it is there.
 
     Raises:
         RuntimeError: If the engine needs the same order of gradients on all ranks, tiled or not.
     """
-    text = f"{patch.name} runs untiled while {hook} inside it has a hook, which would see tiles instead of all tokens."
+    text = f"{patch.name} runs untiled, because {hooked} inside it has a hook, which would see tiles, not all tokens."
     if patch.needs.same_order:
         raise RuntimeError(
             f"{text} The engine needs the same order of gradients on all ranks, so it cannot: put the hook on"
             f" {patch.name} itself, or remove it from Tiling(targets=...)."
         )
-    warn(f"{text} Put the hook on {patch.name} itself to keep it tiled.", once=f"hook {patch.name} {hook}")
+    warn(f"{text} Put the hook on {patch.name} itself to keep it tiled.", once=f"hook {patch.name} {hooked}")
 
 
 def _not_through_tiles(name: str, what: str) -> RuntimeError:
@@ -166,7 +166,7 @@ def _not_through_tiles(name: str, what: str) -> RuntimeError:
 
 
 def _refuse_transforms(name: str) -> None:
-    """Refuse what a custom autograd Function without rules of its own would answer with zeros, or not at all."""
+    """Raise under ``torch.func`` and forward-mode differentiation, for which a custom autograd Function needs rules."""
     if torch._C._are_functorch_transforms_active():
         raise _not_through_tiles(name, "torch.func (vmap, jvp, grad)")
     if forward_ad._current_level >= 0:

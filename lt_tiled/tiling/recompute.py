@@ -211,6 +211,10 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+SMALL_BUFFER = 2**20
+"""Buffers of more bytes are not copied at each call."""
+
+
 def _pointer(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" else 0
 

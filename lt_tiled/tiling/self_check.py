@@ -23,23 +23,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, is_still, random_state_kept, told
+from lt_tiled.tiling.recompute import (
+    SMALL_BUFFER,
+    RandomState,
+    SavedCounter,
+    is_still,
+    random_state_kept,
+    told,
+    version_of,
+)
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall
 
 CHECK_TOKENS = 32
-SMALL_BUFFER = 2**20
-"""Larger buffers, in bytes, are weights."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
-_INFLUENCE = 16.0
-"""By what some tokens are multiplied, and by its negative, to see whether others change. In range of float16."""
-_DRAWS = 8
-"""How often random numbers are drawn to see whether all tokens share them."""
 _GRADIENT_TOLERANCE = 5e-2
 """The same for gradients of any dtype: a module may compute in 16 bits inside, and weights sum what is rounded."""
 _FLOOR = 1e-3
 """Smaller gradients, relative to those of the outputs, are compared as if they had this size: they may be rounding."""
+_INFLUENCE = 16.0
+"""By what some tokens are multiplied, and by its negative, to see whether others change. In range of float16."""
+_DRAWS = 8
+"""How often random numbers are drawn to see whether all tokens share them."""
 
 
 class _Sample(TiledCall):
@@ -83,9 +89,12 @@ def _check(call: TiledCall, inputs: Sequence[Tensor]) -> None:
 
     one, kept = cut(shape.tokens), kept_tensors(call.work)
     # In the module's own mode and with a graph, if one is wanted: statistics and auxiliary losses are computed there.
-    survivors = _Survivors(call.patch.name, call.work)
-    unchanged = _arguments_unchanged(call, sample), _buffers_unchanged(call)
-    with random_state_kept(call.device), survivors, unchanged[0], unchanged[1]:
+    with (
+        random_state_kept(call.device),
+        _Survivors(call.patch.name, call.work),
+        _arguments_unchanged(call, sample),
+        _buffers_unchanged(call),
+    ):
         start, others = RandomState.now(call.device), _other_generators(call)
         output = one.run_tile(one.flat(sample))
         dropout = not start.same_as(RandomState.now(call.device))
@@ -105,7 +114,7 @@ def _check(call: TiledCall, inputs: Sequence[Tensor]) -> None:
         return
     with random_state_kept(call.device):
         most = max(1, shape.tokens * 3 // 4)  # so unequal that sums over tokens differ beyond rounding
-        if _same(cut(shape.tokens), cut(most, shape.tokens - most), sample):
+        if _compare_tiles(cut(shape.tokens), cut(most, shape.tokens - most), sample):
             call.patch.learned.checked.add(call.mode)
 
 
@@ -158,7 +167,7 @@ class _Survivors(TorchFunctionMode):
 
 
 def _is_kept(value: Any, own: Any = None) -> bool:
-    """Whether an object holds a tensor. Its own graph may, through a hook that refers to it or what a hook packed."""
+    """Whether anything but a frame, a cell, a generator or a tuple of its own graph refers to a tensor."""
     passing = (CellType, FrameType, GeneratorType)
     holders = [holder for holder in gc.get_referrers(value) if not isinstance(holder, passing) and holder is not own]
     return any(type(holder) is not tuple or _is_kept(holder, holders) for holder in holders)
@@ -214,7 +223,7 @@ def _other_generators(call: TiledCall) -> list[Any]:
     return [random.getstate(), shared, *(g.get_state().tolist() for g in own)]
 
 
-def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
+def _compare_tiles(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
     """Compare a call in one tile with the same in two; return whether that shows anything, which zeros do not.
 
     Raises:
@@ -255,7 +264,9 @@ def _same(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
 
 
 def _check_influence(one: TiledCall, sample: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
-    """Refuse a module in which large changes of some tokens change others, by less than rounding would explain.
+    """Refuse a module in which large changes of some tokens change others.
+
+    Mixing that is too weak for the comparison of tiles shows here.
 
     Args:
         one: The call in one tile.
@@ -297,7 +308,8 @@ def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor
 
     Several entries of each dimension, where it has them: what mixes along a batch must be seen too.
     """
-    counts = [min(size, {2: 5, 3: 3}.get(len(lead), 2)) for size in lead]
+    several = {2: 5, 3: 3}.get(len(lead), 2)  # two would hide what moves entries by two; all of them are at most 64
+    counts = [min(size, several) for size in lead]
     for index in reversed(range(len(lead))):
         counts[index] = min(lead[index], max(counts[index], ceil(CHECK_TOKENS * counts[index] / prod(counts))))
     picked = torch.zeros(1, dtype=torch.int64, device=device)
@@ -322,15 +334,16 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
 def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None]:
     """Refuse a module that changes its arguments: the caller would see the change of one tile, or of each."""
     containers: list[Any] = [leaf for leaf in call.arguments.others if isinstance(leaf, list | dict | set)]
-    before = [copy(container) for container in containers]
-    sample = [t for t in sample if not t.is_inference()]  # those have no version
-    versions = [t._version for t in sample]
+    before = [(copy(container), told(container)) for container in containers]
+    versions = [version_of(t) for t in sample]
     yield
-    changed = [i for i, (now, then) in enumerate(zip(containers, before, strict=True)) if now != then]
-    for i in changed:
-        containers[i].clear()
-        (containers[i].extend if isinstance(containers[i], list) else containers[i].update)(before[i])
-    if changed or versions != [t._version for t in sample]:
+    changed = [
+        (now, then) for now, (then, held) in zip(containers, before, strict=True) if not is_still(now, now, held)
+    ]
+    for now, then in changed:
+        now.clear()
+        (now.extend if isinstance(now, list) else now.update)(then)
+    if changed or versions != [version_of(t) for t in sample]:
         raise NotPositionWiseError(
             f"{call.patch.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for"
             f" the caller. Make the change out of place. {REMEDY}"
@@ -357,11 +370,11 @@ def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
 def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
     """Refuse a module that counts or averages in a buffer: each tile, and its recompute, would do so once."""
     named = ((part, name, b) for part in call.work.parts() for name, b in part._buffers.items())
-    buffers = [(part, name, b) for part, name, b in named if b is not None and not b.is_inference()]
-    before = [(b._version, b.clone() if b.nbytes <= SMALL_BUFFER else None) for _, _, b in buffers]
+    buffers = [(part, name, b) for part, name, b in named if b is not None]
+    before = [(version_of(b), b.clone() if b.nbytes <= SMALL_BUFFER else None) for _, _, b in buffers]
     yield
     for (part, name, buffer), (version, copied) in zip(buffers, before, strict=True):
-        if part._buffers[name] is not buffer or buffer._version != version:
+        if part._buffers[name] is not buffer or version_of(buffer) != version:
             part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
             raise NotPositionWiseError(
                 f"{call.patch.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be"

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from lt_tiled._log import inform
-from lt_tiled.modules.patch import Patch
+from lt_tiled.modules.patch import HOOKS, Patch, is_of
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 
 _CAPTURING = "transformers.utils.output_capturing"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,18 @@ class EngineNeeds:
     """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
     and what would fall back to another path is an error."""
     moves_weights: bool | None = None
-    """Whether the engine frees weights and all-gathers them again, in other memory or as other tensors; ``None`` if no
-    strategy says so: it may where there are several processes."""
+    """Whether the engine frees weights and all-gathers them again, in other memory or as other tensors. ``None`` means
+    unknown: true if torch.distributed is initialized."""
     own_attributes: frozenset[str] = frozenset()
     """The names of attributes that the engine sets on modules."""
     defer: bool = True
     """Whether a norm next to an MLP may run in the same tiles: its weights must be there while the MLP runs."""
+
+    @classmethod
+    def of_zero(cls, stage: int) -> EngineNeeds:
+        """Return what a stage of DeepSpeed's ZeRO needs; see the notes in ``strategies/deepspeed.py``."""
+        # It reads the gradient of each weight that autograd reaches, and takes the others as zeros.
+        return cls(zeros_for_unused=True, same_order=stage < 3, moves_weights=stage == 3, defer=stage < 3)
 
 
 class TiledPatch(Patch):
@@ -134,18 +140,13 @@ class Work:
             yield from module.modules()
 
     def hooked(self) -> str | None:
-        """Return where a user's hook in the work would see tiles, as ``Linear._forward_hooks``.
+        """Return the class of a module in the work whose hook, set by a user, would see tiles.
 
         Hooks of torch do not count: they compute weights (``torch.nn.utils``) or follow modules.
         """
-        for part in self.parts():
-            if not (self.whole and part in self.modules):
-                for kind in _HOOKS:
-                    for hook in part.__dict__[kind].values():
-                        module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-                        if not module.startswith(("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)):
-                            return f"{type(part).__name__}.{kind}"
-        return None
+        inside = (part for part in self.parts() if not (self.whole and part in self.modules))
+        hooks = ((part, hook) for part in inside for kind in HOOKS for hook in part.__dict__[kind].values())
+        return next((type(part).__name__ for part, hook in hooks if not is_of(hook, _NO_USERS)), None)
 
     def recorded(self) -> Sequence[str]:
         """Return the names of what transformers records inside the modules, such as router logits.

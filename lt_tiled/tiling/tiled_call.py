@@ -91,6 +91,7 @@ class TiledCall:
         self.work, self.patch, self.arguments, self.shape, self.bounds = work, patch, arguments, shape, bounds
         self.per_token = [shape.covers(t) for t in inputs]
         self.wants_grad = [t.requires_grad for t in inputs]
+        self.other_shapes = [None if p else t.shape for t, p in zip(inputs, self.per_token, strict=True)]
         self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
         self.autocast = AutocastState.now(self.device)
         self.weights = trainable_weights(work) if torch.is_grad_enabled() else []
@@ -125,7 +126,7 @@ class TiledCall:
     def key(self) -> Hashable:
         """Tells calls apart whose tiles run different code."""
         switches = tuple(_switches(part) for part, _ in self.modes)
-        kinds = tuple(zip(self.per_token, self.wants_grad, strict=True))
+        kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
     @property

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.state import Work
 
 
@@ -31,7 +32,7 @@ class Weight:
     def hooked(self) -> bool:
         """Whether a hook of a user is on its gradient."""
         hooks = (hook for tensor in self.now() for hook in (tensor._backward_hooks or {}).values())
-        return any(not str(hook.__module__).startswith(("torch.", "deepspeed.")) for hook in hooks)
+        return not all(is_of(hook, ("torch.", "deepspeed.")) for hook in hooks)
 
     def now(self) -> list[Tensor]:
         """Return what stands in the weight's places now, each tensor once: engines swap it."""

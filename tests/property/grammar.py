@@ -6,6 +6,7 @@ import copy
 import random
 import re
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -254,7 +255,7 @@ AROUND: dict[str, Callable[[nn.Module], Call]] = {
     "output changed in place": lambda module: lambda *a, **k: _of_first(module(*a, **k), lambda y: y.mul_(2)),
     "input changed afterwards": lambda module: _changing_input(module),
 }
-SEEN: list[Any] = []
+SEEN: deque[Any] = deque(maxlen=1)
 
 
 def _changing_input(module: nn.Module) -> Call:
@@ -399,7 +400,7 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         "nn.LazyLinear" in case.parts and "per " in case.extra
     ),
     "an output that is the input itself, in inference mode": lambda case: (
-        case.around == "inference mode" and "nn.Dropout" in case.parts
+        case.around == "inference mode" and ("nn.Dropout" in case.parts or case.output == "also the input")
     ),
     "noise of rows, which are tokens": lambda case: "noise of rows" in case.parts and len(case.lead) == 1,
 }
@@ -484,7 +485,7 @@ def _autocast(case: Case, when: str) -> Iterator[None]:
 def _gradients(case: Case, leaves: list[Any], x: Tensor, wanted: dict[str, Tensor]) -> Values:
     chosen = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
     chosen = chosen[:1] if case.backward == "part of the outputs" else chosen
-    if case.backward == "no_grad" or not any(t.requires_grad for t in chosen):
+    if case.backward == "no_grad" or not wanted or not any(t.requires_grad for t in chosen):
         return {}
     loss: Any = sum((t * _entries(*t.shape).to(t.dtype) + t * t / 2).sum() for t in chosen)
     with _autocast(case, "backward"):
@@ -531,7 +532,7 @@ def _equal(a: Any, b: Any, bound: float) -> bool:
 
 _REMEDY = re.compile(
     r"Remove it from targets|Do not tile|Make the change|Return it|Register it|without, or lt_tiled.untile|"
-    r"Remove the hook|step the optimizer after|[Rr]emove the module from"
+    r"Remove the hook|Leave it as it is|[Rr]emove the module from"
 )
 
 

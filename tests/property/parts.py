@@ -153,7 +153,6 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "own function": lambda part, x: Square.apply(x, part.gain),
     "own function in place": lambda part, x: Doubled.apply(part.inner(x)),
     "dropout of none": lambda part, x: F.dropout(part.inner(x), 0.0),
-    "dropout": lambda part, x: F.dropout(part.inner(x), 0.5, part.training and part.name != "dropout"),
     "checkpoint": lambda part, x: checkpoint(part.inner, x, use_reentrant=False),
     "functional call": lambda part, x: torch.func.functional_call(
         part.inner, {"weight": part.other.weight, "bias": part.gain}, x

@@ -173,6 +173,23 @@ def test_input_changed_in_place_is_refused() -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda notes, x: notes["a"].append(1), lambda notes, x: notes.update(b=notes["b"] * 2)],
+    ids=["nested list", "tensor"],
+)
+def test_changes_inside_an_argument_are_refused(change: Callable[[Any, Tensor], Any]) -> None:
+    """A module that changes what a dictionary among its arguments holds is refused, with tensors in it too."""
+
+    class Notes(GatedMLP):
+        def forward(self, x: Tensor, notes: dict[str, Any]) -> Tensor:
+            change(notes, x)
+            return super().forward(x)
+
+    with pytest.raises(NotPositionWiseError, match="Notes changes its arguments in place"):
+        tile(Notes(), num_shards=4)(randn(1, 40, H), {"a": [], "b": torch.ones(3)})
+
+
 def test_argument_changed_in_place_is_refused() -> None:
     """A module that adds to a list of the caller's, which would grow with each tile, is refused, and the list is as it
     was.
