@@ -76,6 +76,12 @@ def transforms_active() -> bool:
     return not active() and bool(torch.func.vmap(lambda x: x * active())(torch.ones(2)).all())
 
 
+def cache_of_parametrizations() -> bool:
+    with nn.utils.parametrize.cached():
+        inside = nn.utils.parametrize._cache_enabled
+    return inside == 1 and nn.utils.parametrize._cache_enabled == 0
+
+
 def level_of_dual_numbers() -> bool:
     before = torch.autograd.forward_ad._current_level
     with torch.autograd.forward_ad.dual_level():
@@ -143,6 +149,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_cdata": lambda: (x := torch.ones(2)).untyped_storage()._cdata == x[1:].untyped_storage()._cdata,
     "_checkpoint_wrapped_module": wrapped_by_checkpoint,
     "_current_autograd_node": current_node,
+    "_cache_enabled": cache_of_parametrizations,
     "_current_level": level_of_dual_numbers,
     "_disable_current_modes": modes_disabled,
     "_dynamo": lambda: torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64}),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
@@ -130,7 +131,7 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
                 module, patch, f"{patch.name}: transformers records {names} inside it, which tiles would change."
             )
             return work.function(*args, **kwargs)
-        _refuse_transforms(patch.name)
+        _refuse_transforms(patch.name, work)
         try:
             if patch.tiling.self_check and not made[0].checked:
                 check_position_wise(*made)
@@ -165,10 +166,12 @@ def _not_through_tiles(name: str, what: str) -> RuntimeError:
     return RuntimeError(f"{name} is tiled, and {what} cannot go through its tiles: call lt_tiled.untile() on it first.")
 
 
-def _refuse_transforms(name: str) -> None:
+def _refuse_transforms(name: str, work: Work) -> None:
     """Raise under ``torch.func`` and forward-mode differentiation, for which a custom autograd Function needs rules."""
     if torch._C._are_functorch_transforms_active():
         raise _not_through_tiles(name, "torch.func (vmap, jvp, grad)")
+    if parametrize._cache_enabled and any(parametrize.is_parametrized(part) for part in work.parts()):
+        raise _not_through_tiles(name, "torch.nn.utils.parametrize.cached()")
     if forward_ad._current_level >= 0:
         raise _not_through_tiles(name, "forward-mode differentiation")
 
@@ -282,7 +285,7 @@ def _check_with_norm(made: Call) -> bool:
     call, inputs = made
     if call.work.recorded() or call.work.hooked():
         return False
-    _refuse_transforms(call.patch.name)
+    _refuse_transforms(call.patch.name, call.work)
     try:
         if type(inputs[0]) in (Tensor, nn.Parameter) and not call.checked:
             with hidden_from_modes(inputs[0]):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +124,14 @@ OF_TORCH = frozenset(nn.Module().__dict__) - {"_modules"}
 """Attributes of every module: its tensors are compared one by one, and hooks run in the recompute as they are then."""
 
 
+def entry(holder: Any, name: str) -> Any:
+    """Return what a module holds under a name, or ``None``. ``holder[name]`` would all-gather it under ZeRO-3."""
+    try:
+        return holder.get(name)
+    except AttributeError:  # of a ScriptModule
+        return dict(holder.items()).get(name)
+
+
 class _Seen(NamedTuple):
     """A tensor as a forward pass saw it."""
 
@@ -142,7 +149,7 @@ class _Seen(NamedTuple):
 
     def change(self, moved: bool) -> str | None:
         """Return what happened to it since; see :class:`Reads` for ``moved``."""
-        there, tensor = self.holder.get(self.name), self.tensor
+        there, tensor = entry(self.holder, self.name), self.tensor
         # The recompute takes trainable weights from the forward pass, whatever is in their place.
         if there is not tensor and not self.trainable:
             computed = self.holder is self.part.__dict__ and equal(there, tensor)
@@ -196,7 +203,7 @@ class Reads:
         for part, ignored, then in self._attributes:
             now = dict(_plain(part, ignored))
             for name in then if len(now) == len(then) else then.keys() ^ now.keys():
-                if name not in now or name not in then or not is_still(now[name], *then[name]):
+                if name not in now or name not in then or not is_still(now[name], *then[name], may_grow=True):
                     yield f"{type(part).__name__}.{name} was changed"
 
 
@@ -229,19 +236,25 @@ def _kind(cls: type) -> str:
 
 
 def _find_kind(cls: type) -> str:
-    if issubclass(cls, Tensor):
-        return "tensor"
-    if issubclass(cls, SimpleNamespace) or is_dataclass(cls):
-        return "object"
-    containers = (("dict", dict), ("sequence", list | tuple | set | deque))
-    found = next((name for name, kind in containers if issubclass(cls, kind)), "")
-    return "array" if cls.__module__ == "numpy" else found
+    kinds: dict[str, Any] = {"tensor": Tensor, "dict": dict, "sequence": (list, tuple, set, deque)}
+    if found := next((name for name, kind in kinds.items() if issubclass(cls, kind)), ""):
+        return found
+    if any((base.__module__, base.__name__) == ("numpy", "ndarray") for base in cls.__mro__):
+        return "array"
+    code = issubclass(cls, nn.Module | type) or any("__call__" in base.__dict__ for base in cls.__mro__)
+    return "object" if cls.__dictoffset__ and not code else ""
 
 
-def told(value: Any, depth: int = 3) -> Any:
-    """Return what shows later that a value was changed in place: versions of tensors, and what containers hold."""
+def told(value: Any, depth: int = 3, objects: bool = False) -> Any:
+    """Return what shows later that a value was changed in place: versions of tensors, and what containers hold.
+
+    Args:
+        value: Anything.
+        depth: How many containers inside of each other are looked into.
+        objects: Whether attributes of objects count too.
+    """
     kind = _kind(type(value))
-    if not kind:
+    if not kind or (kind == "object" and not objects):
         return None
     if kind == "tensor":
         return version_of(value)
@@ -249,21 +262,37 @@ def told(value: Any, depth: int = 3) -> Any:
         return value.copy()
     if kind == "object":
         value = vars(value)
+    if len(value) > _MOST:
+        return len(value)
     if kind != "sequence":
         value = (*value, *value.values())
-    return [(v, told(v, depth - 1)) for v in value] if depth else None
+    return [(v, told(v, depth - 1, objects)) for v in value] if depth else None
 
 
-def is_still(value: Any, then: Any, before: Any) -> bool:
-    """Whether a value is what it was, as :func:`told` then. What is computed anew in each call may be equal."""
+_MOST = 1000
+"""Of larger containers the length alone is compared."""
+
+
+def is_still(value: Any, then: Any, before: Any, may_grow: bool = False) -> bool:
+    """Whether a value is what it was, as :func:`told` then. What is computed anew in each call may be equal.
+
+    Args:
+        value: What is there now.
+        then: What was there.
+        before: What was told of it.
+        may_grow: Whether a dictionary may have new keys, as a cache has.
+    """
     if value is not then:
         return equal(value, then)
     if before is None:
         return True
-    now = told(value)
-    if isinstance(before, list):
-        return len(now) == len(before) and all(is_still(a, *b) for (a, _), b in zip(now, before, strict=True))
-    return equal(now, before)
+    now = told(value, objects=True)
+    if not isinstance(before, list) or not isinstance(now, list):
+        return equal(now, before)
+    if may_grow and isinstance(value, dict):
+        keys, held = before[: len(before) // 2], before[len(before) // 2 :]
+        return all(k in value and is_still(value[k], *b) for (k, _), b in zip(keys, held, strict=True))
+    return len(now) == len(before) and all(is_still(a, *b) for (a, _), b in zip(now, before, strict=True))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -276,5 +305,6 @@ def equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(x is y or equal(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(a[key] is b[key] or equal(a[key], b[key]) for key in a)
-    same = a == b
-    return bool(same.all() if hasattr(same, "all") else same) or (isinstance(a, float) and a != a and b != b)
+    if _kind(type(a)) == "array":
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return bool(a == b) or (isinstance(a, float) and a != a and b != b)

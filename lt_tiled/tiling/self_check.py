@@ -70,7 +70,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
             _check(call, inputs)
     except NotPositionWiseError:
         raise
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+    except Exception as error:
         raise NotPositionWiseError(
             f"{call.patch.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
             f" tokens must be expanded to all of them before the call. {REMEDY}"
@@ -129,11 +129,14 @@ class _EqualDraws(TorchDispatchMode):
             drawn = func.decompose(*args, **kwargs)  # inference mode does not take dropout apart
         if drawn is not NotImplemented:
             return drawn
+        torch.manual_seed(0)
         drawn = func(*args, **kwargs)
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(drawn[1])  # the backward pass scales both calls alike
         if isinstance(drawn, Tensor) and (drawn.is_floating_point() or drawn.dtype == torch.bool):
             drawn.fill_(1.0 if "bernoulli" in func.name() else 0.6)  # keeps, in most masks
+        elif isinstance(drawn, Tensor) and drawn.numel() and "randperm" not in func.name():
+            drawn.fill_(0 if "multinomial" in func.name() else int(drawn.flatten()[0]))
         return drawn
 
 
@@ -183,9 +186,9 @@ def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
     tokens = next(len(t) for t, per_token in zip(flat, call.per_token, strict=True) if per_token) - 1
     lead = call.shape.tile_lead(tokens)
     runs: list[tuple[Any, ...]] = []
-    for largest in (True, False):  # a mask or a scale of zero hides the one or the other
+    for which in range(4):  # a mask, a scale of zero or an activation hides some
         pairs = zip(flat, call.per_token, strict=True)
-        equal = [_extreme(t, largest).expand(tokens, *t.shape[1:]) if per_token else t for t, per_token in pairs]
+        equal = [_token(t, which).expand(tokens, *t.shape[1:]) if per_token else t for t, per_token in pairs]
         with torch.no_grad():
             runs += zip(*(pytree.tree_leaves(call.run_tile(equal)) for _ in range(_DRAWS)), strict=True)
     for leaves in runs:
@@ -199,9 +202,10 @@ def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
                 )
 
 
-def _extreme(flat: Tensor, largest: bool) -> Tensor:
-    """Return the token with the largest or the smallest entries."""
-    index = int(flat.detach().reshape(len(flat), -1).float().abs().sum(1).mul(1 if largest else -1).argmax())
+def _token(flat: Tensor, which: int) -> Tensor:
+    """Return the first token, the last one, or the one with the largest or the smallest entries."""
+    sizes = flat.detach().reshape(len(flat), -1).float().abs().sum(1)
+    index = (0, len(flat) - 1, int(sizes.argmax()), int(sizes.argmin()))[which]
     return flat[index : index + 1]
 
 
@@ -245,6 +249,15 @@ def _compare_tiles(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> 
                 f" and {tiled[index]!r} for a tile of them. {REMEDY}"
             )
     compared = [whole[index] for index in per_token]
+    if one.differentiable:
+        with _EqualDraws():
+            pairs = zip(one.flat(sample), one.wants_grad, strict=True)
+            leaves = pytree.tree_leaves(one.run_tile([t.requires_grad_(wants) for t, wants in pairs]))
+        for index in per_token:
+            a, b = whole[index], leaves[index].detach().reshape(whole[index].shape)
+            bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in (a.dtype, one.autocast.dtype or a.dtype))
+            what = "output without and with a graph, in which tiles run forward and backward,"
+            _compare(a, b, bound, _noise(one, sample, bound), what, name)
     _check_influence(one, sample, {index: whole[index] for index in per_token})
     if one.differentiable:
         given = [
@@ -280,7 +293,10 @@ def _check_influence(one: TiledCall, sample: Sequence[Tensor], outputs: dict[int
     changed = torch.stack(coordinates).sum(0).flatten() % 2 == 1  # some in each row, and in each column
     for factor in (_INFLUENCE, -_INFLUENCE):
         with torch.no_grad(), _EqualDraws():
-            leaves = pytree.tree_leaves(one.run_tile(_scaled(one, sample, torch.where(changed, factor, 1.0))))
+            try:
+                leaves = pytree.tree_leaves(one.run_tile(_scaled(one, sample, torch.where(changed, factor, 1.0))))
+            except Exception:  # values that the module does not take
+                return
         for index, before in outputs.items():
             a, b = (t.detach().reshape(one.shape.tokens, -1)[~changed] for t in (before, leaves[index]))
             what = "output for the same tokens, while others change,"
@@ -295,11 +311,10 @@ def _noise(one: TiledCall, sample: Sequence[Tensor], bound: float) -> float:
 
 
 def _scaled(one: TiledCall, sample: Sequence[Tensor], factors: Tensor, index: slice = slice(None)) -> list[Tensor]:
-    """Return the per-token arguments of some tokens, multiplied by a factor for each token, and the others in full."""
-    flat = [
-        t * factors.to(t).view(-1, *[1] * (t.dim() - 1)) if per_token and t.is_floating_point() else t
-        for t, per_token in zip(one.flat(sample), one.per_token, strict=True)
-    ]
+    """Return the arguments for some tokens, with the hidden states multiplied by a factor for each token."""
+    flat = one.flat(sample)
+    first = next(i for i, t in enumerate(flat) if one.per_token[i] and t.is_floating_point())
+    flat[first] = flat[first] * factors.to(flat[first]).view(-1, *[1] * (flat[first].dim() - 1))
     return one.cut(flat, index)
 
 
@@ -334,7 +349,7 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
 def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None]:
     """Refuse a module that changes its arguments: the caller would see the change of one tile, or of each."""
     containers: list[Any] = [leaf for leaf in call.arguments.others if isinstance(leaf, list | dict | set)]
-    before = [(copy(container), told(container)) for container in containers]
+    before = [(copy(container), told(container, objects=True)) for container in containers]
     versions = [version_of(t) for t in sample]
     yield
     changed = [
@@ -354,7 +369,7 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
 def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
     """Refuse a module that changes its attributes, such as counters and lists: each tile would do so once."""
     parts = list(call.work.parts())
-    before = [{name: (value, told(value)) for name, value in part.__dict__.items()} for part in parts]
+    before = [{name: (v, told(v, objects=True)) for name, v in part.__dict__.items()} for part in parts]
     yield
     for part, then in zip(parts, before, strict=True):
         now = ((name, value) for name, value in part.__dict__.items() if name != "_buffers")

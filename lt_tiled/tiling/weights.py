@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.modules.patch import is_of
+from lt_tiled.tiling.recompute import entry
 from lt_tiled.tiling.state import Work
 
 
@@ -39,7 +40,7 @@ class Weight:
         there = {id(self.tensor): self.tensor}
         for owner, name in self.places:  # of which FSDP with use_orig_params=True fills two
             for holder in (owner._parameters, owner._buffers, owner.__dict__):
-                if isinstance(tensor := holder.get(name), Tensor):
+                if isinstance(tensor := entry(holder, name), Tensor):
                     there[id(tensor)] = tensor
         return list(there.values())
 
@@ -90,7 +91,14 @@ class Substituted(TorchFunctionMode):
 def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Iterator[None]:
     """Let the modules' code compute with other leaves in place of their weights, as they are now."""
     plain = [leaf.leaf if isinstance(leaf, GradientSum) else leaf for leaf in leaves]
-    mode = Substituted((there, leaf) for w, leaf in zip(weights, plain, strict=True) for there in w.now())
+    pairs = [(there, leaf) for w, leaf in zip(weights, plain, strict=True) for there in w.now()]
+    if len({id(there) for there, _ in pairs}) < len(pairs):
+        owner, name = weights[0].places[0]
+        raise RuntimeError(
+            f"Weights of the tiled module with {type(owner).__name__}.{name} were exchanged or tied since its forward"
+            " pass, so its backward pass cannot tell them apart. Do so after the backward pass."
+        )
+    mode = Substituted(pairs)
     try:
         with mode:
             yield
@@ -117,11 +125,13 @@ class GradientSum:
 
     def add(self, gradient: Tensor) -> Tensor:
         """Add one tile's gradient, or a part of it."""
+        dense = gradient.layout == torch.strided
         if self.sum is None:
-            self.sum = gradient.to(self.sum_dtype, memory_format=torch.contiguous_format, copy=True)
+            form: Any = {"memory_format": torch.contiguous_format} if dense else {}
+            self.sum = gradient.to(self.sum_dtype, copy=True, **form)
         else:
             self.sum.add_(gradient)
-        return self._nothing
+        return self._nothing if dense else gradient
 
     def add_direct(self, tensor: Tensor, gradient: Tensor, module: str) -> None:
         """Add a gradient of the tensor that stands in the weight's place, which code used instead of the leaf.

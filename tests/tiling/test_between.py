@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from transformers import LlamaConfig
 
 from lt_tiled import tile, untile
 from lt_tiled.errors import NotPositionWiseError
@@ -19,6 +21,8 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import GatedMLP, H
 from tests.parity import FP32, gradients, randn, reference, spread, worst
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 
 
 class Scaled(GatedMLP):
@@ -323,7 +327,6 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_what_cannot_go_through_tiles(name: str) -> None:
     """Forward-mode differentiation, ``vmap``, ``torch.export`` and ``torch.jit`` raise with the module's name, and work
@@ -352,3 +355,89 @@ def test_another_thread_may_draw() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def _exchange(m: GatedMLP) -> None:
+    m.gate.weight, m.up.weight = m.up.weight, m.gate.weight
+
+
+def _tie(m: GatedMLP) -> None:
+    m.gate.weight = m.up.weight
+
+
+@pytest.mark.parametrize("change", [_exchange, _tie])
+def test_weights_that_are_exchanged(change: Callable[[GatedMLP], None]) -> None:
+    """Two weights that are exchanged or tied between the passes raise: their gradients could not be told apart."""
+    m = tile(GatedMLP(), num_shards=4)
+    y = m(randn(1, 40, H))
+    change(m)
+    with pytest.raises(RuntimeError, match="were exchanged or tied since its forward pass"):
+        y.sum().backward()
+
+
+def test_cached_parametrizations() -> None:
+    """A parametrization that torch caches for a while raises: the first tile would fill the cache without a graph."""
+    m, x = GatedMLP(), randn(1, 40, H)
+    nn.utils.parametrizations.weight_norm(m.up)
+    tile(m, num_shards=4)
+    m(x).sum().backward()
+    with nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match=r"cached.* cannot go through its tiles"):
+        m(x)
+
+
+class Holds(GatedMLP):
+    """Holds things that may change between the passes without any effect on what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.cache, self.table = LlamaConfig(), {}, np.array([1.0, np.nan])
+        self.entries, self.function = dict.fromkeys(range(100_000)), np.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y + self.cache.setdefault(x.dtype, torch.zeros((), dtype=x.dtype))
+
+
+def test_what_may_change() -> None:
+    """A config's fields, and a cache that gets new keys, may change; NumPy's nan and functions are no change."""
+    torch.manual_seed(0)
+    m, x = Holds(), randn(1, 40, H)
+    true = reference(m, x)
+    tile(m, num_shards=4)
+
+    def call(x: Tensor) -> Any:
+        y = m(x)
+        m.config.use_cache = not m.config.use_cache
+        m.cache[len(m.cache)] = None
+        return y
+
+    assert worst(gradients(m, x, call=call), true) < FP32
+
+
+def test_a_scripted_part() -> None:
+    """A part that ``torch.jit.script`` compiled gets its gradients."""
+    torch.manual_seed(0)
+    m, x = GatedMLP(), randn(1, 40, H)
+    true = reference(m, x)
+    m.up = torch.jit.script(m.up)  # type: ignore[no-untyped-call]
+    assert worst(gradients(tile(m, num_shards=4), x), true) < FP32
+
+
+def test_a_sparse_gradient() -> None:
+    """An embedding with a sparse gradient in a tiled module gets the sum of all tiles, sparse."""
+
+    class Embeds(GatedMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, H, sparse=True)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return super().forward(x) + self.table(ids)
+
+    torch.manual_seed(0)
+    m, x, ids = Embeds(), randn(1, 40, H), torch.randint(9, (1, 40))
+    m(x, ids).square().sum().backward()
+    true, m.table.weight.grad = m.table.weight.grad.to_dense(), None
+    tile(m, num_shards=4)(x, ids).square().sum().backward()
+    assert m.table.weight.grad.is_sparse
+    assert worst({"table": m.table.weight.grad.to_dense()}, {"table": true}) < FP32

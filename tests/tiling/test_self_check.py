@@ -370,6 +370,42 @@ def test_mixing_in_training_alone_is_refused(dropout: Callable[[Tensor], Tensor]
         module.train(mode)(randn(1, 40, H))
 
 
+@pytest.mark.parametrize("asks", [lambda x: torch.is_grad_enabled(), lambda x: x.requires_grad])
+def test_a_branch_on_the_gradient_mode_is_refused(asks: Callable[[Tensor], bool]) -> None:
+    """A module that computes something else with a graph is refused: tiles run without one first."""
+
+    class Branches(GatedMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2.0 if asks(x) else 1.0)
+
+    with pytest.raises(NotPositionWiseError, match="Branches is not position-wise: its output without and with"):
+        tile(Branches(), num_shards=4)(randn(1, 40, H).requires_grad_())
+
+
+SAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "multinomial": lambda p: torch.multinomial(p.flatten(0, -2), 1).view(*p.shape[:-1], 1),
+    "categorical": lambda p: torch.distributions.Categorical(p).sample()[..., None],
+    "randint": lambda p: torch.randint(2, 9, (*p.shape[:-1], 1)),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+def test_samples_of_each_token_pass(sample: Callable[[Tensor], Tensor]) -> None:
+    """A router that samples for each token is tiled, and so is a module that takes probabilities."""
+
+    class Samples(GatedMLP):
+        def forward(self, x: Tensor, probability: Tensor) -> Tensor:
+            assert bool((probability <= 1).all())
+            y = super().forward(x)
+            return y * (1 + sample(y.softmax(-1))) * torch.bernoulli(probability)
+
+    module = tile(Samples(), num_shards=4)
+    module(randn(1, 40, H), torch.rand(1, 40, 1)).sum().backward()
+    patch = get_patch(module, TiledPatch)
+    assert patch is not None
+    assert patch.learned.checked
+
+
 @pytest.mark.parametrize("shape", [(3, 1, 1), (1, 20, 1), (1, 20, H)])
 def test_arguments_that_broadcast_over_tokens_are_refused(shape: tuple[int, ...]) -> None:
     """Arguments that broadcast along a part of the leading dimensions are refused with the remedy."""
