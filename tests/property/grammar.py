@@ -403,6 +403,9 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         case.around == "inference mode" and ("nn.Dropout" in case.parts or case.output == "also the input")
     ),
     "a tensor hook that mixes tokens by less than gradients may differ": lambda case: "mixed by a hook" in case.parts,
+    "a hook of the input, which a derivative inside of the forward calls without tiles": lambda case: (
+        "force" in case.parts and case.around == "hook of the input"
+    ),
     "noise of rows, which are tokens": lambda case: "noise of rows" in case.parts and len(case.lead) == 1,
 }
 """What is known to go wrong, and is not drawn until it is fixed."""
