@@ -68,7 +68,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     try:
         with SavedCounter():  # an activation checkpoint around it would count what its graphs save
             _check(call, inputs)
-    except NotPositionWiseError:
+    except (NotPositionWiseError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         raise NotPositionWiseError(

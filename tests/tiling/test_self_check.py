@@ -370,6 +370,17 @@ def test_mixing_in_training_alone_is_refused(dropout: Callable[[Tensor], Tensor]
         module.train(mode)(randn(1, 40, H))
 
 
+def test_memory_that_ends_in_the_check_is_no_refusal() -> None:
+    """Out of memory in the self-check stays that error, which ``SequenceLengthFinder`` waits for."""
+
+    class Ends(GatedMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        tile(Ends(), num_shards=4)(randn(1, 40, H))
+
+
 @pytest.mark.parametrize("asks", [lambda x: torch.is_grad_enabled(), lambda x: x.requires_grad])
 def test_a_branch_on_the_gradient_mode_is_refused(asks: Callable[[Tensor], bool]) -> None:
     """A module that computes something else with a graph is refused: tiles run without one first."""
