@@ -98,12 +98,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test in its own folder, and restore the environment that Lightning changes."""
+    """Run each test in its own folder, and restore the environment and the process group that Lightning changes."""
     before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     yield
     os.environ.clear()
     os.environ.update(before)
+    if torch.distributed.is_initialized():  # by a strategy of Lightning, which leaves it to the end of the process
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -189,7 +189,16 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
             )
 
 
-_OWN_ATTRIBUTES = frozenset(("ds_grads_remaining", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"))
+_OWN_ATTRIBUTES = frozenset(
+    (
+        "applied_pre_backward_ref_cnt",
+        "ds_grads_remaining",
+        "ds_inflight_param_registry",
+        "ds_recompute_parameters",
+        "post_bwd_fn",
+        "pre_bwd_fn",
+    )
+)
 """What ZeRO-3's hooks set on modules between the forward and the backward pass (runtime/zero/parameter_offload.py)."""
 
 
