@@ -239,9 +239,7 @@ def _compare_tiles(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> 
     per_token = [index for index, kind in enumerate(trace.layout.kinds) if kind in ("tokens", "flat")]
     for index in per_token:
         what = f"output {trace.layout.names[index]}".strip()
-        dtypes = (whole[index].dtype, one.autocast.dtype or whole[index].dtype)
-        bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
-        _compare(whole[index], tiled[index], bound, _noise(one, sample, bound), f"{what} for {tokens} tokens", name)
+        _compare_outputs(one, sample, whole[index], tiled[index], one.autocast.dtype, f"{what} for {tokens} tokens")
     for index, kind in enumerate(trace.layout.kinds):
         if kind == "constant" and whole[index] != tiled[index]:
             raise NotPositionWiseError(
@@ -255,9 +253,8 @@ def _compare_tiles(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> 
             leaves = pytree.tree_leaves(one.run_tile([t.requires_grad_(wants) for t, wants in pairs]))
         for index in per_token:
             a, b = whole[index], leaves[index].detach().reshape(whole[index].shape)
-            bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in (a.dtype, one.autocast.dtype or a.dtype))
             what = "output without and with a graph, in which tiles run forward and backward,"
-            _compare(a, b, bound, _noise(one, sample, bound), what, name)
+            _compare_outputs(one, sample, a, b, one.autocast.dtype, what)
     _check_influence(one, sample, {index: whole[index] for index in per_token})
     if one.differentiable:
         given = [
@@ -299,9 +296,15 @@ def _check_influence(one: TiledCall, sample: Sequence[Tensor], outputs: dict[int
                 return
         for index, before in outputs.items():
             a, b = (t.detach().reshape(one.shape.tokens, -1)[~changed] for t in (before, leaves[index]))
-            what = "output for the same tokens, while others change,"
-            bound = _TOLERANCE.get(b.dtype, 0.0)
-            _compare(a, b, bound, _noise(one, sample, bound), what, one.patch.name)
+            _compare_outputs(one, sample, a, b, None, "output for the same tokens, while others change,")
+
+
+def _compare_outputs(
+    one: TiledCall, sample: Sequence[Tensor], a: Tensor, b: Tensor, autocast: torch.dtype | None, what: str
+) -> None:
+    """Compare outputs, with the tolerance of their dtype and of autocast's, where that explains a difference too."""
+    bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in (a.dtype, autocast or a.dtype))
+    _compare(a, b, bound, _noise(one, sample, bound), what, one.patch.name)
 
 
 def _noise(one: TiledCall, sample: Sequence[Tensor], bound: float) -> float:

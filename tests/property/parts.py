@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import MeanBackward
+
 H = 6
 
 
@@ -39,18 +41,6 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
-
-
-class MeanBackward(torch.autograd.Function):
-    """A function that mixes tokens in the backward pass alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(-2, keepdim=True)
 
 
 class Part(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.state import TiledPatch
-from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP
+from tests.models import Block, GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
 from tests.parity import randn
 
 
@@ -263,18 +263,6 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)[0]
-
-
-class MeanBackward(torch.autograd.Function):
-    """Mixes tokens in the backward pass alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(1, keepdim=True)
 
 
 MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
