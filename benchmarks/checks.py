@@ -18,10 +18,16 @@ from benchmarks.costs import Size, llama, with_checkpointing
 from benchmarks.sheet import Cell, Sheet, machine
 from benchmarks.step_time import HERE, ON_GPU, QUICK, step_of
 from lt_tiled.tiling import patched, tiled_call
-from lt_tiled.tiling.recompute import Reads
+from lt_tiled.tiling.recompute import ModuleState
 from lt_tiled.tiling.state import Work
 
-_EVERY_STEP = [(Reads, "__init__"), (Reads, "check"), (Work, "hooked"), (Work, "recorded"), (tiled_call, "_switches")]
+_EVERY_STEP = [
+    (ModuleState, "__init__"),
+    (ModuleState, "check"),
+    (Work, "hooked"),
+    (Work, "recorded"),
+    (tiled_call, "_switches"),
+]
 CHECKS: dict[str, list[tuple[Any, str]]] = {
     "self-check": [(patched, "check_position_wise")],
     "every step": _EVERY_STEP,

@@ -6,7 +6,8 @@ own buffers are compared before and after its forward pass, by identity and vers
 training mode by value too: batch norm and ``.data`` change them without a new version. Of what changed, the values from
 before are kept. The recompute computes with clones of those by a torch function mode (see NOTE [Substitution]), so
 nothing in the module changes that another thread could see, except that buffers which the block replaces by assignment
-are restored at its end.
+are restored at its end. What others replace before the recompute is treated alike; what they change in place, and
+weights that they change, are refused.
 
 Python objects cannot be substituted. If the recompute changes again what the forward pass changed, a warning says so.
 """
@@ -25,7 +26,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
-from lt_tiled.tiling.recompute import OF_TORCH, SMALL_BUFFER, is_still, told, version_of
+from lt_tiled.tiling.recompute import (
+    OF_TORCH,
+    SMALL_BUFFER,
+    TensorState,
+    changed_between,
+    is_unchanged,
+    snapshot,
+    training_set,
+    version_of,
+)
 from lt_tiled.tiling.weights import Substituted
 
 
@@ -74,21 +84,19 @@ class _Buffer(NamedTuple):
         readable = type(now) is Tensor and now.device.type != "meta"
         return by_value and self.copy is not None and readable and not torch.equal(self.copy, now)
 
-    def value(self, block: str) -> Tensor | None:
-        """Return the value from before.
+    @property
+    def lost(self) -> bool:
+        """Whether the value from before is gone: it was changed in place, and there is no copy."""
+        return self.copy is None and self.tensor is not None and version_of(self.tensor) != self.version
 
-        Raises:
-            RuntimeError: If it was changed in place and there is no copy.
-        """
-        if self.copy is None and self.tensor is not None and version_of(self.tensor) != self.version:
-            where = f"{type(self.owner).__name__}.{self.name} of shape {list(self.tensor.shape)}"
-            raise RuntimeError(
-                f"{block}: its forward pass changed the buffer {where} in place for the first time, and the recompute"
-                f" needs the old values. Buffers of more than 1 MiB are copied only once a call showed that"
-                " they change. Replace the buffer instead (self.buffer = ...), or leave the block out of"
-                " Checkpointing(targets=...)."
-            )
+    @property
+    def value(self) -> Tensor | None:
+        """The value from before."""
         return self.tensor if self.copy is None else self.copy
+
+    def __str__(self) -> str:
+        shape = "" if self.tensor is None else f" of shape {list(self.tensor.shape)}"
+        return f"{type(self.owner).__name__}.{self.name}{shape}"
 
 
 class SideEffects:
@@ -102,14 +110,15 @@ class SideEffects:
     """
 
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> None:
-        self._buffers = Buffers(block, seen)
+        self._block, self._parts = block, _parts(block)
+        self._buffers = Buffers(block, [part for part in self._parts if part._buffers], seen)
+        self._weights: list[TensorState] | None = None
+        self._modes = [(part, part.training) for part in self._parts]
         self._watch = None
         # Engines set attributes of their own on modules, and ZeRO-3 frees weights that a complete recompute would need.
-        engine = dist.is_available() and dist.is_initialized()
-        if not engine and (seen.suspects or block.training not in seen.watched):
+        if not _engine() and (seen.suspects or block.training not in seen.watched):
             names = list(inspect.signature(type(block).forward).parameters)[1:]
             self._watch = _Watch(block, {**dict(zip(names, args, strict=False)), **kwargs}, seen)
-        self._forwarded = False
 
     @property
     def early_stop(self) -> bool:
@@ -118,11 +127,21 @@ class SideEffects:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run the block's forward pass when called first, and its recompute later."""
-        if self._forwarded:
-            with self._buffers.restored(), self._watch.recompute() if self._watch is not None else nullcontext():
+        if self._weights is not None:
+            moved = _engine()
+            if change := next(filter(None, (weight.change(moved) for weight in self._weights)), None):
+                raise changed_between(type(self._block).__name__, change, "the recompute", _REMEDY)
+            watch = self._watch.recompute() if self._watch is not None else nullcontext()
+            with training_set(self._modes), self._buffers.restored(), watch:
                 return forward()
         output = forward()
-        self._forwarded = True
+        self._weights = [
+            TensorState.now(part, name, part._parameters, tensor, substituted=False)
+            for part in self._parts
+            if part._parameters
+            for name, tensor in part._parameters.items()
+            if tensor is not None
+        ]
         self._buffers.keep_changed()
         if self._watch is not None:
             self._watch.end_forward()
@@ -134,12 +153,12 @@ class Buffers:
 
     Args:
         block: The block.
+        owners: Its modules that have buffers.
         seen: What its earlier calls showed.
     """
 
-    def __init__(self, block: nn.Module, seen: Seen) -> None:
-        self._block, self._seen = block, seen
-        self._owners = _owners(block)
+    def __init__(self, block: nn.Module, owners: list[nn.Module], seen: Seen) -> None:
+        self._block, self._owners, self._seen = block, owners, seen
         mode = tuple(owner.training for owner in self._owners)
         self._first = mode not in seen.modes
         seen.modes.add(mode)
@@ -150,7 +169,7 @@ class Buffers:
         ]
 
     def keep_changed(self) -> None:
-        """Keep the values from before the forward pass of what it changed, and drop the others.
+        """Keep the values from before the forward pass of what it changed, and drop the other copies.
 
         Raises:
             RuntimeError: If such a value is lost.
@@ -159,28 +178,38 @@ class Buffers:
             return
         before, changing = self._before, self._seen.changing
         known = {(b.owner, b.name) for b in before}
-        owners = _owners(self._block) if self._first else self._owners
+        owners = _parts(self._block) if self._first else self._owners
         new = ((owner, name) for owner in owners for name in owner._buffers if (owner, name) not in known)
         created = [_Buffer(owner, name, None, 0, None, existed=False) for owner, name in new]
         for b in created + [b for b in before if b.changed(self._first)]:
             changing.setdefault(b.owner, set()).add(b.name)
         # Small buffers next to one that changes may change too, in ways that are not seen, as batch norm's do.
-        self._before = [b for b in before if b.owner in changing and (b.copy is not None or b.changed(False))] + created
-        for b in self._before:
-            b.value(type(self._block).__name__)  # raises if the value is lost
+        self._before = [b if b.owner in changing else b._replace(copy=None) for b in before] + created
+        if lost := next((b for b in self._before if b.lost), None):
+            raise RuntimeError(
+                f"{type(self._block).__name__}: its forward pass changed the buffer {lost} in place for the first time,"
+                " and the recompute needs the old values. Buffers of more than 1 MiB are copied only once a call showed"
+                f" that they change. Replace the buffer instead (self.buffer = ...), or {_REMEDY}."
+            )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Compute with the values from before the forward pass, and leave the block's buffers as they are now."""
-        if not self._before:
+        before = [b for b in self._before if b.copy is not None or b.changed(False) or not b.existed]
+        if not before:
             yield
             return
-        now = [(b.owner._buffers, b.name, b.owner._buffers.get(b.name)) for b in self._before]
+        now = [(b.owner._buffers, b.name, b.owner._buffers.get(b.name)) for b in before]
         pairs: list[tuple[Tensor, Tensor]] = []
         mode: Substituted | None = None
         try:
-            for b, (holder, name, there) in zip(self._before, now, strict=True):
-                value = b.value(type(self._block).__name__)
+            for b, (holder, name, there) in zip(before, now, strict=True):
+                if b.lost:
+                    if _engine():  # DDP broadcasts buffers in place, with the values that they have
+                        continue
+                    change = f"{b} was changed in place"
+                    raise changed_between(type(self._block).__name__, change, "the recompute", _REMEDY)
+                value = b.value
                 if value is not None and there is not None:
                     pairs.append((there, value.detach().requires_grad_(value.requires_grad).clone()))
                 elif b.existed:
@@ -237,7 +266,7 @@ class _Watch:
 
     def _now(self) -> _State:
         return {
-            (index, name): (value, told(value))
+            (index, name): (value, snapshot(value))
             for index, (_, holder) in enumerate(self._places)
             for name, value in holder.items()
             if name not in OF_TORCH
@@ -248,7 +277,7 @@ class _Watch:
         missing = before.keys() ^ now.keys()
         for key in before.keys() & now.keys():
             with suppress(Exception):  # of values that cannot be compared
-                if not is_still(now[key][0], *before[key]):
+                if not is_unchanged(now[key][0], *before[key]):
                     missing.add(key)
         return missing
 
@@ -263,15 +292,21 @@ class _Watch:
         )
 
 
+_REMEDY = "leave the block out of Checkpointing(targets=...)"
+
+
+def _engine() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 _State = dict[tuple[int, str], tuple[Any, Any]]
 
 
-def _owners(block: nn.Module) -> list[nn.Module]:
-    """Return the modules of a block that have buffers. ``block.modules()`` takes three times as long."""
+def _parts(block: nn.Module) -> list[nn.Module]:
+    """Return the modules of a block, shared ones several times. ``block.modules()`` takes three times as long."""
     found, left = [], [block]
     while left:
         part = left.pop()
-        if part._buffers:
-            found.append(part)
+        found.append(part)
         left.extend(child for child in part._modules.values() if child is not None)
     return found

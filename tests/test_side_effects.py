@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -418,7 +419,7 @@ def test_blocks_without_changes_save_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with prepare(model, checkpointing=Checkpointing("Constant")):
         for _ in range(2):
             y = model(randn(2, 5, H))
-            assert all(not effects._buffers._before for effects in made)
+            assert all(b.copy is None for effects in made for b in effects._buffers._before)
             y.sum().backward()
 
 
@@ -441,6 +442,65 @@ def test_a_compiled_part() -> None:
     with prepare(model, checkpointing=Checkpointing("Compiled")):
         assert torch.allclose(torch.autograd.grad(model[0](x).sum(), x)[0], true)
         assert torch.allclose(model[0].state, after)
+
+
+# What others change between the passes
+
+
+def _set_data(block: WithBuffer) -> None:
+    block.b.weight.data = block.b.weight.data * 2
+
+
+def _replace(block: WithBuffer) -> None:
+    block.b.weight = nn.Parameter(block.b.weight.detach().clone())
+
+
+def _change_in_place(block: WithBuffer) -> None:
+    with torch.no_grad():
+        block.b.weight.mul_(2)
+
+
+def _change_buffer_in_place(block: WithBuffer) -> None:
+    block.state.mul_(2)
+
+
+class Scaled(WithBuffer):
+    def change(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training) * self.state
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("change", [_set_data, _replace, _change_in_place, _change_buffer_in_place])
+def test_changes_before_the_recompute(change: Callable[[WithBuffer], None], frozen: bool) -> None:
+    """A weight that is changed or replaced between the passes, or a buffer changed in place, raises with its name."""
+    model, x = nn.ModuleList([Scaled()]).requires_grad_(not frozen), randn(2, 5, H)
+    name = (
+        r"Scaled\.state of shape \[16\]" if change is _change_buffer_in_place else r"Linear\.weight of shape \[16, 16\]"
+    )
+    with prepare(model, checkpointing=Checkpointing("Scaled")):
+        y = model[0](x.requires_grad_())
+        change(model[0])
+        with pytest.raises(RuntimeError, match=rf"Scaled: .*{name} was (changed|replaced).* the recompute"):
+            y.sum().backward()
+        model[0](x).sum().backward()
+
+
+def _set_buffer(block: WithBuffer) -> None:
+    block.state = block.state * 2
+
+
+@pytest.mark.parametrize("change", [_set_buffer, nn.Module.eval])
+def test_changes_that_the_recompute_does_not_see(change: Callable[[WithBuffer], object]) -> None:
+    """A buffer that is replaced, or another training mode, between the passes changes no gradient."""
+    found = []
+    for checkpointing in (False, Checkpointing("Scaled")):
+        torch.manual_seed(0)
+        model, x = nn.ModuleList([Scaled()]), randn(2, 5, H).requires_grad_()
+        with prepare(model, checkpointing=checkpointing, tiling=False):
+            y = model[0](x)
+            change(model[0])
+            found.append([*torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), model[0].state])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # What a block keeps in Python

@@ -19,7 +19,7 @@ from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.recompute import AutocastState, Reads, training_set, version_of
+from lt_tiled.tiling.recompute import AutocastState, ModuleState, training_set, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import substituted, trainable_weights
 
@@ -182,11 +182,11 @@ class DeferredLogits(Deferred):
             modes = [(part, part.training) for part in work.parts()]
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
             alone = not (dist.is_available() and dist.is_initialized())  # else engines may change what a module holds
-            reads = Reads(work.parts(), False, frozenset()) if alone and reduction == "none" else None
+            state = ModuleState(work.parts(), False, frozenset()) if alone and reduction == "none" else None
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-                if reads is not None and torch.is_grad_enabled():  # "none" computes gradients in the backward pass
-                    reads.check(f"the head of {patch.name}", "its backward pass")
+                if state is not None and torch.is_grad_enabled():  # "none" computes gradients in the backward pass
+                    state.check(f"the head of {patch.name}", "its backward pass")
                 before = {} if patch.checked else kept_tensors(work)
                 with substituted(weights, leaves), training_set(modes):
                     found = _computed(patch, head, steps, rows)

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
-from lt_tiled.tiling.recompute import AutocastState, Reads, training_set
+from lt_tiled.tiling.recompute import AutocastState, ModuleState, training_set
 from lt_tiled.tiling.state import TiledPatch, Work
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class DeferredCall(Deferred):
     inputs: list[Tensor]
     versions: list[int]
     """Of the inputs."""
-    reads: Reads
+    modules: ModuleState
     traces: list[Trace]
     """The trace of the call once it ran; the call's node shares the list."""
     taken: bool
@@ -120,7 +120,7 @@ class DeferredCall(Deferred):
         """Return the deferred output of a call."""
         deferred: DeferredCall = cls.like(shape, dtype, call.device)
         deferred.call, deferred.inputs, deferred.traces, deferred.taken = call, inputs, traces, False
-        deferred.versions, deferred.reads = [t._version for t in inputs], call.reads()
+        deferred.versions, deferred.modules = [t._version for t in inputs], call.module_state()
         deferred._data = deferred._value = deferred._node = None
         if (unused := _unused.get()) is not None:
             unused.append(weakref.ref(deferred))
@@ -176,7 +176,7 @@ class DeferredCall(Deferred):
         return self._data
 
     def _check_unchanged(self) -> None:
-        self.reads.check(self.call.patch.name, "the first use of its output")
+        self.modules.check(self.call.patch.name, "the first use of its output")
         if [t._version for t in self.inputs] != self.versions:
             raise RuntimeError(
                 f"{self.call.patch.name}: its input was changed in place before its output was used. Make the change"

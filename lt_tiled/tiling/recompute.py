@@ -1,4 +1,4 @@
-"""State for recomputing a tile exactly: random generators, autocast, what a graph saves, what the modules hold."""
+"""What a recompute must find as the forward pass found it: random generators, autocast, and what the modules hold."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def entry(holder: Any, name: str) -> Any:
         return dict(holder.items()).get(name)
 
 
-class _Seen(NamedTuple):
-    """A tensor as a forward pass saw it."""
+class TensorState(NamedTuple):
+    """A tensor of a module as a forward pass saw it."""
 
     part: nn.Module
     name: str
@@ -141,17 +141,18 @@ class _Seen(NamedTuple):
     tensor: Tensor
     version: int
     pointer: int
-    trainable: bool
+    substituted: bool
+    """Whether the recompute takes this tensor, whatever is in its place."""
 
     @classmethod
-    def now(cls, part: nn.Module, name: str, holder: Any, tensor: Tensor) -> _Seen:
-        return cls(part, name, holder, tensor, version_of(tensor), _pointer(tensor), tensor.requires_grad)
+    def now(cls, part: nn.Module, name: str, holder: Any, tensor: Tensor, substituted: bool) -> TensorState:
+        """Return the tensor as it is."""
+        return cls(part, name, holder, tensor, version_of(tensor), _pointer(tensor), substituted)
 
     def change(self, moved: bool) -> str | None:
-        """Return what happened to it since; see :class:`Reads` for ``moved``."""
+        """Return what happened to it since; see :class:`ModuleState` for ``moved``."""
         there, tensor = entry(self.holder, self.name), self.tensor
-        # The recompute takes trainable weights from the forward pass, whatever is in their place.
-        if there is not tensor and not self.trainable:
+        if there is not tensor and not self.substituted:
             computed = self.holder is self.part.__dict__ and equal(there, tensor)
             return None if moved or computed else f"{self} was replaced"
         if version_of(tensor) != self.version:
@@ -162,7 +163,7 @@ class _Seen(NamedTuple):
         return f"{type(self.part).__name__}.{self.name} of shape {list(self.tensor.shape)}"
 
 
-class Reads:
+class ModuleState:
     """The tensors and plain attributes of modules as a forward pass saw them.
 
     Args:
@@ -173,14 +174,18 @@ class Reads:
 
     def __init__(self, parts: Iterable[nn.Module], moved: bool, own: frozenset[str]) -> None:
         self._moved = moved
-        self._tensors: list[_Seen] = []
+        self._tensors: list[TensorState] = []
         self._attributes: list[tuple[nn.Module, frozenset[str], dict[str, tuple[Any, Any]]]] = []
         for part in parts:
             for holder in (part._parameters, part._buffers, part.__dict__):
-                self._tensors += [_Seen.now(part, n, holder, t) for n, t in holder.items() if isinstance(t, Tensor)]
+                tensors = [(name, t) for name, t in holder.items() if isinstance(t, Tensor)]
+                # The recompute takes trainable weights from the forward pass.
+                self._tensors += [TensorState.now(part, name, holder, t, t.requires_grad) for name, t in tensors]
             patches = get_patches(part, Patch)  # which may be removed meanwhile
             ignored = OF_TORCH.union(own, *((place_of(type(patch), patch.method), patch.method) for patch in patches))
-            self._attributes.append((part, ignored, {n: (value, told(value)) for n, value in _plain(part, ignored)}))
+            self._attributes.append(
+                (part, ignored, {n: (value, snapshot(value)) for n, value in _plain(part, ignored)})
+            )
 
     def check(self, module: str, until: str) -> None:
         """Refuse to compute with other values than the forward pass.
@@ -194,17 +199,22 @@ class Reads:
         """
         changes = chain((seen.change(self._moved) for seen in self._tensors), self._attribute_changes())
         if found := next(filter(None, changes), None):
-            raise RuntimeError(
-                f"{module}: {found} between the forward pass and {until}, which would compute with other values. Make"
-                " the change after the backward pass, such as the optimizer's step, or lt_tiled.untile() the module."
-            )
+            raise changed_between(module, found, until, "lt_tiled.untile() the module")
 
     def _attribute_changes(self) -> Iterator[str]:
         for part, ignored, then in self._attributes:
             now = dict(_plain(part, ignored))
             for name in then if len(now) == len(then) else then.keys() ^ now.keys():
-                if name not in now or name not in then or not is_still(now[name], *then[name], may_grow=True):
+                if name not in now or name not in then or not is_unchanged(now[name], *then[name], may_grow=True):
                     yield f"{type(part).__name__}.{name} was changed"
+
+
+def changed_between(module: str, change: str, until: str, remedy: str) -> RuntimeError:
+    """Return the error for a change between a forward pass and what reads the same values again."""
+    return RuntimeError(
+        f"{module}: {change} between the forward pass and {until}, which would compute with other values. Make the"
+        f" change after the backward pass, such as the optimizer's step, or {remedy}."
+    )
 
 
 def _plain(part: nn.Module, ignored: frozenset[str]) -> Iterator[tuple[str, Any]]:
@@ -223,7 +233,8 @@ SMALL_BUFFER = 2**20
 
 
 def _pointer(tensor: Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" else 0
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.data_ptr() if plain and tensor.device.type != "meta" else 0
 
 
 _kinds: dict[type, str] = {}  # no functools.cache, of which torch.compile warns
@@ -245,7 +256,7 @@ def _find_kind(cls: type) -> str:
     return "object" if cls.__dictoffset__ and not code else ""
 
 
-def told(value: Any, depth: int = 3, objects: bool = False) -> Any:
+def snapshot(value: Any, depth: int = 3, objects: bool = False) -> Any:
     """Return what shows later that a value was changed in place: versions of tensors, and what containers hold.
 
     Args:
@@ -266,33 +277,33 @@ def told(value: Any, depth: int = 3, objects: bool = False) -> Any:
         return len(value)
     if kind != "sequence":
         value = (*value, *value.values())
-    return [(v, told(v, depth - 1, objects)) for v in value] if depth else None
+    return [(v, snapshot(v, depth - 1, objects)) for v in value] if depth else None
 
 
 _MOST = 1000
 """Of larger containers the length alone is compared."""
 
 
-def is_still(value: Any, then: Any, before: Any, may_grow: bool = False) -> bool:
-    """Whether a value is what it was, as :func:`told` then. What is computed anew in each call may be equal.
+def is_unchanged(value: Any, then: Any, before: Any, may_grow: bool = False) -> bool:
+    """Whether a value is what it was, as :func:`snapshot` then. What is computed anew in each call may be equal.
 
     Args:
         value: What is there now.
         then: What was there.
-        before: What was told of it.
+        before: Its snapshot then.
         may_grow: Whether a dictionary may have new keys, as a cache has.
     """
     if value is not then:
         return equal(value, then)
     if before is None:
         return True
-    now = told(value, objects=True)
+    now = snapshot(value, objects=True)
     if not isinstance(before, list) or not isinstance(now, list):
         return equal(now, before)
     if may_grow and isinstance(value, dict):
         keys, held = before[: len(before) // 2], before[len(before) // 2 :]
-        return all(k in value and is_still(value[k], *b) for (k, _), b in zip(keys, held, strict=True))
-    return len(now) == len(before) and all(is_still(a, *b) for (a, _), b in zip(now, before, strict=True))
+        return all(k in value and is_unchanged(value[k], *b) for (k, _), b in zip(keys, held, strict=True))
+    return len(now) == len(before) and all(is_unchanged(a, *b) for (a, _), b in zip(now, before, strict=True))
 
 
 def equal(a: Any, b: Any) -> bool:

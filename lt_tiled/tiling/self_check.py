@@ -27,13 +27,13 @@ from lt_tiled.tiling.recompute import (
     SMALL_BUFFER,
     RandomState,
     SavedCounter,
-    is_still,
+    is_unchanged,
     random_state_kept,
-    told,
+    snapshot,
     version_of,
 )
 from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.tiled_call import TiledCall
+from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 CHECK_TOKENS = 32
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -255,48 +255,86 @@ def _compare_tiles(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> 
             a, b = whole[index], leaves[index].detach().reshape(whole[index].shape)
             what = "output without and with a graph, in which tiles run forward and backward,"
             _compare_outputs(one, sample, a, b, one.autocast.dtype, what)
-    _check_influence(one, sample, {index: whole[index] for index in per_token})
+    given = [
+        torch.randn_like(leaf) if index in per_token and leaf.is_floating_point() else None
+        for index, leaf in enumerate(whole)
+    ]
+    _check_influence(one, sample, whole, whole_trace, given)
     if one.differentiable:
-        given = [
-            torch.randn_like(leaf) if index in per_token and leaf.is_floating_point() else None
-            for index, leaf in enumerate(whole)
-        ]
         scale = sum(float(g.norm()) for g in given if g is not None)
-        arguments = [f"argument {index}" for index, wants in enumerate(one.wants_grad) if wants]
-        weights = [f"{type(w.places[0][0]).__name__}.{w.places[0][1]}" for w in one.weights]
         with _EqualDraws():
             gradients = one.backward(whole_trace, sample, given), two.backward(trace, sample, given)
-        for what, a, b in zip([*arguments, *weights], *gradients, strict=True):
+        for what, a, b in zip(_names_of_gradients(one), *gradients, strict=True):
             if a is not None and b is not None:
                 _compare(a, b, _GRADIENT_TOLERANCE, _FLOOR * scale, f"gradient of {what} for {tokens} tokens", name)
                 compared.append(a)
     return any(bool(t.any()) for t in compared)
 
 
-def _check_influence(one: TiledCall, sample: Sequence[Tensor], outputs: dict[int, Tensor]) -> None:
-    """Refuse a module in which large changes of some tokens change others.
+def _names_of_gradients(call: TiledCall) -> list[str]:
+    arguments = [f"argument {index}" for index, wants in enumerate(call.wants_grad) if wants]
+    return [*arguments, *(f"{type(w.places[0][0]).__name__}.{w.places[0][1]}" for w in call.weights)]
 
-    Mixing that is too weak for the comparison of tiles shows here.
+
+def _check_influence(
+    one: TiledCall, sample: Sequence[Tensor], outputs: Sequence[Any], trace: Trace, given: Sequence[Tensor | None]
+) -> None:
+    """Refuse a module in which large changes of some tokens change others, or gradients that others alone receive.
+
+    Mixing that is too weak for the comparison of tiles shows here: what differs is computed with the same shapes.
 
     Args:
         one: The call in one tile.
         sample: Its arguments.
-        outputs: Its per-token outputs, by index.
+        outputs: The leaves of its output.
+        trace: What its forward pass left.
+        given: The gradients of its per-token outputs; other outputs have none and are not compared.
 
     Raises:
-        NotPositionWiseError: If an output of an unchanged token differs.
+        NotPositionWiseError: If an output of an unchanged token differs, or a gradient of the unchanged tokens.
     """
     coordinates = torch.meshgrid(*(torch.arange(n, device=one.device) for n in one.shape.lead), indexing="ij")
     changed = torch.stack(coordinates).sum(0).flatten() % 2 == 1  # some in each row, and in each column
+
+    def unchanged(t: Tensor) -> Tensor:
+        flat = t.detach().reshape(one.shape.tokens, -1)
+        return flat.masked_fill(changed[:, None], 0).view_as(t)
+
+    received = [None if g is None else unchanged(g) for g in given]
+    scale = sum(float(g.norm()) for g in received if g is not None)
+    names = _names_of_gradients(one)
+
+    def gradients(trace: Trace, sample: Sequence[Tensor]) -> list[Tensor | None]:
+        with _EqualDraws():
+            found = one.backward(trace, sample, received) if one.differentiable else [None] * len(names)
+        return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
+
+    wide = [per_token for per_token, wants in zip(one.per_token, one.wants_grad, strict=True) if wants]
+    wide += [False] * len(one.weights)
+    before = gradients(trace, sample)
+    expected = [unchanged(g) if g is not None and per_token else g for g, per_token in zip(before, wide, strict=True)]
+    dtypes = [one.autocast.dtype, *(t.dtype for t in (*outputs, *before) if isinstance(t, Tensor))]
+    bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes if dtype is not None)
+    found = [before]
     for factor in (_INFLUENCE, -_INFLUENCE):
-        with torch.no_grad(), _EqualDraws():
-            try:
-                leaves = pytree.tree_leaves(one.run_tile(_scaled(one, sample, torch.where(changed, factor, 1.0))))
-            except Exception:  # values that the module does not take
-                return
-        for index, before in outputs.items():
-            a, b = (t.detach().reshape(one.shape.tokens, -1)[~changed] for t in (before, leaves[index]))
-            _compare_outputs(one, sample, a, b, None, "output for the same tokens, while others change,")
+        flat = _scaled(one, sample, torch.where(changed, factor, 1.0))
+        pairs = zip(flat, one.per_token, strict=True)
+        scaled = [one.shape.unflatten(t) if per_token else t for t, per_token in pairs]
+        try:
+            with _EqualDraws():
+                leaves, trace = one.forward(scaled, learn=False)
+            found.append(gradients(trace, scaled))
+        except Exception:  # values that the module does not take
+            break
+        for a, b, g in zip(outputs, leaves, given, strict=True):
+            if g is not None:
+                what = "output for the same tokens, while others change,"
+                _compare_outputs(one, sample, unchanged(a), unchanged(b), None, what)
+    for now in found:
+        for what, a, b in zip(names, expected, now, strict=True):
+            if a is not None and b is not None and bool(b.isfinite().all()):  # 0 * inf, where the others overflow
+                what = f"gradient of {what} for the same tokens, while others change,"
+                _compare(a, b, bound, scale * _rounding(a.dtype, bound), what, one.patch.name)
 
 
 def _compare_outputs(
@@ -310,7 +348,11 @@ def _compare_outputs(
 def _noise(one: TiledCall, sample: Sequence[Tensor], bound: float) -> float:
     """Return the norm below which outputs may be rounding alone, as of a sum over what a layer norm returns."""
     inputs = [t for t, per_token in zip(sample, one.per_token, strict=True) if per_token and t.is_floating_point()]
-    return sum(float(t.detach().norm()) * min(_FLOOR, 10 * torch.finfo(t.dtype).eps / bound) for t in inputs if bound)
+    return sum(float(t.detach().norm()) * _rounding(t.dtype, bound) for t in inputs if bound)
+
+
+def _rounding(dtype: torch.dtype, bound: float) -> float:
+    return min(_FLOOR, 10 * torch.finfo(dtype).eps / bound)
 
 
 def _scaled(one: TiledCall, sample: Sequence[Tensor], factors: Tensor, index: slice = slice(None)) -> list[Tensor]:
@@ -352,11 +394,11 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
 def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None]:
     """Refuse a module that changes its arguments: the caller would see the change of one tile, or of each."""
     containers: list[Any] = [leaf for leaf in call.arguments.others if isinstance(leaf, list | dict | set)]
-    before = [(copy(container), told(container, objects=True)) for container in containers]
+    before = [(copy(container), snapshot(container, objects=True)) for container in containers]
     versions = [version_of(t) for t in sample]
     yield
     changed = [
-        (now, then) for now, (then, held) in zip(containers, before, strict=True) if not is_still(now, now, held)
+        (now, then) for now, (then, held) in zip(containers, before, strict=True) if not is_unchanged(now, now, held)
     ]
     for now, then in changed:
         now.clear()
@@ -372,11 +414,11 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
 def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
     """Refuse a module that changes its attributes, such as counters and lists: each tile would do so once."""
     parts = list(call.work.parts())
-    before = [{name: (v, told(v, objects=True)) for name, v in part.__dict__.items()} for part in parts]
+    before = [{name: (v, snapshot(v, objects=True)) for name, v in part.__dict__.items()} for part in parts]
     yield
     for part, then in zip(parts, before, strict=True):
         now = ((name, value) for name, value in part.__dict__.items() if name != "_buffers")
-        changed = [name for name, value in now if name not in then or not is_still(value, *then[name])]
+        changed = [name for name, value in now if name not in then or not is_unchanged(value, *then[name])]
         if changed:
             raise NotPositionWiseError(
                 f"{call.patch.name} changes {type(part).__name__}.{changed[0]} in its forward, which would be changed"

@@ -33,8 +33,8 @@ from lt_tiled.tiling.layout import (
 )
 from lt_tiled.tiling.recompute import (
     AutocastState,
+    ModuleState,
     RandomState,
-    Reads,
     SavedCounter,
     hidden_from_modes,
     random_state_kept,
@@ -52,7 +52,7 @@ class Trace:
     layout: OutputLayout
     random: RandomState | None
     """The generators' state before the forward pass, if it drew random numbers."""
-    reads: Reads | None
+    modules: ModuleState | None
     """What it read of the modules, if a backward pass may follow."""
 
 
@@ -263,14 +263,14 @@ class TiledCall:
                 del output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
-        return assembly.leaves, Trace(assembly.layout, random, self.reads() if learn else None)
+        return assembly.leaves, Trace(assembly.layout, random, self.module_state() if learn else None)
 
-    def reads(self) -> Reads:
+    def module_state(self) -> ModuleState:
         """Return what the modules hold now, to be checked later."""
         moved = self.patch.needs.moves_weights
         if moved is None:
             moved = dist.is_available() and dist.is_initialized()
-        return Reads(self.work.parts(), moved, self.patch.needs.own_attributes)
+        return ModuleState(self.work.parts(), moved, self.patch.needs.own_attributes)
 
     def _count_saved(self, tile: Sequence[Tensor]) -> Any:
         """Run a tile with a graph, to learn how many tensors its recompute will save."""
@@ -312,8 +312,8 @@ class TiledCall:
             for t, wants, per_token in zip(flat, self.wants_grad, self.per_token, strict=True)
         ]
         random = random_state_kept(self.device, trace.random) if trace.random is not None else nullcontext()
-        if trace.reads is not None:
-            trace.reads.check(self.patch.name, "its backward pass")
+        if trace.modules is not None:
+            trace.modules.check(self.patch.name, "its backward pass")
         weights = [w.tensor for w in self.weights]
         with self._sums(weights) as sums, self._sums(self._wholes(inputs)) as wholes:
             with training_set(self.modes), self.autocast.context(), random:

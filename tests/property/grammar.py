@@ -402,7 +402,6 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "an output that is the input itself, in inference mode": lambda case: (
         case.around == "inference mode" and ("nn.Dropout" in case.parts or case.output == "also the input")
     ),
-    "a tensor hook that mixes tokens by less than gradients may differ": lambda case: "mixed by a hook" in case.parts,
     "a hook of the input, which a derivative inside of the forward calls without tiles": lambda case: (
         "force" in case.parts and case.around == "hook of the input"
     ),
@@ -419,7 +418,7 @@ REFUSED: dict[str, Callable[[Case], bool]] = {
     ),
     "a derivative of a derivative, which fails without a graph": lambda case: case.parts.count("force") > 1,
     "a derivative inside of the forward, for an input that wants none": lambda case: (
-        "force" in case.parts and not case.wants_grad
+        "force" in case.parts and (not case.wants_grad or case.before == "a call on a frozen input")
     ),
     "a weight that a hook computes, for an output that has no gradient": lambda case: (
         bool({"pruned", "old weight norm"} & {*case.parts})
