@@ -281,7 +281,8 @@ def _check_influence(
 ) -> None:
     """Refuse a module in which large changes of some tokens change others, or gradients that others alone receive.
 
-    Mixing that is too weak for the comparison of tiles shows here: what differs is computed with the same shapes.
+    Mixing that is too weak for the comparison of tiles shows here: what is compared is computed with the same shapes,
+    and a token whose outputs have no gradient gets none at all.
 
     Args:
         one: The call in one tile.
@@ -315,7 +316,9 @@ def _check_influence(
     expected = [unchanged(g) if g is not None and per_token else g for g, per_token in zip(before, wide, strict=True)]
     dtypes = [one.autocast.dtype, *(t.dtype for t in (*outputs, *before) if isinstance(t, Tensor))]
     bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes if dtype is not None)
-    found = [before]
+    for what, a, b in zip(names, expected, before, strict=True):
+        if a is not None and b is not None:
+            _compare(a, b, 0.0, 0.0, f"gradient of {what} for tokens whose outputs have none", one.patch.name)
     for factor in (_INFLUENCE, -_INFLUENCE):
         flat = _scaled(one, sample, torch.where(changed, factor, 1.0))
         pairs = zip(flat, one.per_token, strict=True)
@@ -323,15 +326,14 @@ def _check_influence(
         try:
             with _EqualDraws():
                 leaves, trace = one.forward(scaled, learn=False)
-            found.append(gradients(trace, scaled))
+            now = gradients(trace, scaled)
         except Exception:  # values that the module does not take
-            break
+            return
         for a, b, g in zip(outputs, leaves, given, strict=True):
             if g is not None:
                 what = "output for the same tokens, while others change,"
                 _compare_outputs(one, sample, unchanged(a), unchanged(b), None, what)
-    for now in found:
-        for what, a, b in zip(names, expected, now, strict=True):
+        for what, a, b in zip(names, before, now, strict=True):
             if a is not None and b is not None and bool(b.isfinite().all()):  # 0 * inf, where the others overflow
                 what = f"gradient of {what} for the same tokens, while others change,"
                 _compare(a, b, bound, scale * _rounding(a.dtype, bound), what, one.patch.name)

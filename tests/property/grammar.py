@@ -390,8 +390,9 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "another weight in the recompute of a checkpoint, where torch computes its gradients with that": lambda case: (
         "checkpoint" in case.around and case.between in ("weights replaced", "frozen")
     ),
-    "outputs that share memory are separate tensors in tiles": lambda case: (
-        case.around == "output changed in place" and case.output in ("also detached", "same twice")
+    "outputs that share memory, with each other or the input, are separate tensors in tiles": lambda case: (
+        (case.around == "output changed in place" and case.output in ("also detached", "same twice"))
+        or (case.around == "input changed afterwards" and case.output == "also the input")
     ),
     "the data of weights written in the forward, of which torch keeps no version": lambda case: (
         "writes into a weight's data" in case.parts

@@ -281,7 +281,15 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "residual with a zero gate": (lambda: Then(lambda y, gate: y + gate * y.mean(1, keepdim=True), gate=0.0), (2, 20)),
     "layer scale of 1e-6": (lambda: Then(lambda y, gate: y + gate * y.roll(1, 1), gate=1e-6), (2, 20)),
     "backward pass alone": (lambda: Then(lambda y, gate: MeanBackward.apply(y)), (1, 40)),
+    "backward pass alone, by a millionth": (lambda: Then(lambda y, gate: y + 1e-6 * MeanBackward.apply(y)), (1, 40)),
+    "hook of a tensor, by a thousandth": (lambda: Then(lambda y, gate: _hooked(y)), (2, 20)),
 }
+
+
+def _hooked(y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient - 1e-3 * gradient.mean(-2, keepdim=True))
+    return y
 
 
 @pytest.mark.parametrize(("build", "lead"), MIXING.values(), ids=MIXING)
@@ -291,6 +299,17 @@ def test_mixing_in_every_direction_is_refused(build: Callable[[], nn.Module], le
     module = tile(build(), num_shards=4)
     with pytest.raises(NotPositionWiseError, match="is not position-wise"):
         module(randn(*lead, H))
+
+
+def test_a_gate_whose_gradient_mixes_is_refused() -> None:
+    """What the outputs show too little of is seen in the gradients that a few tokens alone give."""
+    module = tile(
+        Then(lambda y, gate: y + gate * y.softmax(-1).mean(-2, keepdim=True), gate=1e-8).double(), num_shards=4
+    )
+    with pytest.raises(
+        NotPositionWiseError, match=r"its gradient of Then\.gate for the same tokens, while others change"
+    ):
+        module(randn(4, H).double().detach())
 
 
 class Keeps(GatedMLP):
