@@ -102,12 +102,14 @@ class _DeepSpeed(TiledStrategy):
         super().prepare_once(model)
         if len(self.prepared) == before:
             return
-        if self.zero_stage_3 and self.zero3_leaf_modules:
+        if self.zero_stage_3:
             from deepspeed.utils import set_z3_leaf_module
 
             for _, module, _ in tiled_patches(model):
-                set_z3_leaf_module(module, True)  # remains after release, because the engine's hooks depend on it
-                self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
+                self._hooks.append(module.register_forward_pre_hook(_let_modes_see_linear))
+                if self.zero3_leaf_modules:
+                    set_z3_leaf_module(module, True)  # remains after release, because the engine's hooks depend on it
+                    self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
         adapt_tiles(self, model)
 
     def release(self) -> None:
@@ -202,7 +204,7 @@ _OWN_ATTRIBUTES = frozenset(
 """What ZeRO-3's hooks set on modules between the forward and the backward pass (runtime/zero/parameter_offload.py)."""
 
 
-def _let_modes_see_linear() -> None:
+def _let_modes_see_linear(*_: Any) -> None:
     """Let torch function modes see the linear layers again: ZeRO-3 replaces ``F.linear`` with a custom Function.
 
     Tiles are given the leaves that sum their gradients by such a mode; see NOTE [Substitution].
@@ -229,7 +231,6 @@ def _arguments_for_a_leaf(
 
     DeepSpeed fails without one, as after frozen embeddings: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
-    _let_modes_see_linear()
     if kwargs:
         patch = get_patch(module, TiledPatch)
         forward = (patch and patch.replaced) or MethodType(type(module).forward, module)

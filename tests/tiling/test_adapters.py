@@ -5,6 +5,7 @@ preparation.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,6 +67,25 @@ def test_parity(name: str, after: bool) -> None:
         assert worst(run(model), true) <= 1e-9
         assert all(row.tiles > 1 for row in Report.of(model).tiled if "original_module" not in row.path)
     assert not Report.of(model).tiled
+
+
+@pytest.mark.parametrize("how", ["set_adapter", "disable_adapter_layers", "merge_adapter", "delete_adapter"])
+def test_adapters_that_change_between_the_passes(how: str) -> None:
+    """Another active adapter, none, or a merged or deleted one in the backward pass raises with the module's name."""
+    base = tiny_llama()
+    model = adapted(base, target_modules=MLP)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=MLP, init_lora_weights=False))
+    change: dict[str, Callable[[], object]] = {
+        "set_adapter": lambda: model.set_adapter("other"),
+        "disable_adapter_layers": model.disable_adapter_layers,
+        "merge_adapter": model.merge_adapter,
+        "delete_adapter": lambda: model.delete_adapter("other"),
+    }
+    with prepare(model, tiling=TILES):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        change[how]()
+        with pytest.raises(RuntimeError, match=r"LlamaMLP\): .* between the forward pass and its backward pass"):
+            loss.backward()
 
 
 def test_adapters_in_a_method() -> None:
