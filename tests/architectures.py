@@ -356,7 +356,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llama4TextConfig",
         {**_SIZES, **_EXPERTS, "intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2},
         {"model.layers.*.feed_forward": "Llama4TextMLP, Llama4TextMoe"},
-        more_flops="the mixture adds to the output of its shared expert in place",
     ),
     "T5": Architecture(
         "T5ForConditionalGeneration",
