@@ -431,6 +431,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         error=1e-6,
     ),
     "Mamba": Architecture("MambaForCausalLM", "MambaConfig", _SIZES, {}),
+    "RWKV": Architecture("RwkvForCausalLM", "RwkvConfig", _SIZES, {}),
     "Jamba": _causal(
         "Jamba", "JambaMLP, JambaSparseMoeBlock", "model.layers.*.feed_forward", **_EXPERTS, **_JAMBA, error=1e-6
     ),

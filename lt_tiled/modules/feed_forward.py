@@ -192,8 +192,9 @@ def _drops_samples(module: nn.Module) -> bool:
 
 
 def _mixes_tokens(name: str, module: nn.Module) -> bool:
-    """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms."""
-    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or depends_on_others(module) is not None:
+    """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms, shifts."""
+    shifts = nn.ConstantPad1d | nn.ConstantPad2d  # RWKV's
+    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | shifts) or depends_on_others(module) is not None:
         return True
     label = f"{name} {type(module).__name__}".lower()
     # A layer with attention, such as Zamba 2's AttentionDecoderLayer, has an MLP too.
