@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, walk
+from lt_tiled.modules.find import find_blocks, find_named, find_single_layers, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
@@ -115,13 +115,15 @@ def restore_block(module: nn.Module) -> None:
 def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[str, nn.Module]]:
     """Return the paths and blocks that the policy names, or with ``"auto"`` the model's repeated layers.
 
+    A model without repeated layers may have a single one that it calls many times.
+
     Raises:
         ValueError: If a target matches nothing.
         NothingFoundError: If ``"auto"`` finds nothing.
     """
     if policy.targets != "auto":
         return find_named(model, policy.targets, "Checkpointing")
-    found = find_blocks(model)
+    found = find_blocks(model) or find_single_layers(model)
     if not found:
         raise NothingFoundError(
             f"Checkpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"

@@ -481,7 +481,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"albert.encoder.albert_layer_groups.*.albert_layers.*.ff_chunk": "AlbertLayer.ff_chunk"},
         _POST_NORM,
         embedding_size=16,
-        num_hidden_groups=2,
     ),
     "Longformer": _masked(
         "Longformer",
@@ -554,7 +553,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MllamaForConditionalGeneration",
         "MllamaConfig",
         _MLLAMA,
-        {"model.language_model.layers.*.mlp": "MllamaTextMLP"},
+        {
+            "model.vision_model.transformer.layers.*.mlp": "MllamaVisionMLP",
+            "model.language_model.layers.*.mlp": "MllamaTextMLP",
+        },
         _images_beside_text,
         more_flops="the gate of a cross-attention layer reads it",
     ),

@@ -42,6 +42,21 @@ def test_auto_finds_repeated_children() -> None:
     assert found(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H), Block(), Block())) == ["2", "3"]
 
 
+def test_auto_finds_repeated_children_next_to_known_layers() -> None:
+    """Repeated layers of other classes are found next to those of Hugging Face, as in Llama 3.2's vision tower. A stage
+    that holds known layers is no block.
+    """
+    model = nn.ModuleDict({"tower": TinyLM(2).blocks, "text": tiny_llama()})
+    layers = ["text.model.layers.0", "text.model.layers.1"]
+    assert found(model) == [*layers, "tower.0", "tower.1"]
+    assert found(nn.ModuleList([tiny_llama(), tiny_llama()])) == [f"{i}.model.layers.{j}" for i in "01" for j in "01"]
+
+
+def test_auto_finds_a_single_layer() -> None:
+    """The one layer of a ``ModuleList``, which a model such as ALBERT calls many times, is found if nothing repeats."""
+    assert found(TinyLM(1)) == ["blocks.0"]
+
+
 def test_named_blocks() -> None:
     """Class names and globs name blocks."""
     assert found(TinyLM(3), ["blocks.0", "blocks.2"]) == ["blocks.0", "blocks.2"]
