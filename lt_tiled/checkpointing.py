@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, walk
+from lt_tiled.modules.find import find_blocks, find_named, find_single_layers, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
@@ -99,7 +99,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch = self.__dict__[BlockPatch.attribute]
     if not patch.active or not torch.is_grad_enabled() or _checkpoints_itself(self):
         return patch.inner(self, *args, **kwargs)
-    return patch.run(self, args, _without_cache(self, kwargs))
+    return patch.run(self, *_without_cache(self, args, kwargs))
 
 
 def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
@@ -115,13 +115,15 @@ def restore_block(module: nn.Module) -> None:
 def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[str, nn.Module]]:
     """Return the paths and blocks that the policy names, or with ``"auto"`` the model's repeated layers.
 
+    A model without repeated layers may have a single one that it calls many times.
+
     Raises:
         ValueError: If a target matches nothing.
         NothingFoundError: If ``"auto"`` finds nothing.
     """
     if policy.targets != "auto":
         return find_named(model, policy.targets, "Checkpointing")
-    found = find_blocks(model)
+    found = find_blocks(model) or find_single_layers(model)
     if not found:
         raise NothingFoundError(
             f"Checkpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"
@@ -148,22 +150,26 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""The argument names of the key-value cache in Hugging Face's layers."""
+"""The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
 
 
-def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Remove an empty key-value cache, as Hugging Face does: the recompute would append to it again.
 
     Raises:
         ValueError: If the cache is not empty, because the block needs its entries.
     """
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}  # RecurrentGemma passes its cache by position
     own = getattr(module, "_can_checkpoint_with_cache", False)  # transformers' layers that restore their cache
-    caches = [] if own else [name for name in _CACHES if kwargs.get(name) is not None]
-    if not caches and not kwargs.get("use_cache"):
-        return kwargs
+    present = {} if own else {name: value for name, value in given.items() if value is not None}
+    caches = {name: v for name, v in present.items() if name in _CACHES or hasattr(v, "get_seq_length")}
+    if not caches and not given.get("use_cache"):
+        return args, kwargs
     kind = type(module).__name__
-    for name in caches:
-        cache = kwargs[name]
+    for name, cache in caches.items():
         tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)
         if tokens:
             raise ValueError(
@@ -171,7 +177,9 @@ def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
                 " would append to it again. Run without a cache, or under torch.no_grad(), or with checkpointing=False."
             )
     inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
-    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
+    instead = {**dict.fromkeys(caches), "use_cache": False}
+    args = tuple(instead.get(name, arg) for name, arg in zip(names, args, strict=False)) + args[len(names) :]
+    return args, {name: instead.get(name, value) for name, value in kwargs.items()}
 
 
 def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -79,7 +79,7 @@ class Report:
                     where = (path + method).lstrip(".")
                     row = TiledModule(where, found.kind, *patch.learned.largest, found.widths, found.weight_bytes)
                     tiled.append(row)
-            if (head := get_patch(module, HeadPatch)) is not None:
+            if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
                 losses.append(TiledLoss(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
                 blocks.append(RecomputedBlock(path, type(module).__name__))

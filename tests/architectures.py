@@ -356,7 +356,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llama4TextConfig",
         {**_SIZES, **_EXPERTS, "intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2},
         {"model.layers.*.feed_forward": "Llama4TextMLP, Llama4TextMoe"},
-        more_flops="the mixture adds to the output of its shared expert in place",
     ),
     "T5": Architecture(
         "T5ForConditionalGeneration",
@@ -432,6 +431,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         error=1e-6,
     ),
     "Mamba": Architecture("MambaForCausalLM", "MambaConfig", _SIZES, {}),
+    "RWKV": Architecture("RwkvForCausalLM", "RwkvConfig", _SIZES, {}),
     "Jamba": _causal(
         "Jamba", "JambaMLP, JambaSparseMoeBlock", "model.layers.*.feed_forward", **_EXPERTS, **_JAMBA, error=1e-6
     ),
@@ -481,7 +481,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"albert.encoder.albert_layer_groups.*.albert_layers.*.ff_chunk": "AlbertLayer.ff_chunk"},
         _POST_NORM,
         embedding_size=16,
-        num_hidden_groups=2,
     ),
     "Longformer": _masked(
         "Longformer",
@@ -554,7 +553,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "MllamaForConditionalGeneration",
         "MllamaConfig",
         _MLLAMA,
-        {"model.language_model.layers.*.mlp": "MllamaTextMLP"},
+        {
+            "model.vision_model.transformer.layers.*.mlp": "MllamaVisionMLP",
+            "model.language_model.layers.*.mlp": "MllamaTextMLP",
+        },
         _images_beside_text,
         more_flops="the gate of a cross-attention layer reads it",
     ),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM, XLMConfig, XLMWithLMHeadModel
 
 from lt_tiled import Checkpointing, Tiling, prepare
 from lt_tiled.checkpointing import find_checkpointable
@@ -38,6 +40,21 @@ def test_auto_finds_repeated_children() -> None:
     """The repeated children of a ModuleList and of a Sequential are found; single ones and bare projections are not."""
     assert found(TinyLM(3)) == ["blocks.0", "blocks.1", "blocks.2"]
     assert found(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H), Block(), Block())) == ["2", "3"]
+
+
+def test_auto_finds_repeated_children_next_to_known_layers() -> None:
+    """Repeated layers of other classes are found next to those of Hugging Face, as in Llama 3.2's vision tower. A stage
+    that holds known layers is no block.
+    """
+    model = nn.ModuleDict({"tower": TinyLM(2).blocks, "text": tiny_llama()})
+    layers = ["text.model.layers.0", "text.model.layers.1"]
+    assert found(model) == [*layers, "tower.0", "tower.1"]
+    assert found(nn.ModuleList([tiny_llama(), tiny_llama()])) == [f"{i}.model.layers.{j}" for i in "01" for j in "01"]
+
+
+def test_auto_finds_a_single_layer() -> None:
+    """The one layer of a ``ModuleList``, which a model such as ALBERT calls many times, is found if nothing repeats."""
+    assert found(TinyLM(1)) == ["blocks.0"]
 
 
 def test_named_blocks() -> None:
@@ -187,6 +204,33 @@ def test_the_key_value_cache_is_left_out_in_training() -> None:
     true = gradients(model, ids, call=call)
     with prepare(model, checkpointing=Checkpointing()):
         assert worst(gradients(model, ids, call=call), {k: v.double() for k, v in true.items()}) < FP32
+
+
+def recurrent_gemma() -> nn.Module:
+    sizes = {"vocab_size": 32, "hidden_size": H, "intermediate_size": 32, "num_attention_heads": 2, "lru_width": H}
+    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, pad_token_id=None))
+
+
+def xlm() -> nn.Module:
+    sizes = {"vocab_size": 32, "emb_dim": H, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 24}
+    return XLMWithLMHeadModel(XLMConfig(**sizes, n_langs=1, dropout=0.0, attention_dropout=0.0))
+
+
+@pytest.mark.parametrize("build", [recurrent_gemma, xlm])
+def test_a_cache_is_found_by_position_and_under_any_name(build: Callable[[], nn.Module]) -> None:
+    """A cache that a model passes to its layers by position, as RecurrentGemma does, or as ``cache``, as XLM does, is
+    left out in training.
+    """
+    torch.manual_seed(0)
+    model = build().double()
+
+    def call(_: Tensor) -> Tensor:
+        return model(input_ids=IDS, labels=IDS).loss
+
+    true = gradients(model, IDS, call=call)
+    with prepare(model, checkpointing=Checkpointing()):
+        for _ in range(2):
+            assert worst(gradients(model, IDS, call=call), true) < 1e-12
 
 
 def test_a_filled_cache_is_refused() -> None:

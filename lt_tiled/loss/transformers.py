@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from lt_tiled._log import inform
+from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.logits import DeferredLogits, HeadCall, ModelCall, OnHead
 from lt_tiled.modules.find import walk
@@ -46,6 +46,9 @@ class HeadPatch(SharedPatch):
 
     checked = False
     """Whether a tile showed that only the hidden states and the head's own weights want a gradient."""
+
+    called = False
+    """Whether the head was called: MobileBERT computes its logits from the head's weight."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -100,6 +103,7 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch: HeadPatch = self.__dict__[HeadPatch.attribute]
     if len(args) == 2 and isinstance(args[1], OnHead):
         return args[1].function(self, args[0])
+    patch.called = True
     call = _running.get().get(patch)
     plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
     # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
@@ -151,6 +155,13 @@ def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _running.reset(token)
         if call is not None:
             call.over = True
+    if call is not None and not head.called:
+        head.learned.untiled = True
+        warn(
+            f"the loss of {patch.name} is not tiled: its code does not call its head. Use"
+            " lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False to silence this warning.",
+            once=f"head {patch.name}",
+        )
     return _without_logits(output, patch.name)
 
 

@@ -12,7 +12,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, has_class, has_forward, outermost, unwrapped, walk
+from lt_tiled.modules.find import (
+    find_blocks,
+    find_named,
+    find_single_layers,
+    has_class,
+    has_forward,
+    outermost,
+    unwrapped,
+    walk,
+)
 from lt_tiled.policies import Tiling
 
 
@@ -79,7 +88,7 @@ def _methods(model: nn.Module, target: str) -> list[Tileable]:
 
 def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
     """Return the blocks' MLPs and what else is named, without what is inside of something else."""
-    roots = find_blocks(model) or [("", model)]
+    roots = find_blocks(model) or find_single_layers(model) or [("", model)]
     found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
     if not found:
         raise NothingFoundError(
@@ -192,8 +201,9 @@ def _drops_samples(module: nn.Module) -> bool:
 
 
 def _mixes_tokens(name: str, module: nn.Module) -> bool:
-    """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms."""
-    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) or depends_on_others(module) is not None:
+    """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms, shifts."""
+    shifts = nn.ConstantPad1d | nn.ConstantPad2d  # RWKV's
+    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | shifts) or depends_on_others(module) is not None:
         return True
     label = f"{name} {type(module).__name__}".lower()
     # A layer with attention, such as Zamba 2's AttentionDecoderLayer, has an MLP too.

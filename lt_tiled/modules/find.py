@@ -48,21 +48,30 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks: layers of a known class, else the repeated children of a ``ModuleList`` or ``Sequential``.
+    """Return the blocks: layers of a known class, and other repeated children of a ``ModuleList`` or ``Sequential``.
 
-    Only the outermost ones: a list of experts inside a block is not a list of blocks.
+    Only the outermost ones: a list of experts inside a block is not a list of blocks. A stage that holds layers of a
+    known class is no block.
     """
-    known = outermost((path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES))
-    return known or outermost(pair for path, m in [("", model), *walk(model)] for pair in _repeated(path, m))
+    known = [(path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES)]
+    layers = {m for _, m in known}
+    others = (pair for path, m in [("", model), *walk(model)] for pair in _repeated(path, m))
+    return outermost([*known, *((path, m) for path, m in others if layers.isdisjoint(m.modules()))])
 
 
-def _repeated(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_single_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers that are alone in a ``ModuleList``: ALBERT calls one layer many times."""
+    lists = [(path, m) for path, m in walk(model) if isinstance(m, nn.ModuleList) and len(m) == 1]
+    return outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))
+
+
+def _repeated(path: str, container: nn.Module, times: int = 2) -> Iterator[tuple[str, nn.Module]]:
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return
     children = [(f"{path}.{name}" if path else name, unwrapped(child)) for name, child in container.named_children()]
     composed = [(p, m) for p, m in children if has_forward(m) and any(True for _ in m.children())]
     classes = [type(m) for _, m in composed]
-    yield from ((p, m) for p, m in composed if classes.count(type(m)) > 1)
+    yield from ((p, m) for p, m in composed if classes.count(type(m)) >= times)
 
 
 Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]

@@ -40,6 +40,8 @@ class LastProjectionSkip(TorchDispatchMode):
         self.counter = SavedCounter()
         self.saved = saved
         self.skipped = False
+        self.products: list[Tensor] = []
+        """The stand-ins. A sum may be written to them, as in Llama 4's mixture."""
         self.seen = False
 
     def __enter__(self) -> LastProjectionSkip:
@@ -70,7 +72,11 @@ class LastProjectionSkip(TorchDispatchMode):
             left, right = args[-2:]
             if not (is_traceable_wrapper_subclass(left) or is_traceable_wrapper_subclass(right)):
                 self.skipped = True
-                return left.new_zeros(()).expand(*left.shape[:-1], right.shape[-1])
+                product = left.new_zeros(()).expand(*left.shape[:-1], right.shape[-1])
+                self.products.append(product)
+                return product
+        if ours and func is aten.add_.Tensor and any(args[0] is product for product in self.products):
+            return args[0]
         escapes = func is aten.detach.default or func._schema.is_mutable or _OUT_OF_GRAPH.intersection(func.tags)
         if self.skipped and (escapes or not ours):
             self.seen = True  # the module's own code may catch the exception

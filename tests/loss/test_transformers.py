@@ -510,6 +510,19 @@ def test_a_model_that_uses_its_logits(caplog: pytest.LogCaptureFixture) -> None:
     assert "the loss of Own is not tiled: its code uses full logits (softmax)" in caplog.text
 
 
+def test_a_head_that_is_not_called(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that computes its logits without calling its head, as MobileBERT does, keeps its loss; a warning says so,
+    and the report no longer lists the loss.
+    """
+    _logged.clear()
+    architecture = ARCHITECTURES["MobileBERT"]
+    model = architecture.build()
+    with prepare(model, **LOSS) as prepared:
+        run(model, architecture.feed(model))
+        assert "the loss of MobileBertForMaskedLM is not tiled: its code does not call its head" in caplog.text
+        assert prepared.report().losses == ()
+
+
 def test_copies_and_release() -> None:
     """A copy of a prepared model has its own weights; release leaves nothing behind; a model without such a loss is
     refused.

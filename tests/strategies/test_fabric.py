@@ -15,7 +15,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lt_tiled
 from lt_tiled import Checkpointing
 from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
+from tests.architectures import ARCHITECTURES
 from tests.lit import replaced
 from tests.models import TinyLM, lm_loss
 
@@ -45,6 +47,23 @@ def test_losses_are_the_stock_strategys(strategy: Any) -> None:
     assert replaced(net) == 6
     fabric.strategy.release()
     assert replaced(net) == 0
+
+
+@pytest.mark.parametrize("name", ["OPT", "RWKV"])
+def test_a_model_without_an_mlp_to_tile(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It trains with activation checkpointing and a warning while ``tiling`` is at its default; asked for explicitly,
+    tiling raises.
+    """
+    architecture = ARCHITECTURES[name]
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy())
+    model = fabric.setup_module(architecture.build())
+    fabric.backward(model(**architecture.feed(model)).loss)
+    assert all(p.grad is not None for p in model.parameters())
+    assert f"Tiling found no MLP in {architecture.model}" in caplog.text
+    assert "It trains with activation checkpointing of its 2 blocks alone." in caplog.text
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=True))
+    with pytest.raises(NothingFoundError, match=architecture.model):
+        fabric.setup_module(architecture.build())
 
 
 def test_registered_names() -> None:

@@ -88,6 +88,40 @@ class HooksOutput(GatedMLP):
         return y
 
 
+class AddsInPlace(GatedMLP):
+    """Flattens its tokens and adds to the product in place, as Llama 4's mixture does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, H)
+        return super().forward(x).add_(x)
+
+
+class AddsThenReads(AddsInPlace):
+    """Decides on the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if bool(y.detach().abs().sum() > 0) else y * 0
+
+
+class AddsToOther(GatedMLP):
+    """Adds its output to another tensor in place, and decides on that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.add_(super().forward(x))
+        return y * 2 if bool(y.detach().abs().sum() > 0) else y * 0
+
+
+class AddsToView(AddsThenReads):
+    """Adds to a part of its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = GatedMLP.forward(self, x)
+        y[..., : H // 2].add_(1.0)
+        return y * 2 if bool(y.detach().abs().sum() > 0) else y * 0
+
+
 class CatchesAll(ReadsOutput):
     """Swallows exceptions."""
 
@@ -125,6 +159,9 @@ class InnerOffload(GatedMLP):
         EndsInCustomFunction,
         KeepsOutput,
         HooksOutput,
+        AddsThenReads,
+        AddsToOther,
+        AddsToView,
         CatchesAll,
         InnerCheckpoint,
         InnerOffload,
@@ -187,9 +224,12 @@ def test_experts_that_no_token_visits() -> None:
         assert worst(gradients(m, x), true) < FP32
 
 
-def test_skipping_is_on_for_a_plain_mlp() -> None:
-    """A plain MLP keeps its count, so that every later step leaves the last projection out."""
-    m = tile(GatedMLP(), num_shards=4)
+@pytest.mark.parametrize("module", [GatedMLP, AddsInPlace])
+def test_skipping_is_on_for_a_plain_mlp(module: type[nn.Module]) -> None:
+    """A plain MLP, and one that adds to its output in place, keeps its count, so that every later step leaves the last
+    projection out.
+    """
+    m = tile(module(), num_shards=4)
     for _ in range(2):
         m(randn(1, 40, H)).sum().backward()
     assert len(packs(m)) == 1

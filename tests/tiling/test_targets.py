@@ -288,8 +288,8 @@ def test_state_space_block_is_refused() -> None:
 
 
 def test_state_space_models_of_transformers_are_refused() -> None:
-    """Mamba has no feed-forward part: ``auto`` says so, and its mixer, if it is named, is refused by the self-check; so
-    is RWKV's.
+    """Mamba has no feed-forward part, and RWKV's reads the token before: ``auto`` says so, and what is named is refused
+    by the self-check.
     """
     from transformers import MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
 
@@ -311,7 +311,12 @@ def test_state_space_models_of_transformers_are_refused() -> None:
         "vocab_size": 32,
     }
     rwkv = RwkvForCausalLM(RwkvConfig(**sizes))
-    with prepare(rwkv, tiling=Tiling(4)), pytest.raises(ValueError, match=r"RwkvFeedForward.* is not position-wise"):
+    with pytest.raises(ValueError, match="found no MLP in RwkvForCausalLM"):
+        prepare(rwkv, tiling=Tiling())
+    with (
+        prepare(rwkv, tiling=Tiling(4, targets="RwkvFeedForward")),
+        pytest.raises(ValueError, match=r"RwkvFeedForward.* is not position-wise"),
+    ):
         rwkv(IDS, use_cache=False)
 
 
