@@ -18,17 +18,20 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lt_tiled._log import warn
 from lt_tiled.tiling.recompute import (
     OF_TORCH,
     SMALL_BUFFER,
+    AttributeState,
     TensorState,
     changed_between,
     is_unchanged,
@@ -51,6 +54,8 @@ class Seen:
     """The training modes in which attributes were compared."""
     suspects: set[tuple[int, str]] = field(default_factory=set)
     """The attributes that a forward pass changed, until a recompute showed whether it changes them again."""
+    own: WeakKeyDictionary[nn.Module, set[str]] = field(default_factory=WeakKeyDictionary)
+    """The names of attributes that a forward pass changed."""
 
 
 class _Buffer(NamedTuple):
@@ -112,8 +117,9 @@ class SideEffects:
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen) -> None:
         self._block, self._parts = block, _parts(block)
         self._buffers = Buffers(block, [part for part in self._parts if part._buffers], seen)
-        self._weights: list[TensorState] | None = None
-        self._modes = [(part, part.training) for part in self._parts]
+        self._seen, self._modes = seen, [(part, part.training) for part in self._parts]
+        self._tensors: list[TensorState] | None = None
+        self._attributes: AttributeState | None = None
         self._watch = None
         # Engines set attributes of their own on modules, and ZeRO-3 frees weights that a complete recompute would need.
         if not _engine() and (seen.suspects or block.training not in seen.watched):
@@ -127,24 +133,29 @@ class SideEffects:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run the block's forward pass when called first, and its recompute later."""
-        if self._weights is not None:
+        if self._tensors is not None:
             moved = _engine()
-            if change := next(filter(None, (weight.change(moved) for weight in self._weights)), None):
+            attributes = self._attributes.changes() if self._attributes is not None else ()
+            changes = chain((tensor.change(moved) for tensor in self._tensors), attributes)
+            if change := next(filter(None, changes), None):
                 raise changed_between(type(self._block).__name__, change, "the recompute", _REMEDY)
             watch = self._watch.recompute() if self._watch is not None else nullcontext()
             with training_set(self._modes), self._buffers.restored(), watch:
                 return forward()
         output = forward()
-        self._weights = [
-            TensorState.now(part, name, part._parameters, tensor, substituted=False)
-            for part in self._parts
-            if part._parameters
-            for name, tensor in part._parameters.items()
-            if tensor is not None
-        ]
         self._buffers.keep_changed()
         if self._watch is not None:
             self._watch.end_forward()
+        alone = not _engine()
+        self._tensors = [
+            TensorState.now(part, name, holder, tensor, substituted=False)
+            for part in self._parts
+            for holder in ((part._parameters, part.__dict__) if alone else (part._parameters,))
+            for name, tensor in holder.items()
+            if isinstance(tensor, Tensor) and not is_lazy(tensor) and name not in self._seen.own.get(part, ())
+        ]
+        if alone:
+            self._attributes = AttributeState(self._parts, frozenset(), self._seen.own)
         return output
 
 
@@ -234,7 +245,8 @@ class _Watch:
         self._block, self._seen = block, seen
         self.complete = bool(seen.suspects)
         """Whether the recompute must run to its end, because an earlier one may have stopped before the change."""
-        self._places = [(type(part).__name__, part.__dict__) for part in block.modules()]
+        self._parts = list(block.modules())
+        self._places = [(type(part).__name__, part.__dict__) for part in self._parts]
         self._places.append(("argument", {k: v for k, v in arguments.items() if not isinstance(v, Tensor)}))
         first = block.training not in seen.watched
         seen.watched.add(block.training)
@@ -243,7 +255,11 @@ class _Watch:
     def end_forward(self) -> None:
         """Note what the forward pass changed."""
         if self._before is not None:
-            self._seen.suspects.update(self._changed(self._before))
+            changed = self._changed(self._before)
+            self._seen.suspects.update(changed)
+            for index, name in changed:
+                if index < len(self._parts):
+                    self._seen.own.setdefault(self._parts[index], set()).add(name)
             self._before = None
 
     @contextmanager

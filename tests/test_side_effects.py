@@ -350,7 +350,7 @@ def test_an_exception_in_the_recompute_restores_buffers() -> None:
     model = nn.ModuleList([Fails()])
     with prepare(model, checkpointing=Checkpointing("Fails")):
         y = model[0](randn(2, 5, H))
-        state, model[0].fails = model[0].state, True
+        state, Fails.fails = model[0].state, True
         with pytest.raises(KeyboardInterrupt):
             y.sum().backward()
         assert model[0].state is state
@@ -447,42 +447,83 @@ def test_a_compiled_part() -> None:
 # What others change between the passes
 
 
-def _set_data(block: WithBuffer) -> None:
-    block.b.weight.data = block.b.weight.data * 2
-
-
-def _replace(block: WithBuffer) -> None:
-    block.b.weight = nn.Parameter(block.b.weight.detach().clone())
-
-
-def _change_in_place(block: WithBuffer) -> None:
-    with torch.no_grad():
-        block.b.weight.mul_(2)
-
-
-def _change_buffer_in_place(block: WithBuffer) -> None:
-    block.state.mul_(2)
-
-
 class Scaled(WithBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.names, self.plain, self.calls = 2.0, ["first"], torch.ones(H), 0
+
     def change(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5, self.training) * self.state
+        self.calls += 1  # its own changes are no others'
+        return F.dropout(x, 0.5, self.training) * self.state * self.factor * self.plain
+
+
+def _in_place(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+CHANGES: dict[str, tuple[Callable[[Scaled], object], str]] = {
+    "data of a weight": (
+        lambda b: setattr(b.b.weight, "data", b.b.weight.data * 2),
+        r"data of Linear\.weight of shape",
+    ),
+    "weight": (
+        lambda b: setattr(b.b, "weight", nn.Parameter(b.b.weight.detach() * 2)),
+        r"Linear\.weight of shape \[16",
+    ),
+    "weight in place": (lambda b: _in_place(b.b.weight), r"Linear\.weight of shape \[16, 16\] was changed in place"),
+    "buffer in place": (lambda b: _in_place(b.state), r"Scaled\.state of shape \[16\] was changed in place"),
+    "number": (lambda b: setattr(b, "factor", 3.0), r"Scaled\.factor was changed"),
+    "names": (lambda b: b.names.append("second"), r"Scaled\.names was changed"),
+    "plain tensor": (lambda b: setattr(b, "plain", b.plain * 2), r"Scaled\.plain of shape \[16\] was replaced"),
+    "plain tensor in place": (lambda b: _in_place(b.plain), r"Scaled\.plain of shape \[16\] was changed in place"),
+    "submodule": (lambda b: setattr(b, "b", nn.Linear(H, H)), r"Scaled\._modules was changed"),
+}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("change", [_set_data, _replace, _change_in_place, _change_buffer_in_place])
-def test_changes_before_the_recompute(change: Callable[[WithBuffer], None], frozen: bool) -> None:
-    """A weight that is changed or replaced between the passes, or a buffer changed in place, raises with its name."""
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_changes_before_the_recompute(change: Callable[[Scaled], object], message: str, frozen: bool) -> None:
+    """What the recompute would read differently, because others changed it, raises with its name."""
     model, x = nn.ModuleList([Scaled()]).requires_grad_(not frozen), randn(2, 5, H)
-    name = (
-        r"Scaled\.state of shape \[16\]" if change is _change_buffer_in_place else r"Linear\.weight of shape \[16, 16\]"
-    )
     with prepare(model, checkpointing=Checkpointing("Scaled")):
-        y = model[0](x.requires_grad_())
+        for _ in range(2):
+            model[0](x)
+            model[0](x).sum().backward()
+        y = model[0](x)
         change(model[0])
-        with pytest.raises(RuntimeError, match=rf"Scaled: .*{name} was (changed|replaced).* the recompute"):
+        with pytest.raises(RuntimeError, match=rf"Scaled: .*{message}.* the recompute"):
             y.sum().backward()
         model[0](x).sum().backward()
+
+
+class Lazy(Base):
+    """Has a part without weights, which it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.LazyLinear(4)
+
+
+class Evaluates(Base):
+    """Is in evaluation mode for a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.training
+        self.eval()
+        x = super().forward(x)
+        self.train(before)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Lazy, Evaluates])
+def test_blocks_that_are_odd(kind: type[Base]) -> None:
+    """A part that is lazy, and a training mode that changes inside of the forward pass, are as they were."""
+    model, x = nn.ModuleList([kind()]), randn(2, 5, H)
+    (true,) = torch.autograd.grad(model[0](x).sum(), x)
+    with prepare(model, checkpointing=Checkpointing(kind.__name__)):
+        assert torch.equal(torch.autograd.grad(model[0](x).sum(), x)[0], true)
+    assert all(part.training for part in model.modules())
 
 
 def _set_buffer(block: WithBuffer) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,14 +64,16 @@ def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
 @contextmanager
 def training_set(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
     """Set the training mode of modules for a while, without ``train()`` and ``eval()``, which modules override."""
-    changed = [(part, part.training, mode) for part, mode in modes if part.training != mode]
+    both = [(part, part.training, mode) for part, mode in modes]
     try:
-        for part, _, mode in changed:
-            part.training = mode
+        for part, before, mode in both:
+            if before != mode:
+                part.training = mode
         yield
-    finally:
-        for part, before, _ in changed:
-            part.training = before
+    finally:  # all of them: a recompute may stop where the module's own code has changed its mode for a while
+        for part, before, _ in both:
+            if part.training != before:
+                part.training = before
 
 
 @dataclass(frozen=True)
@@ -175,17 +178,13 @@ class ModuleState:
     def __init__(self, parts: Iterable[nn.Module], moved: bool, own: frozenset[str]) -> None:
         self._moved = moved
         self._tensors: list[TensorState] = []
-        self._attributes: list[tuple[nn.Module, frozenset[str], dict[str, tuple[Any, Any]]]] = []
+        parts = list(parts)
         for part in parts:
             for holder in (part._parameters, part._buffers, part.__dict__):
                 tensors = [(name, t) for name, t in holder.items() if isinstance(t, Tensor)]
                 # The recompute takes trainable weights from the forward pass.
                 self._tensors += [TensorState.now(part, name, holder, t, t.requires_grad) for name, t in tensors]
-            patches = get_patches(part, Patch)  # which may be removed meanwhile
-            ignored = OF_TORCH.union(own, *((place_of(type(patch), patch.method), patch.method) for patch in patches))
-            self._attributes.append(
-                (part, ignored, {n: (value, snapshot(value)) for n, value in _plain(part, ignored)})
-            )
+        self._attributes = AttributeState(parts, own)
 
     def check(self, module: str, until: str) -> None:
         """Refuse to compute with other values than the forward pass.
@@ -197,12 +196,36 @@ class ModuleState:
         Raises:
             RuntimeError: If a tensor was changed or replaced, or an attribute has another value.
         """
-        changes = chain((seen.change(self._moved) for seen in self._tensors), self._attribute_changes())
+        changes = chain((seen.change(self._moved) for seen in self._tensors), self._attributes.changes())
         if found := next(filter(None, changes), None):
             raise changed_between(module, found, until, "lt_tiled.untile() the module")
 
-    def _attribute_changes(self) -> Iterator[str]:
-        for part, ignored, then in self._attributes:
+
+class AttributeState:
+    """The plain attributes of modules as a forward pass saw them: numbers, text, containers, submodules.
+
+    Args:
+        parts: The modules.
+        own: Names of attributes that may change, and for single modules those in ``changing``.
+        changing: Names of attributes that a module changes itself.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[nn.Module],
+        own: frozenset[str],
+        changing: Mapping[nn.Module, set[str]] = MappingProxyType({}),
+    ) -> None:
+        self._seen: list[tuple[nn.Module, frozenset[str], dict[str, tuple[Any, Any]]]] = []
+        for part in parts:
+            patches = get_patches(part, Patch)  # which may be removed meanwhile
+            places = ((place_of(type(patch), patch.method), patch.method) for patch in patches)
+            ignored = OF_TORCH.union(own, changing.get(part, ()), *places)
+            self._seen.append((part, ignored, {n: (value, snapshot(value)) for n, value in _plain(part, ignored)}))
+
+    def changes(self) -> Iterator[str]:
+        """Say what has another value now."""
+        for part, ignored, then in self._seen:
             now = dict(_plain(part, ignored))
             for name in then if len(now) == len(then) else then.keys() ^ now.keys():
                 if name not in now or name not in then or not is_unchanged(now[name], *then[name], may_grow=True):

@@ -303,22 +303,42 @@ def _check_influence(
 
     received = [None if g is None else unchanged(g) for g in given]
     scale = sum(float(g.norm()) for g in received if g is not None)
-    names = _names_of_gradients(one)
-
-    def gradients(trace: Trace, sample: Sequence[Tensor]) -> list[Tensor | None]:
-        with _EqualDraws():
-            found = one.backward(trace, sample, received) if one.differentiable else [None] * len(names)
-        return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
-
+    dtypes = [one.autocast.dtype, *(leaf.dtype for leaf in outputs if isinstance(leaf, Tensor))]
+    bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in (*dtypes, *(t.dtype for t in sample)) if dtype is not None)
     wide = [per_token for per_token, wants in zip(one.per_token, one.wants_grad, strict=True) if wants]
     wide += [False] * len(one.weights)
-    before = gradients(trace, sample)
-    expected = [unchanged(g) if g is not None and per_token else g for g, per_token in zip(before, wide, strict=True)]
-    dtypes = [one.autocast.dtype, *(t.dtype for t in (*outputs, *before) if isinstance(t, Tensor))]
-    bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes if dtype is not None)
-    for what, a, b in zip(names, expected, before, strict=True):
-        if a is not None and b is not None:
-            _compare(a, b, 0.0, 0.0, f"gradient of {what} for tokens whose outputs have none", one.patch.name)
+
+    def gradients(run: _Run, factor: float = 1.0) -> list[Tensor | None]:
+        with _EqualDraws():
+            found = one.backward(*run, [None if g is None else g * factor for g in received])
+        return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
+
+    def compare(expected: list[Tensor | None], found: list[Tensor | None]) -> None:
+        for what, a, b, per_token in zip(_names_of_gradients(one), expected, found, wide, strict=False):
+            if a is None or b is None or not bool(b.isfinite().all()):  # 0 * inf, where the others overflow
+                continue
+            if per_token:
+                kept = unchanged(b)
+                _compare(kept, b, 0.0, 0.0, f"gradient of {what} at tokens whose outputs have none", one.patch.name)
+                a, b = unchanged(a), kept
+            what = f"gradient of {what} for the same tokens, while others change,"
+            _compare(a, b, bound, scale * _rounding(a.dtype, bound), what, one.patch.name)
+
+    def given_alone(run: _Run) -> list[Tensor | None]:
+        """Return gradients without what a hook or a custom Function adds to them: a loss of each token, for example."""
+        pairs = zip(gradients(run, 2.0), gradients(run), strict=True)
+        return [None if a is None or b is None else a - b for a, b in pairs]
+
+    first = trace, sample
+    before = gradients(first) if one.differentiable else []
+
+    def check(run: _Run, found: list[Tensor | None]) -> None:
+        try:
+            compare(before, found)
+        except NotPositionWiseError:
+            compare(given_alone(first), given_alone(run))
+
+    check(first, before)
     for factor in (_INFLUENCE, -_INFLUENCE):
         flat = _scaled(one, sample, torch.where(changed, factor, 1.0))
         pairs = zip(flat, one.per_token, strict=True)
@@ -326,17 +346,20 @@ def _check_influence(
         try:
             with _EqualDraws():
                 leaves, trace = one.forward(scaled, learn=False)
-            now = gradients(trace, scaled)
+            now = gradients((trace, scaled)) if one.differentiable else []
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
         except Exception:  # values that the module does not take
             return
         for a, b, g in zip(outputs, leaves, given, strict=True):
             if g is not None:
                 what = "output for the same tokens, while others change,"
                 _compare_outputs(one, sample, unchanged(a), unchanged(b), None, what)
-        for what, a, b in zip(names, before, now, strict=True):
-            if a is not None and b is not None and bool(b.isfinite().all()):  # 0 * inf, where the others overflow
-                what = f"gradient of {what} for the same tokens, while others change,"
-                _compare(a, b, bound, scale * _rounding(a.dtype, bound), what, one.patch.name)
+        check((trace, scaled), now)
+        del now  # as large as the weights
+
+
+_Run = tuple[Trace, Sequence[Tensor]]
 
 
 def _compare_outputs(

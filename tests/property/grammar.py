@@ -382,6 +382,9 @@ def position_wise_cases() -> st.SearchStrategy[Case]:
     ).filter(lambda case: not any(known(case) for known in (*KNOWN.values(), *REFUSED.values())))
 
 
+_SHARING = {"identity", "view", "nn.Dropout"}
+"""Parts that return their input."""
+
 KNOWN: dict[str, Callable[[Case], bool]] = {
     "a branch for all tokens, which the few tokens of the self-check do not take": lambda case: "branch" in case.parts,
     "the data of weights changed in place, of which torch keeps no version": lambda case: (
@@ -392,7 +395,7 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     ),
     "outputs that share memory, with each other or the input, are separate tensors in tiles": lambda case: (
         (case.around == "output changed in place" and case.output in ("also detached", "same twice"))
-        or (case.around == "input changed afterwards" and case.output == "also the input")
+        or ("changed" in case.around and (case.output == "also the input" or {*case.parts} <= _SHARING))
     ),
     "the data of weights written in the forward, of which torch keeps no version": lambda case: (
         "writes into a weight's data" in case.parts

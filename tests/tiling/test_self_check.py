@@ -18,7 +18,7 @@ from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
-from tests.parity import randn
+from tests.parity import FP32, gradients, randn, reference, worst
 
 
 class Mean(GatedMLP):
@@ -299,6 +299,36 @@ def test_mixing_in_every_direction_is_refused(build: Callable[[], nn.Module], le
     module = tile(build(), num_shards=4)
     with pytest.raises(NotPositionWiseError, match="is not position-wise"):
         module(randn(*lead, H))
+
+
+class AddsOwn(torch.autograd.Function):
+    """Adds the gradient of a loss of each token, as auxiliary losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 0.1 * ctx.saved_tensors[0]
+
+
+class Normalizes(AddsOwn):
+    """Gives tokens without a gradient nan."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("function", [AddsOwn, Normalizes])
+def test_gradients_that_are_changed_per_token_pass(function: Any) -> None:
+    """A custom Function that adds a gradient to each token, or gives nan where there is none, is accepted."""
+    module, x = Then(lambda y, gate: function.apply(y) * gate), randn(2, 20, H)
+    true = reference(module, x)
+    tile(module, num_shards=4)
+    assert worst(gradients(module, x), true) < FP32
 
 
 def test_a_gate_whose_gradient_mixes_is_refused() -> None:
