@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -64,7 +65,11 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
     if at < 0 and values:  # of the innermost union, no type of which fits
         at = values[0]
         types = [line for line in lines[:at] if line.lstrip().startswith("Subtypes: ")][-1]
-        reason = f"{lines[at].partition(': ')[2]!r} is none of {types.partition(': ')[2]}"
+        value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
+        named = re.fullmatch(r"(?:{'class_path': ')?(\w+)('.*)?", value)
+        classes = [getattr(sys.modules.get(m), n, int) for m, n in re.findall(r"<class '([\w.]+)\.(\w+)'>", types)]
+        near = _near(named[1], {name for kind in classes for name in _names(kind)}) if named else ""
+        reason = f"there is no {near}" if "?" in near else f"{value!r} is none of {types.partition(': ')[2]}"
     keys, indent = list[str](), _indent(lines[at])
     for line in reversed(lines[:at]):
         if _indent(line) < indent:
@@ -77,6 +82,11 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
     path = [*keys, *(key for found in re.findall(r"unknown key '([\w.]+)'", reason) for key in found.split("."))]
     place = next(filter(None, (_find(file, path) for file in files)), "") if path else ""
     return f"{place}{'.'.join(keys)}{': ' if keys else ''}{_line(reason)}"
+
+
+def _names(kind: type) -> set[str]:
+    """Return the names of the class and of its subclasses."""
+    return {kind.__name__}.union(*map(_names, kind.__subclasses__()))
 
 
 def _indent(line: str) -> int:
@@ -102,10 +112,9 @@ def _near(name: str, known: Iterable[str]) -> str:
 def _find(file: Path, keys: Sequence[str], node: yaml.Node | None = None) -> str:
     """Return the file and line of the keys, between which there may be others, or an empty string."""
     if node is None:
-        node = yaml.compose(file.read_text(), yaml.SafeLoader)
+        node = yaml.compose(file.read_text(), yaml.SafeLoader) if file.is_file() else None
     if isinstance(node, yaml.ScalarNode) and node.value.endswith((".yaml", ".yml")):
-        inner = file.parent / node.value
-        return _find(inner, keys) if inner.is_file() else ""
+        return _find(file.parent / node.value, keys)
     if isinstance(node, yaml.SequenceNode):
         return next(filter(None, (_find(file, keys, value) for value in node.value)), "")
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():

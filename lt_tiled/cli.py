@@ -20,7 +20,6 @@ import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._bad_input import Parser, explain, is_users, load_yaml
 from lt_tiled.callbacks import TilingReport
-from lt_tiled.errors import SimulationError
 from lt_tiled.planner.command import run_plan
 
 
@@ -60,10 +59,7 @@ class TiledCLI(LightningCLI):
 
     def _plan(self, **kwargs: Any) -> None:
         self._dump_config()
-        try:
-            run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
-        except (ValueError, SimulationError) as error:
-            raise SystemExit(f"lt-tiled plan: {error}") from error
+        run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -266,6 +266,9 @@ def test_a_mistake_in_an_included_file(capsys: pytest.CaptureFixture[str]) -> No
     [
         ("--trainer.strategy.tiling.num_shard=4", "trainer.strategy.tiling: unknown key 'num_shard': did you mean"),
         ("--data.seq_ln=4", "data: unknown key 'seq_ln': did you mean 'seq_len'?"),
+        ("--model=CausalLMM", "model: there is no 'CausalLMM': did you mean 'CausalLM'?"),
+        ("--trainer.callbacks=MemoryMonitr", "trainer.callbacks: there is no 'MemoryMonitr': did you mean 'MemoryMon"),
+        ("--trainer.precision=17", "trainer.precision: '17' is none of "),
         ("--modle=CausalLM", "unknown key 'modle': did you mean 'model'?"),
         ("--config=none.yaml", 'Parser key "config": File does not exist: '),
     ],
