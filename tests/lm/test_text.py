@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lt_tiled.lm import TextFiles
 from lt_tiled.lm.text import read_text
+from tests.processes import LIMIT
 
 
 def windows(data: TextFiles, part: str) -> torch.Tensor:
@@ -95,10 +97,14 @@ def test_what_is_no_file_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     Path("texts/notes.txt").mkdir(parents=True)
     Path("texts/notes.txt/a.md").write_text("text " * 20)
     os.mkfifo("texts/pipe.txt")
+    writer = threading.Timer(LIMIT, lambda: os.close(os.open("texts/pipe.txt", os.O_RDWR)))  # ends a read that waits
+    writer.daemon = True
+    writer.start()
     Path("texts/z.txt").symlink_to("gone")
     data = TextFiles("texts", seq_len=10)
     with caplog.at_level("WARNING", "lt_tiled"):
         data.setup("fit")
+    writer.cancel()
     assert "skipped what is not a regular file: texts/notes.txt, texts/pipe.txt, texts/z.txt." in caplog.text
     assert sum(windows(data, part).numel() for part in ("train", "val", "test")) == 100
 
