@@ -64,7 +64,7 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
     values = [i for i, line in enumerate(lines) if line.lstrip().startswith("Given value: ")]
     if at < 0 and values:  # of the innermost union, no type of which fits
         at = values[0]
-        types = [line for line in lines[:at] if line.lstrip().startswith("Subtypes: ")][-1]
+        types = next((line for line in reversed(lines[:at]) if line.lstrip().startswith("Subtypes: ")), "")
         value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
         named = re.fullmatch(r"(?:{'class_path': ')?(\w+)('.*)?", value)
         classes = [getattr(sys.modules.get(m), n, int) for m, n in re.findall(r"<class '([\w.]+)\.(\w+)'>", types)]

@@ -103,7 +103,7 @@ def main(args: ArgsType = None) -> None:
         if "--debug" in given or not (typed or is_users(error)):
             raise
         text = str(error) if typed else f"{explain(str(error))}\n--debug shows the traceback."
-        print(f"lt-tiled {command}: error: {text}", file=sys.stderr)
+        print(f"{f'lt-tiled {command}'.strip()}: error: {text}", file=sys.stderr)
         raise SystemExit(2 if typed else 1) from None
 
 
