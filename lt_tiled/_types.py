@@ -1,5 +1,6 @@
 """Numbers with bounds, which the command line checks while parsing. Type checkers see plain numbers."""
 
+import math
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -10,7 +11,10 @@ if TYPE_CHECKING:
     PositiveFloat: TypeAlias = float
     PositiveInt: TypeAlias = int
 else:
-    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
+    from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt, restricted_number_type
+
+    NonNegativeFloat = restricted_number_type("NonNegativeFiniteFloat", float, [(">=", 0), ("<", math.inf)])
+    PositiveFloat = restricted_number_type("PositiveFiniteFloat", float, [(">", 0), ("<", math.inf)])
 
 __all__ = ["NonNegativeFloat", "NonNegativeInt", "OpenUnitInterval", "PositiveFloat", "PositiveInt", "make_plain"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,7 +103,14 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
-    """Run the block with activation checkpointing, and offload its inputs if ``offload`` is given."""
+    """Run the block with activation checkpointing, and offload its inputs if ``offload`` is given.
+
+    Raises:
+        NothingFoundError: If ``select`` names no argument of the block.
+    """
+    parameters = inspect.signature(type(module).forward).parameters
+    if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
+        _check_names(module, offload.offloader.policy.select, parameters)
     set_patch(module, BlockPatch(offload), forward)
 
 
@@ -194,14 +201,20 @@ def _selected(
     kind, signature = type(module).__name__, inspect.signature(type(module).forward)
     bound = signature.bind_partial(module, *args, **kwargs).arguments
     named = {**dict.fromkeys(signature.parameters), **bound, **kwargs}
+    _check_names(module, select, named)
     chosen = []
     for name in select:
         if isinstance(name, int) and not -len(args) <= name < len(args):
-            raise ValueError(f"select={name}: {kind} was called with {len(args)} positional arguments.")
-        if not isinstance(name, int) and name not in named:
-            raise ValueError(f"select={name!r} is no argument of {kind}: it has {', '.join([*named][1:9])}.")
+            raise NothingFoundError(f"select={name}: {kind} was called with {len(args)} positional arguments.")
         chosen.append(args[name] if isinstance(name, int) else named[name])
     return [leaf for leaf in pytree.tree_leaves(chosen) if isinstance(leaf, Tensor)]
+
+
+def _check_names(module: nn.Module, select: str | Sequence[str | int], known: Collection[str]) -> None:
+    for name in () if select == "auto" else select:
+        if isinstance(name, str) and name not in known:
+            arguments = ", ".join([*known][1:9])
+            raise NothingFoundError(f"select={name!r} is no argument of {type(module).__name__}: it has {arguments}.")
 
 
 def _storages(model: nn.Module) -> set[int | None]:

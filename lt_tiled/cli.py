@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import ArgumentError
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jsonargparse import set_parsing_settings
+import yaml
+from jsonargparse import set_loader, set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
+from lt_tiled._bad_input import Parser, explain, is_users, load_yaml
 from lt_tiled.callbacks import TilingReport
-from lt_tiled.errors import SimulationError
 from lt_tiled.planner.command import run_plan
 
 
@@ -42,6 +44,10 @@ class TiledCLI(LightningCLI):
         every = {**LightningCLI.subcommands(), "plan": {"config", "trainer", "model", "datamodule"}}
         return {self.command: every[self.command]} if self.command in every else every
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
+        parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
+
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
             super().instantiate_classes()
@@ -53,10 +59,7 @@ class TiledCLI(LightningCLI):
 
     def _plan(self, **kwargs: Any) -> None:
         self._dump_config()
-        try:
-            run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
-        except (ValueError, SimulationError) as error:
-            raise SystemExit(f"lt-tiled plan: {error}") from error
+        run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -82,15 +85,26 @@ def main(args: ArgsType = None) -> None:
     given = [str(arg) for arg in (sys.argv[1:] if args is None else args if isinstance(args, list) else [])]
     texts = any(arg == "-h" or "help" in arg or "comments" in arg for arg in given)
     set_parsing_settings(docstring_parse_attribute_docstrings=texts)  # slow, and only help shows the fields of policies
-    TiledCLI(
-        command=given[0] if given else "",
-        args=args,
-        trainer_class=PlanningTrainer,
-        trainer_defaults={"callbacks": [TilingReport()]},
-        parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
-        save_config_callback=SaveRunConfig,
-        save_config_kwargs={"overwrite": True},
-    )
+    set_loader("yaml", load_yaml, (yaml.YAMLError,))
+    command = given[0] if given else ""
+    try:
+        TiledCLI(
+            command=command,
+            args=args,
+            parser_class=Parser,
+            trainer_class=PlanningTrainer,
+            trainer_defaults={"callbacks": [TilingReport()]},
+            parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"overwrite": True},
+        )
+    except Exception as error:
+        typed = isinstance(error, ArgumentError)
+        if "--debug" in given or not (typed or is_users(error)):
+            raise
+        text = str(error) if typed else f"{explain(str(error))}\n--debug shows the traceback."
+        print(f"{f'lt-tiled {command}'.strip()}: error: {text}", file=sys.stderr)
+        raise SystemExit(2 if typed else 1) from None
 
 
 def _with_own_configs(args: list[str]) -> list[str]:

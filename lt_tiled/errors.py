@@ -18,7 +18,7 @@ __getattr__ = deprecated(__name__, _OLD)
 
 
 class NothingFoundError(ValueError):
-    """No MLP, no block or no loss was found in a model."""
+    """No MLP, no block, no argument of a block or no loss was found in a model."""
 
 
 class NotPositionWiseError(ValueError):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast, get_args
 
+import torch
+
 from lt_tiled._types import NonNegativeInt, PositiveInt
 
 Tiers = Literal["cpu", "disk", "cpu+disk"]
@@ -137,6 +139,11 @@ class Checkpointing:
                 raise ValueError(f"{name}={value!r} has no effect with {where}")
             if value is not None and name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
+        if self.disk_budget is not None and parse_bytes(self.disk_budget, "") < parse_bytes(self.min_bytes, ""):
+            raise ValueError(
+                f"disk_budget={self.disk_budget!r} has no room for one block input of min_bytes={self.min_bytes!r}:"
+                " raise disk_budget or lower min_bytes."
+            )
 
 
 def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
@@ -200,7 +207,7 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> 
 
 
 def check_compile(value: object, name: str) -> None:
-    """Raise ``ValueError`` unless the value is a bool or arguments of ``torch.compile``."""
+    """Raise ``ValueError`` unless the value is a bool or arguments that ``torch.compile`` takes."""
     if isinstance(value, bool):
         return
     if not isinstance(value, Mapping):
@@ -209,6 +216,11 @@ def check_compile(value: object, name: str) -> None:
     known = CompileOptions.__annotations__
     if unknown := ", ".join(repr(key) for key in value if key not in known):
         raise ValueError(f"{name} has no argument {unknown}: torch.compile takes {', '.join(known)}.")
+    if value:
+        try:
+            torch.compile(lambda: None, **value)  # compiles at the first call, but looks its arguments up now
+        except RuntimeError as error:
+            raise ValueError(f"{name}={dict(value)}: {str(error)[:200]}") from error
 
 
 def _check_targets(targets: object, also: str = "") -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentError
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import torch
 import yaml
 
 from lt_tiled.cli import main
+from lt_tiled.errors import OffloadError
 from lt_tiled.lm import CausalLM
+from tests.lit import LitTiny
 from tests.models import tiny_llama
 from tests.processes import LIMIT
 from tests.world import World
@@ -168,11 +171,220 @@ def test_bad_values_are_refused_while_parsing(argument: str, message: str, capsy
 def test_both_counts_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both counts at once stop the command with both values, before the model is built."""
     arguments = [*STRATEGY, "--trainer.strategy.tiling.num_shards=4", "--trainer.strategy.tiling.tile_tokens=512"]
-    with monkeypatch.context() as patch:
-        patch.setattr(CausalLM, "__init__", lambda *args, **kwargs: pytest.fail("the model was built"))
-        with pytest.raises((SystemExit, ValueError)) as stop:  # by version of jsonargparse
-            main(["fit", *arguments])
-    assert "num_shards=4 and tile_tokens=512" in f"{stop.value}{capsys.readouterr().err}"
+    monkeypatch.setattr(CausalLM, "__init__", lambda *args, **kwargs: pytest.fail("the model was built"))
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *arguments])
+    assert stop.value.code in (1, 2)  # by version of jsonargparse
+    assert "error: num_shards=4 and tile_tokens=512" in capsys.readouterr().err
+
+
+RUN = """\
+model:
+  class_path: CausalLM
+  init_args:
+    config: {model_type: llama, hidden_size: 8, intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 1}
+    learning_rate: 1.0e-3
+data:
+  class_path: TextFiles
+  init_args: {seq_len: 8, paths: a.txt}
+trainer:
+  accelerator: cpu
+  logger: false
+  max_steps: 1
+  strategy:
+    class_path: lt_tiled.TiledSingleDeviceStrategy
+    init_args:
+      tiling:
+        num_shards: 2
+      checkpointing:
+        offload: cpu
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+"""
+
+
+def stopped(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
+    """What a command prints that ends with this exit code and without a traceback."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *args])
+    printed = capsys.readouterr().err
+    assert stop.value.code == code, printed
+    assert len(printed.splitlines()) == 3 - code
+    return printed.removeprefix("lt-tiled fit: error: ").splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line", "message"),
+    [
+        ("num_shards", "num_shard", 17, "trainer.strategy.tiling: unknown key 'num_shard': did you mean 'num_shards'?"),
+        ("tiling", "tilling", 16, "trainer.strategy: unknown key 'tilling': did you mean 'tiling'?"),
+        ("offload", "ofload", 19, "trainer.strategy.checkpointing: unknown key 'ofload': did you mean 'offload'?"),
+        ("learning_rate", "learning_rat", 5, "model: unknown key 'learning_rat': did you mean 'learning_rate'?"),
+        ("seq_len", "seq_ln", 8, "data: unknown key 'seq_ln': did you mean 'seq_len'?"),
+        ("max_steps", "max_step", 12, "unknown key 'trainer.max_step': did you mean 'trainer.max_steps'?"),
+        ("trainer:", "trainr:", 9, "unknown key 'trainr': did you mean 'trainer'?"),
+        (
+            "TiledSingleDeviceStrategy",
+            "TiledSingleDevice",
+            13,
+            "trainer.strategy: lt_tiled has no 'TiledSingleDevice': did you mean 'TiledSingleDeviceStrategy'?",
+        ),
+        (
+            "callbacks.ModelCheckpoint",
+            "callbacks.ModelCheckpiont",
+            20,
+            "trainer.callbacks: lightning.pytorch.callbacks has no 'ModelCheckpiont': did you mean 'ModelCheckpoint'?",
+        ),
+        ("offload: cpu", "offload: ram", 19, "trainer.strategy.checkpointing.offload: 'ram' is none of "),
+        ("1.0e-3", ".inf", 5, "model.learning_rate: Not of type PositiveFiniteFloat: inf does not conform to "),
+        (
+            "1.0e-3\n",
+            "1.0e-3\n    weight_decay: .inf\n",
+            6,
+            "model.weight_decay: Not of type NonNegativeFiniteFloat: inf",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line(
+    right: str, wrong: str, line: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A misspelled key, class or value is one line: the file, the line, the keys, and the name that is near."""
+    Path("run.yaml").write_text(RUN.replace(right, wrong, 1))
+    assert stopped(capsys, 2, "--config=run.yaml").startswith(f"{Path('run.yaml').absolute()}:{line}: {message}")
+
+
+def test_a_mistake_in_an_included_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line is that of the file which holds the key, also if another file names it."""
+    Path("parts").mkdir()
+    Path("parts/data.yaml").write_text("class_path: TextFiles\ninit_args:\n  seq_ln: 8\n")
+    Path("run.yaml").write_text("model: CausalLM\ndata: parts/data.yaml\n")
+    assert stopped(capsys, 2, "--config=run.yaml").startswith(f"{Path('parts/data.yaml').absolute()}:3: data: unknown")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--trainer.strategy.tiling.num_shard=4", "trainer.strategy.tiling: unknown key 'num_shard': did you mean"),
+        ("--data.seq_ln=4", "data: unknown key 'seq_ln': did you mean 'seq_len'?"),
+        ("--model=CausalLMM", "model: there is no 'CausalLMM': did you mean 'CausalLM'?"),
+        ("--trainer.callbacks=MemoryMonitr", "trainer.callbacks: there is no 'MemoryMonitr': did you mean 'MemoryMon"),
+        ("--trainer.precision=17", "trainer.precision: '17' is none of "),
+        ("--modle=CausalLM", "unknown key 'modle': did you mean 'model'?"),
+        ("--config=none.yaml", 'Parser key "config": File does not exist: '),
+    ],
+)
+def test_a_mistake_in_an_argument_is_one_line(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelled argument is one line with the name that is near."""
+    assert stopped(capsys, 2, *STRATEGY, argument).startswith(message)
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"{RUN}trainer:\n  max_steps: 5\n", "line 22: 'trainer' is there a second time."),
+        ("- a\n- b\n", r"it has no keys such as trainer:, but is '- a\n- b\n'."),
+        ("word", "it has no keys such as trainer:, but is 'word'."),
+        (bytes(range(256)), "this is not YAML in UTF-8."),
+        (RUN.encode("utf-16"), "this is not YAML in UTF-8."),
+        (f"{RUN}  - : {{\n", "while parsing a block"),
+        (LAUGHS, "its aliases (*name) expand to more than 1"),
+        ("trainer: &t\n  callbacks: *t\n", "its aliases (*name) expand to more than 1"),
+    ],
+    ids=["twice", "list", "word", "binary", "utf-16", "syntax", "laughs", "endless"],
+)
+def test_a_file_that_is_no_configuration(
+    content: str | bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is no YAML, no mapping, has a key twice or expands without end is one line with its name."""
+    Path("run.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert stopped(capsys, 2, "--config=run.yaml").startswith(f"{Path('run.yaml').absolute()}: {message}")
+
+
+def test_aliases_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file may name a value and use it again."""
+    Path("run.yaml").write_text("trainer: {min_steps: &n 3, max_steps: *n}\n")
+    assert config(capsys, *STRATEGY[:2], "--config=run.yaml")["trainer"]["max_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            "num_shards: 2",
+            "num_shards: 4\n        tile_tokens: 512",
+            "num_shards=4 and tile_tokens=512 both set the tile",
+        ),
+        (
+            "num_shards: 2",
+            "compile: {mode: fast}",
+            "compile={'mode': 'fast'}: Unrecognized mode=fast, should be one of",
+        ),
+        (
+            "num_shards: 2",
+            "num_shards: 2\n        targets: LlamaAttention",
+            "model.model.layers.0.self_attn (LlamaAttention) is not position-wise",
+        ),
+        (
+            "offload: cpu",
+            "{offload: disk, disk_budget: 16}",
+            "disk_budget=16 has no room for one block input of min_bytes",
+        ),
+        (
+            "offload: cpu",
+            "{offload: cpu, select: [hiden], min_bytes: 1}",
+            "select='hiden' is no argument of LlamaDecoder",
+        ),
+        ("hidden_size", "hiden_size", "config: LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'?"),
+        ("seq_len: 8", "seq_len: 1", "seq_len=1 must be at least 2"),
+        ("a.txt", "none", "paths: 'none' matches no file"),
+    ],
+)
+def test_a_mistake_that_the_run_meets(right: str, wrong: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that the parser cannot judge ends the run in its first step or before, with a sentence."""
+    Path("a.txt").write_bytes(bytes(range(100)))
+    text = RUN.replace("offload: cpu", wrong) if right == "offload: cpu" else RUN.replace(right, wrong, 1)
+    Path("run.yaml").write_text(text.replace("      checkpointing:\n        {", "      checkpointing: {"))
+    assert stopped(capsys, 1, "--config=run.yaml").startswith(message)
+
+
+class Failing(LitTiny):
+    """A LightningModule whose step raises what it was given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: object, batch_idx: int) -> None:
+        raise {"value": ValueError, "own": OffloadError}[self.kind]("in the step")
+
+
+FAILING = ("--model=tests.test_cli.Failing", "--trainer.accelerator=cpu", "--trainer.logger=false")
+
+
+def test_an_error_of_a_step_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """An exception of the model's code is raised as it is, and one of lt_tiled is a sentence in a step, too."""
+    with pytest.raises(ValueError, match="in the step"):
+        main(["fit", *FAILING, "--model.kind=value"])
+    capsys.readouterr()
+    assert stopped(capsys, 1, *FAILING, "--model.kind=own") == "in the step"
+
+
+def test_a_strategy_name_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelled registered name of a strategy is a sentence with the name that is near."""
+    found = stopped(capsys, 1, "--model=tests.lit.LitTiny", "--trainer.strategy=tiled_dpp")
+    assert found == "there is no strategy 'tiled_dpp': did you mean 'tiled_ddp'?"
+
+
+@pytest.mark.parametrize(("argument", "kind"), [("--data.seq_ln=4", ArgumentError), ("--data.paths=none", ValueError)])
+def test_debug(argument: str, kind: type[Exception]) -> None:
+    """With ``--debug`` an error has its traceback, whether the parser or the run finds it."""
+    with pytest.raises(kind):
+        main(["fit", *STRATEGY, "--model.config={model_type: llama}", "--trainer.accelerator=cpu", argument, "--debug"])
 
 
 def run(*command: str, timeout: float = LIMIT) -> str:

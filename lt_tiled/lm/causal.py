@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class CausalLM(LightningModule):
         learning_rate: The peak learning rate of AdamW.
         weight_decay: The weight decay of AdamW, for weights with two dimensions or more.
         warmup_steps: Steps of linear warmup. Then a cosine schedule ends at a tenth of the peak.
+        trust_remote_code: Run the Python code that ``path`` may contain. Otherwise a model that needs it raises.
 
     Raises:
         ValueError: If not exactly one of ``config`` and ``path`` is given, or it names no model.
@@ -56,6 +58,7 @@ class CausalLM(LightningModule):
         learning_rate: PositiveFloat = 3e-4,
         weight_decay: NonNegativeFloat = 0.1,
         warmup_steps: NonNegativeInt = 10,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         if (config is None) == (path is None):
@@ -88,13 +91,14 @@ class CausalLM(LightningModule):
         from transformers import AutoModelForCausalLM
 
         attention, path = self.hparams["attn_implementation"], self.hparams["path"]
+        trust = {"trust_remote_code": self.hparams["trust_remote_code"]}
         if attention == "flex_attention":
             attention = _flex_attention(self.attn_compile)
         if path is not None and torch.get_default_device().type != "meta":
-            options = {"local_files_only": True, "dtype": torch.get_default_dtype()}
+            options = {"local_files_only": True, "dtype": torch.get_default_dtype(), **trust}
             self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **options)
         else:
-            self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention)
+            self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention, **trust)
         self.model.train()
         if self._loss_shards is not None:
             try:
@@ -107,11 +111,27 @@ class CausalLM(LightningModule):
         self._vectors = {name for name, shape in shapes.items() if len(shape) <= 1}
 
     def _config(self) -> Any:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
 
-        if self.hparams["path"] is not None:
-            return AutoConfig.from_pretrained(self.hparams["path"], local_files_only=True)
-        return AutoConfig.for_model(**self.hparams["config"])
+        path, given = self.hparams["path"], self.hparams["config"]
+        if path is not None:
+            trust = self.hparams["trust_remote_code"]
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
+        kind = given["model_type"]
+        if kind not in CONFIG_MAPPING:
+            raise ValueError(f"config: transformers has no model_type {_near(kind, CONFIG_MAPPING)}")
+        try:
+            config = AutoConfig.for_model(**given)
+        except Exception as error:  # of the checks that each architecture has
+            raise ValueError(f"config: {error}") from error
+        plain = type(config)()
+        for key in given:  # transformers keeps what it does not know
+            if hasattr(config, key) and not hasattr(plain, key):
+                message = f"config: {type(config).__name__} has no key {_near(key, dir(plain))}"
+                if message.endswith("?"):
+                    raise ValueError(message)
+                warn(f"{message}: the model may ignore it.", once=message)
+        return config
 
     def setup(self, stage: str) -> None:
         """Compare the vocabularies of the model and the data before the model is built."""
@@ -220,6 +240,11 @@ class _Perplexity(MeanMetric):
 
     def compute(self) -> Tensor:
         return super().compute().exp()
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, 1, 0.8)
+    return f"{name!r}: did you mean {near[0]!r}?" if near else repr(name)
 
 
 def _require_transformers() -> None:

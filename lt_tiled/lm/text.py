@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import _require_transformers
 
@@ -32,6 +33,7 @@ class TextFiles(LightningDataModule):
         held_out: The share of the sequences that validation and testing each get, at least one sequence.
         max_bytes: Read no more text than this.
         num_workers: Worker processes of the data loaders.
+        trust_remote_code: Run the Python code that ``tokenizer`` may contain. Otherwise one that needs it raises.
 
     Raises:
         ValueError: If a path matches no file, a file cannot be read, or the text has fewer than three sequences.
@@ -46,15 +48,18 @@ class TextFiles(LightningDataModule):
         held_out: OpenUnitInterval = 0.02,
         max_bytes: PositiveInt = 4_000_000,
         num_workers: NonNegativeInt = 0,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
+        if seq_len < 2:
+            raise ValueError(f"seq_len={seq_len} must be at least 2: a model predicts each token but the first.")
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ValueError(f"tokenizer={tokenizer!r} is not a directory: pass a local tokenizer; none is downloaded.")
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
         self.tokenizer, self.seq_len, self.max_bytes, self.held_out = tokenizer, seq_len, max_bytes, held_out
-        self.batch_size, self.num_workers = batch_size, num_workers
+        self.batch_size, self.num_workers, self.trust_remote_code = batch_size, num_workers, trust_remote_code
         self.vocab_size = 256
         self._windows, self._cut_at = dict[str, Tensor](), 0
 
@@ -98,10 +103,13 @@ class TextFiles(LightningDataModule):
         files: list[Path] = []
         for path in self.paths:
             if Path(path).is_dir():
-                found = sorted(p for p in Path(path).rglob("*") if p.suffix in (".txt", ".md", ".py"))
+                named = sorted(p for p in Path(path).rglob("*") if p.suffix in (".txt", ".md", ".py"))
             else:  # a file's name may look like a glob
                 names = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
-                found = [Path(name) for name in names if Path(name).is_file()]
+                named = [Path(name) for name in names]
+            found = [p for p in named if p.is_file()]  # reading a named pipe would wait for a writer
+            if skipped := [str(p) for p in named if p.suffix and not p.is_file()]:
+                warn(f"paths: {path!r}: skipped what is not a regular file: {', '.join(skipped[:5])}.")
             if not found:
                 kinds = "a file, a directory with .txt, .md or .py files, or a glob"
                 raise ValueError(f"paths: {path!r} matches no file: pass {kinds}.")
@@ -114,7 +122,9 @@ class TextFiles(LightningDataModule):
         _require_transformers()
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            self.tokenizer, local_files_only=True, trust_remote_code=self.trust_remote_code
+        )
         self.vocab_size = len(tokenizer)
         return torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"], dtype=torch.int32)
 

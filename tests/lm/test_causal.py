@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,46 @@ def test_bad_input(kwargs: dict[str, Any], message: str) -> None:
     """What does not lead to a model is refused when the module is made, with the value and the remedy."""
     with pytest.raises(ValueError, match=message):
         CausalLM(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hiden_size": 8}, "LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'"),
+        ({"model_type": "lama"}, "no model_type 'lama': did you mean 'llama'"),
+        ({"hidden_size": "big"}, "config: .*'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 3}, r"config: .*hidden size \(32\) is not a multiple"),
+    ],
+)
+def test_bad_config(change: dict[str, Any], message: str) -> None:
+    """A configuration that the architecture does not have is refused before the model is built."""
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        CausalLM({**LLAMA, **change}).configure_model()
+
+
+def test_a_key_that_only_the_model_may_know(caplog: pytest.LogCaptureFixture) -> None:
+    """A key that the configuration does not have and that is near none is warned of; an old name of one is not."""
+    with caplog.at_level("WARNING", "lt_tiled"):
+        CausalLM({**LLAMA, "rope_theta": 5e5, "zebra": 1}).configure_model()
+    assert "LlamaConfig has no key 'zebra': the model may ignore it." in caplog.text
+    assert "rope_theta" not in caplog.text
+
+
+def test_code_of_a_model_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local model with code of its own raises and asks nothing, unless ``trust_remote_code`` is set."""
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    Path("model/own.py").write_text(
+        "from pathlib import Path\nfrom transformers import LlamaConfig\nPath('was_run').touch()\n"
+        "class Own(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", os.path.abspath("modules"))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        CausalLM(path="model")._config()
+    assert not Path("was_run").exists()
+    assert CausalLM(path="model", trust_remote_code=True)._config().model_type == "own"
+    assert Path("was_run").exists()
 
 
 def test_vocabulary_too_small(data: TextFiles) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lt_tiled.lm import TextFiles
 from lt_tiled.lm.text import read_text
+from tests.processes import LIMIT
 
 
 def windows(data: TextFiles, part: str) -> torch.Tensor:
@@ -76,6 +78,7 @@ def test_tokenizer(tmp_path: Path) -> None:
             {"paths": "a.txt", "seq_len": 10},
             r"has 27 tokens, 2 sequences of seq_len=10, and needs at least 3",
         ),
+        (b"abc" * 9, {"paths": "a.txt", "seq_len": 1}, r"seq_len=1 must be at least 2"),
         (b"abc", {"paths": "a.txt", "tokenizer": "none/here"}, r"tokenizer='none/here' is not a directory"),
     ],
 )
@@ -85,6 +88,53 @@ def test_bad_input(text: bytes | None, kwargs: dict[str, object], message: str) 
         Path("a.txt").write_bytes(text)
     with pytest.raises(ValueError, match=message):
         TextFiles(**kwargs).setup("fit")
+
+
+def test_what_is_no_file_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """A named pipe, a directory called like a text and a dangling link are skipped with their names, and not waited
+    for.
+    """
+    Path("texts/notes.txt").mkdir(parents=True)
+    Path("texts/notes.txt/a.md").write_text("text " * 20)
+    os.mkfifo("texts/pipe.txt")
+    writer = threading.Timer(LIMIT, lambda: os.close(os.open("texts/pipe.txt", os.O_RDWR)))  # ends a read that waits
+    writer.daemon = True
+    writer.start()
+    Path("texts/z.txt").symlink_to("gone")
+    data = TextFiles("texts", seq_len=10)
+    with caplog.at_level("WARNING", "lt_tiled"):
+        data.setup("fit")
+    writer.cancel()
+    assert "skipped what is not a regular file: texts/notes.txt, texts/pipe.txt, texts/z.txt." in caplog.text
+    assert sum(windows(data, part).numel() for part in ("train", "val", "test")) == 100
+
+
+def test_code_of_a_tokenizer_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer with code of its own raises and asks nothing, unless ``trust_remote_code`` is set."""
+    Path("tokenizer").mkdir()
+    Path("tokenizer/tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
+    Path("tokenizer/own.py").write_text(OWN_TOKENIZER)
+    Path("a.txt").write_text("text " * 20)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", os.path.abspath("modules"))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        TextFiles("a.txt", tokenizer="tokenizer", seq_len=10).setup("fit")
+    assert not Path("was_run").exists()
+    TextFiles("a.txt", tokenizer="tokenizer", seq_len=10, trust_remote_code=True).setup("fit")
+    assert Path("was_run").exists()
+
+
+OWN_TOKENIZER = """
+from pathlib import Path
+from transformers import PreTrainedTokenizer
+Path("was_run").touch()
+class Own(PreTrainedTokenizer):
+    vocab_size = 256
+    def get_vocab(self): return {chr(i): i for i in range(256)}
+    def _tokenize(self, text, **kwargs): return list(text)
+    def _convert_token_to_id(self, token): return ord(token)
+    def _convert_id_to_token(self, index): return chr(index)
+"""
 
 
 def test_unreadable_file(monkeypatch: pytest.MonkeyPatch) -> None:

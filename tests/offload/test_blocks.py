@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError, Prepared, Tiling, prepare
+from lt_tiled import Checkpointing, NothingFoundError, OffloadDiskFullError, OffloadError, Prepared, Tiling, prepare
 from tests.meters import LiveBytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
@@ -309,17 +309,23 @@ def test_select(select: list[str | int]) -> None:
     assert moves[1] == 3 * len(select) * 8 * H * 4
 
 
+class AnyArguments(Block):
+    def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 def test_select_of_a_missing_argument() -> None:
-    """An argument that the block does not have is an error with its name."""
-    model = nn.Sequential(Block(), Block())
-    for select, message in (
-        (["hidden"], "select='hidden' is no argument of Block"),
-        ([3], "select=3: Block was called with 1 positional"),
-    ):
-        with (
-            prepare(model, checkpointing=policy(offload="disk", select=select)),
-            pytest.raises(ValueError, match=message),
-        ):
+    """An argument that the block does not have is an error with its name: at setup, if the signature tells it, else in
+    the first call.
+    """
+    message = "select='hidden' is no argument of"
+    with pytest.raises(NothingFoundError, match=message):
+        prepare(model := nn.Sequential(Block(), Block()), checkpointing=policy(offload="disk", select=["hidden"]))
+    assert all("forward" not in vars(block) for block in model)
+    for kind, select, text in ((AnyArguments, "hidden", message), (Block, 3, "select=3: Block was called with 1 pos")):
+        model = nn.Sequential(kind(), kind())
+        prepared = prepare(model, checkpointing=policy(offload="disk", select=[select]))
+        with prepared, pytest.raises(NothingFoundError, match=text):
             model(randn(1, 8, H))
 
 
@@ -333,6 +339,10 @@ def test_select_of_a_missing_argument() -> None:
         ),
         ({"offload": "cpu", "directory": "/x"}, "directory='/x' has no effect with offload='cpu'"),
         ({"offload": "cpu", "cpu_budget": "much"}, "cpu_budget='much' is not a number of bytes"),
+        (
+            {"offload": "disk", "disk_budget": "1MB"},
+            "disk_budget='1MB' has no room for one block input of min_bytes='1MiB'",
+        ),
         ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
         ({"prefetch": 0}, "prefetch=0 must be 'auto' or an integer of at least 1"),
         ({"keep_last": -1}, "keep_last=-1 must be an integer of at least 0"),

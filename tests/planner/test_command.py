@@ -20,10 +20,11 @@ def planned(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def refused(*args: str) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--config", QUICKSTART, *args])
-    return str(stop.value.code)
+    assert stop.value.code == 1
+    return capsys.readouterr().err
 
 
 def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,14 +96,14 @@ def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None
     assert (plain["tiling"]["num_shards"], own["tiling"]["num_shards"]) == ("auto", 8)
 
 
-def test_what_cannot_be_planned() -> None:
+def test_what_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """Arguments that lack something, and lengths that fit with no settings, end the command with a line that says
     so.
     """
-    assert "find='max-seq' needs the memory of a device: pass --memory" in refused("--find=max-seq")
-    assert "'step.jpeg2' must end in" in refused("--plot=step.jpeg2")
-    assert "do not fit into 1.0 MiB with any settings" in refused(SMALL, "--find=settings", "--memory=1MiB")
-    assert "memory='lots' is not a number of bytes" in refused("--memory=lots")
+    assert "find='max-seq' needs the memory of a device: pass --memory" in refused(capsys, "--find=max-seq")
+    assert "'step.jpeg2' must end in" in refused(capsys, "--plot=step.jpeg2")
+    assert "do not fit into 1.0 MiB with any settings" in refused(capsys, SMALL, "--find=settings", "--memory=1MiB")
+    assert "memory='lots' is not a number of bytes" in refused(capsys, "--memory=lots")
 
 
 def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,9 +158,9 @@ def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixtur
     assert strategy["init_args"]["find_unused_parameters"] is True
 
 
-def test_settings_of_callbacks() -> None:
+def test_settings_of_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
     """Where callbacks tile or offload, which what is found would not change, that is said."""
     assert "pass them to the strategy" in refused(
-        "--memory=1GiB", "--find=settings", "--trainer.callbacks+=lt_tiled.callbacks.TiledMLP"
+        capsys, "--memory=1GiB", "--find=settings", "--trainer.callbacks+=lt_tiled.callbacks.TiledMLP"
     )
-    assert "leave one of them out" in refused("--memory=1GiB", "--find=max-seq", "--seq=512")
+    assert "leave one of them out" in refused(capsys, "--memory=1GiB", "--find=max-seq", "--seq=512")

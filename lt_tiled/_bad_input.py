@@ -1,0 +1,153 @@
+"""What the command line says about bad input: the key, a near one and the line of the file, without a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from argparse import ArgumentError
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import get_loader
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
+
+_UNKNOWN_KEY = re.compile(r"(?:.*[Oo]ption '|unrecognized arguments: --)([\w.]+).*")
+# The lines of jsonargparse's tree of errors that are not a reason by themselves.
+_TREE = re.compile(
+    r'[\s-]*(Parser key ".*":$|Problem with given class_path|Does not validate|Subtypes: |Errors:$|Given value'
+    r"|Expected a|Not of type .* argument must|Not a valid subclass|Subclass types|a class path \(|a dict with)"
+)
+_load_yaml = get_loader("yaml")
+
+
+class Parser(LightningArgumentParser):
+    """Raises ``ArgumentError`` for what a user typed. Classes in a configuration have parsers of this class, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.command: Parser = self  # of the main parser: the parser with all keys
+        self.files = list[Path]()
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        self.files.append(Path(path).absolute())
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            self.error("Problems parsing config: this is not YAML in UTF-8.", error)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if found := _UNKNOWN_KEY.fullmatch(message):
+            message = f"unknown key {_near(found[1], self.command.get_defaults().keys())}"
+        # The error of a class's parser becomes a part of the next parser's, and the main parser repeats its command's.
+        if self.exit_on_error and not isinstance(ex, ArgumentError):
+            message = explain(message, self.command.files)
+        raise ArgumentError(None, message) from ex
+
+
+def explain(text: str, files: Sequence[Path] = ()) -> str:
+    """Return one line for jsonargparse's tree of errors: the place, the keys and the first reason."""
+    if files and text.startswith("Problems parsing config: "):
+        return f"{files[-1]}: {_line(text.partition(': ')[2])}"
+    if files and text.startswith("Unexpected config: "):
+        return f"{files[-1]}: it has no keys such as trainer:, but is {text.partition(': ')[2][:40]!r}."
+    lines = [line for line in text.splitlines() if line.strip()] or [""]
+    at = next((i for i, line in enumerate(lines) if not _TREE.match(line)), -1)
+    reason = " ".join(takewhile(lambda line: not _TREE.match(line), lines[at:])).strip(" -") or lines[at].strip(" -")
+    values = [i for i, line in enumerate(lines) if line.lstrip().startswith("Given value: ")]
+    if at < 0 and values:  # of the innermost union, no type of which fits
+        at = values[0]
+        types = next((line for line in reversed(lines[:at]) if line.lstrip().startswith("Subtypes: ")), "")
+        value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
+        named = re.fullmatch(r"(?:{'class_path': ')?(\w+)('.*)?", value)
+        classes = [getattr(sys.modules.get(m), n, int) for m, n in re.findall(r"<class '([\w.]+)\.(\w+)'>", types)]
+        near = _near(named[1], {name for kind in classes for name in _names(kind)}) if named else ""
+        reason = f"there is no {near}" if "?" in near else f"{value!r} is none of {types.partition(': ')[2]}"
+    keys, indent = list[str](), _indent(lines[at])
+    for line in reversed(lines[:at]):
+        if _indent(line) < indent:
+            indent = _indent(line)
+            keys[:0] = [key for found in re.findall(r'Parser key "(.+)":$', line) for key in found.split(".")]
+    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
+        reason = f"{found[1]} has no {_near(found[2], dir(importlib.import_module(found[1])))}"
+    if found := re.search(r"invalid strategy name: `strategy='(.+?)'`", reason):
+        reason = f"there is no strategy {_near(found[1], StrategyRegistry.available_strategies())}"
+    path = [*keys, *(key for found in re.findall(r"unknown key '([\w.]+)'", reason) for key in found.split("."))]
+    place = next(filter(None, (_find(file, path) for file in files)), "") if path else ""
+    return f"{place}{'.'.join(keys)}{': ' if keys else ''}{_line(reason)}"
+
+
+def _names(kind: type) -> set[str]:
+    """Return the names of the class and of its subclasses."""
+    return {kind.__name__}.union(*map(_names, kind.__subclasses__()))
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" -"))
+
+
+def _line(text: str) -> str:
+    """Return the text as one line, with types as they are written."""
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.", r"\1", " ".join(text.split()))
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """Return the first part of a dotted name that is unknown, and the known name that is nearest to it."""
+    parts, names = name.split("."), set(known)
+    for depth in range(1, len(parts) + 1):
+        begin, beginnings = ".".join(parts[:depth]), {".".join(n.split(".")[:depth]) for n in names}
+        if begin not in beginnings:
+            break
+    near = get_close_matches(begin, beginnings, 1)
+    return f"{begin!r}: did you mean {near[0]!r}?" if near else f"{begin!r}"
+
+
+def _find(file: Path, keys: Sequence[str], node: yaml.Node | None = None) -> str:
+    """Return the file and line of the keys, between which there may be others, or an empty string."""
+    if node is None:
+        node = yaml.compose(file.read_text(), yaml.SafeLoader) if file.is_file() else None
+    if isinstance(node, yaml.ScalarNode) and node.value.endswith((".yaml", ".yml")):
+        return _find(file.parent / node.value, keys)
+    if isinstance(node, yaml.SequenceNode):
+        return next(filter(None, (_find(file, keys, value) for value in node.value)), "")
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        left = keys[1:] if key.value == keys[0] else keys
+        if found := _find(file, left, value) if left else f"{file}:{key.start_mark.line + 1}: ":
+            return found
+    return ""
+
+
+def load_yaml(text: str) -> Any:
+    """Load YAML as jsonargparse does, without a key that is twice in a mapping, and without endless aliases.
+
+    Raises:
+        yaml.YAMLError: If there are such.
+    """
+    nodes = [yaml.compose(text, yaml.SafeLoader)]
+    for node in nodes:  # which grows: aliases are expanded
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            if twice := [key for i, (key, _) in enumerate(node.value) if key.value in keys[:i]]:
+                raise yaml.YAMLError(f"line {twice[0].start_mark.line + 1}: {twice[0].value!r} is there a second time.")
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        if len(nodes) > len(text) + 10_000:
+            raise yaml.YAMLError(f"its aliases (*name) expand to more than {len(nodes)} values: write fewer of them.")
+    return _load_yaml(text)
+
+
+def is_users(error: Exception) -> bool:
+    """Return whether a sentence is enough: an error of lt_tiled, or of a value or file before the first step."""
+    if type(error).__module__ == "lt_tiled.errors":
+        return True
+    functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+    in_step = functions & {"advance", "validation_step", "test_step", "predict_step"}  # a loop of Lightning advances
+    return isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException)) and not in_step
