@@ -8,7 +8,9 @@ and then all of them raise ``SIGTERMException``. So every step and every checkpo
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +83,8 @@ class TiledStrategy(Base):
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
         self.prepared.add(model, self, ranks_per_node=len(getattr(self, "parallel_devices", None) or [None]))
+        if torch.distributed.is_torchelastic_launched() and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: ranks train on when torchrun is killed
 
     def teardown(self) -> None:
         try:

@@ -99,3 +99,12 @@ def test_one_rank_is_terminated(directory: Path) -> None:
     assert "Rank 1 received SIGTERM: all ranks end before step 2." in printed
     assert told(directory) == []
     assert list((directory / "spill").iterdir()) == []
+
+
+def test_torchrun_is_killed(directory: Path) -> None:
+    """SIGKILL to torchrun ends its ranks, within the limit, which would train on to the end without it."""
+    program = (PROGRAM, "ddp", str(directory), "--kill-torchrun")
+    _, (printed,) = finish([Script(*TORCHRUN, "--standalone", "--nproc-per-node=2", *program)])
+    assert "received SIGTERM: all ranks end before step 2." in printed
+    assert told(directory) == []
+    assert list((directory / "spill").iterdir()) == []
