@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ ENGINES = ("ddp", "fsdp2", "zero3")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP, SIGKILL", "SIGSTOP, SIGCONT")
 TARGETS = ("rank 0", "rank 1", "both ranks", "launcher")
 STEPS, SAVE_EVERY = 100, 5
-LIMIT = 120
+LIMIT = 180
 """Seconds in which all processes must end after a signal, and in which they must begin to train."""
 
 
@@ -74,7 +75,7 @@ def train(engine: str, directory: Path) -> None:
     policy = Checkpointing(offload="disk", directory=str(directory / "spill"), min_bytes=0, keep_last=0)
     often: dict[str, Any] = {"every_n_train_steps": SAVE_EVERY, "monitor": "step", "mode": "max", "save_top_k": 2}
     run = trainer(
-        strategy(lt_tiled, engine, tiling=4, checkpointing=policy),
+        strategy(lt_tiled, engine, tiling=4, checkpointing=policy, timeout=timedelta(seconds=60)),
         devices=2,
         max_steps=STEPS,
         limit_val_batches=0,
