@@ -1,17 +1,30 @@
-"""What all tiled strategies have in common, for Trainer and for Fabric."""
+"""What all tiled strategies have in common, for Trainer and for Fabric.
+
+NOTE [SIGTERM]
+Lightning's signal handler calls a collective wherever a rank happens to be, and ranks may then wait for each other
+forever. The handler here only notes the signal. Before each step the ranks agree whether one of them has received it,
+and then all of them raise ``SIGTERMException``. So every step and every checkpoint is complete.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
+from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveInt
 from lt_tiled.offload.offloader import Offloader
@@ -70,6 +83,8 @@ class TiledStrategy(Base):
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
         self.prepared.add(model, self, ranks_per_node=len(getattr(self, "parallel_devices", None) or [None]))
+        if torch.distributed.is_torchelastic_launched() and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: ranks train on when torchrun is killed
 
     def teardown(self) -> None:
         try:
@@ -88,13 +103,21 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._log = OffloadLog()
+        self._terminated_rank = 0  # counted from 1
+        self._other_handler = signal.getsignal(signal.SIGTERM)
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
         adapt_to_fsdp_units(self.lightning_module)
 
+    def on_train_start(self) -> None:
+        if self.lightning_module.trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._note_sigterm)  # Lightning resets it after the run
+        super().on_train_start()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._end_step()
+        self._end_after_sigterm()
 
     def on_train_end(self) -> None:
         self._end_step()
@@ -104,6 +127,22 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         for prepared in self.prepared:
             if prepared.offloader is not None and prepared.offloader.step:
                 self._log.step(self.lightning_module.trainer, prepared.offloader)
+
+    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._terminated_rank = self.lightning_module.trainer.global_rank + 1
+        if callable(self._other_handler):
+            self._other_handler(number, frame)
+
+    def _end_after_sigterm(self) -> None:
+        rank = int(self.reduce(torch.tensor(self._terminated_rank, device=self.root_device), reduce_op="max"))
+        if rank:
+            trainer = self.lightning_module.trainer
+            warn(
+                f"Rank {rank - 1} received SIGTERM: all ranks end before step {trainer.global_step}. Resume from the"
+                " last checkpoint (ckpt_path)."
+            )
+            # Lightning's launcher kills rank 0, whatever it still writes, when another rank ends with an error.
+            raise SIGTERMException(0 if trainer.local_rank else 128 + signal.SIGTERM)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.prepared.free_buffers()  # a full state dict may need the memory

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from benchmarks.__main__ import ROOT, record, sheets_of, write
 from benchmarks.checks import measured
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
+from benchmarks.endurance import cycles, steps
+from benchmarks.endurance import sheet as endurance
 from benchmarks.loss import candidates, errors, usable
 from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sheet import Sheet
@@ -49,6 +53,13 @@ def test_error_is_flat(everyone: list[Peer]) -> None:
     (sheet,) = rounding(everyone, CPU, (1, 64, 512))
     assert verdicts(sheet, "lt_tiled") == [True] * 3
     assert verdicts(sheet, "DeepSpeed") == [True, False, False]
+
+
+@pytest.mark.parametrize(("run", "count"), [(steps, 80), (cycles, 10)])
+def test_endurance(run: Any, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps, and preparations that are released, leave no memory, descriptor, thread, file or object behind."""
+    caplog.set_level(logging.WARNING, "lt_tiled")  # else pytest keeps what is logged
+    assert set(verdicts(endurance("", run(str(tmp_path), count)), "at the end")) == {True}
 
 
 def test_the_self_check_runs_once() -> None:

@@ -1,13 +1,16 @@
 """A training script, as a user starts one: three steps with offload to disk, and a line for each rank that says what it
 saw.
 
-``program.py engine directory [--nodes N] [--devices N] [--fail-on RANK]``
+``program.py engine directory [--nodes N] [--devices N] [--fail-on RANK] [--terminate RANK] [--kill-torchrun]``
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -20,13 +23,19 @@ from tests.lit import LitTiny, trainer
 
 
 class MayFail(LitTiny):
-    def __init__(self, fail_on: int | None) -> None:
+    def __init__(self, fail_on: int | None, terminate: int | None, kill_torchrun: bool) -> None:
         super().__init__()
-        self.fail_on = fail_on
+        self.fail_on, self.terminate, self.kill_torchrun = fail_on, terminate, kill_torchrun
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         if index == 1 and self.global_rank == self.fail_on:
             raise ArithmeticError("this rank fails")
+        if index == 1 and self.global_rank == self.terminate:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if index == 1 and self.global_rank == 0 and self.kill_torchrun:
+            os.kill(parent := os.getppid(), signal.SIGKILL)
+            while os.getppid() == parent:
+                time.sleep(0.01)
         return super().training_step(ids, index)
 
 
@@ -56,6 +65,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--fail-on", type=int)
+    parser.add_argument("--terminate", type=int)
+    parser.add_argument("--kill-torchrun", action="store_true")
     args = parser.parse_args()
     spill = args.directory / "spill"
     policy = Checkpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
@@ -63,7 +74,7 @@ def main() -> None:
     run = trainer(
         chosen, devices=args.devices, num_nodes=args.nodes, callbacks=[Tell(args.directory)], limit_val_batches=0
     )
-    run.fit(MayFail(args.fail_on))
+    run.fit(MayFail(args.fail_on, args.terminate, args.kill_torchrun))
 
 
 if __name__ == "__main__":

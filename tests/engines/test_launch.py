@@ -1,5 +1,5 @@
-"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails ends all
-of them.
+"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails, or gets
+SIGTERM, ends all of them.
 """
 
 from __future__ import annotations
@@ -86,5 +86,25 @@ def test_one_rank_fails(engine: str, launcher: str, directory: Path) -> None:
     (code,), (printed,) = finish([Script(*command)])
     assert code != 0
     assert "this rank fails" in printed
+    assert told(directory) == []
+    assert list((directory / "spill").iterdir()) == []
+
+
+def test_one_rank_is_terminated(directory: Path) -> None:
+    """SIGTERM to rank 1 ends every rank, within the limit, with the reason in what is printed, and the exit code of
+    SIGTERM.
+    """
+    (code,), (printed,) = finish([Script(sys.executable, PROGRAM, "ddp", str(directory), "--terminate=1")])
+    assert code == 143, printed
+    assert "Rank 1 received SIGTERM: all ranks end before step 2." in printed
+    assert told(directory) == []
+    assert list((directory / "spill").iterdir()) == []
+
+
+def test_torchrun_is_killed(directory: Path) -> None:
+    """SIGKILL to torchrun ends its ranks, within the limit, which would train on to the end without it."""
+    program = (PROGRAM, "ddp", str(directory), "--kill-torchrun")
+    _, (printed,) = finish([Script(*TORCHRUN, "--standalone", "--nproc-per-node=2", *program)])
+    assert "received SIGTERM: all ranks end before step 2." in printed
     assert told(directory) == []
     assert list((directory / "spill").iterdir()) == []
