@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.memory import gib
-from lt_tiled.offload.extents import Extents, aligned
+from lt_tiled.offload.extents import Extent, Extents, aligned
 
 SLAB = 256 * 2**20
 """The bytes of a slab, unless a tensor needs more or the budget leaves less."""
@@ -37,12 +37,12 @@ class Slabs:
     """
 
     def __init__(self, budget: int) -> None:
-        self.budget, self.size, self._pin = budget, 0, True
+        self.budget, self._pin = budget, True
         self._slabs: list[tuple[Tensor, Extents]] = []
         self._unpin: list[weakref.finalize[[int], Slabs]] = []
         self._lock = Lock()
-        # Finalizers free slots and may run while this thread holds the lock, so they only append here.
-        self._freed: deque[tuple[Slot, torch.cuda.Event | None]] = deque()
+        # Slots may be dropped while this thread holds the lock, so they only append here.
+        self._freed: deque[tuple[Extent, torch.cuda.Event]] = deque()
 
     def take(self, nbytes: int, pin: bool) -> Slot | None:
         """Return a range of ``nbytes``, pinned if ``pin``, or ``None`` if the budget has no room."""
@@ -55,23 +55,22 @@ class Slabs:
             return slot
 
     def _collect(self, wait: bool = False) -> bool:
-        """Free the slots whose copies have ended; ``wait`` for the first one. Return whether any was freed."""
-        if wait and self._freed and (event := self._freed[0][1]) is not None:
-            event.synchronize()
-        done = False
+        """Free the ranges whose copies have ended; ``wait`` for the first one. Return whether any was freed."""
+        if wait and self._freed:
+            self._freed[0][1].synchronize()
+        freed = False
         for _ in range(len(self._freed)):
-            slot, event = self._freed.popleft()
-            if event is None or event.query():
-                self._slabs[slot.index][1].give_back(slot.offset, slot.length)
-                done = True
+            if self._freed[0][1].query():
+                self._freed.popleft()
+                freed = True
             else:
-                self._freed.append((slot, event))
-        return done
+                self._freed.rotate(-1)
+        return freed
 
     def _take(self, need: int, nbytes: int) -> Slot | None:
-        for index, (memory, extents) in enumerate(self._slabs):
-            if (offset := extents.take(need)) is not None:
-                return Slot(self, index, offset, need, memory[offset : offset + nbytes])
+        for memory, extents in self._slabs:
+            if (extent := extents.take(need)) is not None:
+                return Slot(extent, memory[extent.offset : extent.offset + nbytes], self._freed)
         return None
 
     def _grow(self, need: int, pin: bool) -> bool:
@@ -94,8 +93,12 @@ class Slabs:
             else:
                 warn("The system refuses to pin CPU memory (see ulimit -l): copies to it are slower and block.")
         self._slabs.append((memory, Extents(size)))
-        self.size += size
         return True
+
+    @property
+    def size(self) -> int:
+        """The bytes of all slabs."""
+        return sum(memory.nbytes for memory, _ in self._slabs)
 
     def free_unused(self) -> None:
         """Return all slabs to the system if none is in use. The next tensor allocates new ones."""
@@ -109,7 +112,6 @@ class Slabs:
         while self._unpin:
             self._unpin.pop()()
         self._slabs.clear()
-        self.size = 0
 
     def close(self) -> None:
         """Unpin the slabs; the last tensor on each one frees it."""
@@ -120,19 +122,17 @@ class Slabs:
 
 @dataclass(eq=False)
 class Slot:
-    """One range of a slab and its memory."""
+    """One range of a slab and its memory. It is free when the slot is dropped and its last copy has ended."""
 
-    slabs: Slabs | None
-    index: int
-    offset: int
-    length: int
+    extent: Extent
     memory: Tensor
+    freed: deque[tuple[Extent, torch.cuda.Event]]
+    copied: torch.cuda.Event | None = None
+    """The end of the last copy. One stream runs them in order."""
 
-    def free(self, after: torch.cuda.Event | None = None) -> None:
-        """Free the range once the copy that ends with ``after`` is done. Does not block."""
-        if self.slabs is not None:
-            self.slabs._freed.append((self, after))
-            self.slabs = None
+    def __del__(self) -> None:
+        if self.copied is not None:
+            self.freed.append((self.extent, self.copied))
 
 
 def _pin_pages(memory: Tensor) -> bool:
@@ -175,10 +175,14 @@ class Copier:
         stream = self._streams[device]
         # The current stream may be another one at each call.
         stream.wait_event(after or torch.cuda.current_stream(device).record_event())
-        with torch.cuda.stream(stream):
-            into.copy_(source, non_blocking=True)
-            event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
-        on_gpu.record_stream(stream)  # the allocator reuses the memory only after the copy
+        try:
+            with torch.cuda.stream(stream):
+                into.copy_(source, non_blocking=True)
+                event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
+            on_gpu.record_stream(stream)  # the allocator reuses the memory only after the copy
+        except BaseException:  # with Ctrl-C, nobody knows of a copy that has begun
+            stream.synchronize()
+            raise
         return event
 
     def synchronize(self) -> None:
