@@ -235,6 +235,6 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
         cpu = CPUTier(budget // ranks)
     if "disk" in policy.offload:
         limit = None if policy.disk_budget is None else parse_bytes(policy.disk_budget, "disk_budget") // ranks
-        directory = policy.directory or tempfile.gettempdir()
+        directory = os.path.expanduser(policy.directory or tempfile.gettempdir())
         disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io, checksum=policy.checksum))
     return Offloader(policy, cpu, disk)

@@ -13,6 +13,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,18 +144,34 @@ def _pin_pages(memory: Tensor) -> bool:
     return False
 
 
-def available_memory() -> int:
-    """Return the bytes of CPU memory that the system, or this container, can allocate now."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of CPU memory that the system, or this process's cgroups, can allocate now."""
     try:
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-        available = int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no cgroup v2, or no limit: "max"
-        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        available = min(available, max(left, 0))
-    return available
+    return max(min([available, *_cgroup_memory(root)]), 0)
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Yield what each cgroup with a limit has left, of those of the process and all above them; psutil has no such."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                mount, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            elif "memory" in controllers.split(","):
+                mount, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+                cache = "total_inactive_file"
+            else:
+                continue
+            group = mount / path.lstrip("/")  # in a container it may not be there, but the mount is the container's
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # ValueError: no limit, "max"
+                    free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    yield free + int(stat.get(cache, 0))  # the kernel frees unused page cache first
 
 
 class Copier:

@@ -356,3 +356,16 @@ def test_growth_that_fails_gives_back(tmp_path: Path) -> None:
     spill = offloader.disk.spill
     assert os.fstat(spill._file).st_blocks * 512 == os.fstat(spill._file).st_size == spill._extents.size <= 4 * 8192
     offloader.close()
+
+
+def test_flipped_bit_by_default(offloader: Offloader) -> None:
+    """A bit that flips on the disk is an error without any setting."""
+    tensor = torch.randn(2000)
+    packed = offloader.pack(tensor, "layers.0")
+    futures.wait([packed.stored.written], LIMIT)
+    file, place = offloader.disk.spill._file, packed.stored.extent.offset + 777
+    offloader.disk.spill._set_direct(False)
+    os.pwrite(file, bytes([os.pread(file, 1, place)[0] ^ 4]), place)
+    offloader._reap()
+    with pytest.raises(OffloadError, match=r"checksum .* as written: .* block layers\.0"):
+        offloader.unpack(packed)

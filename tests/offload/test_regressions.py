@@ -48,10 +48,11 @@ def test_a_tensor_is_not_freed_while_it_is_copied(tmp_path: Path, monkeypatch: p
 
 def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of a graph that is gone goes to no other tensor while its write still runs."""
-    offloader, gate = disk(tmp_path), threading.Event()
+    offloader, gate, running = disk(tmp_path), threading.Event(), threading.Event()
     real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (running.set(), gate.wait(LIMIT), real(*a)))
     first = offloader.pack(torch.randn(1000), "block")
+    assert running.wait(LIMIT)
     offset = first.stored.extent.offset
     del first
     second = offloader.pack(torch.randn(1000), "block")
