@@ -12,8 +12,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -45,6 +43,48 @@ CLOSE_SECONDS = 30.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class Call:
+    """A system call that waits for a thread, runs, or has ended. What it refers to is dropped before it has ended.
+
+    Ctrl-C inside of a ``Future`` may leave its lock locked, for which the thread would wait without end.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = [run]  # whoever takes it out, atomically, runs or cancels it
+        self.done = False
+        self.error: BaseException | None = None
+        self._ended = Lock()
+        self._ended.acquire()
+
+    def run(self) -> None:
+        try:
+            run = self._run.pop()
+        except IndexError:
+            run = _cancelled
+        try:
+            run()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they refer to the range and to its data
+            self.error = error
+        del run
+        self.done = True
+        self._ended.release()
+
+    def cancel(self) -> None:
+        """Do not run it, unless it has begun."""
+        self._run.clear()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has ended; return whether it has."""
+        if not self.done and self._ended.acquire(timeout=seconds):
+            self._ended.release()
+        return self.done
+
+
+def _cancelled() -> None:
+    raise OffloadError("the spill file is closed")
+
+
 class _Calls:
     """Threads that make the system calls of a spill file. The process ends without those that are stuck in a call.
 
@@ -56,8 +96,8 @@ class _Calls:
         self.directory, self.process = directory, os.getpid()
         self.file: int | None = None
         self.closed = False
-        self.pending: weakref.WeakSet[Future[None]] = weakref.WeakSet()
-        self._queue: SimpleQueue[tuple[Future[None], list[Callable[[], None]]] | None] = SimpleQueue()
+        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._ended, self._lock = 0, Lock()
         self._threads: list[Thread] = []
         try:
@@ -73,19 +113,16 @@ class _Calls:
             reason += " processes (ulimit -u, or pids.max of the container), or end some"
             raise OffloadError(reason, directory=directory) from error
 
-    def submit(self, run: Callable[..., None], *args: Any) -> Future[None]:
-        """Queue a call. It drops what it refers to before its future is done."""
-        future: Future[None] = Future()
-        call: list[Callable[[], None]] = [partial(run, *args)]
-        future.add_done_callback(lambda _: call.clear())  # also when it is cancelled
-        self.pending.add(future)
-        self._queue.put((future, call))
-        return future
+    def submit(self, run: Callable[..., None], *args: Any) -> Call:
+        call = Call(partial(run, *args))
+        self.pending.add(call)
+        self._queue.put(call)
+        return call
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            _run(*item)
-            del item
+        while (call := self._queue.get()) is not None:
+            call.run()
+            del call
         with self._lock:
             self._ended += 1
             last = self._ended == THREADS
@@ -100,8 +137,8 @@ class _Calls:
         if os.getpid() != self.process:  # a fork has none of the threads
             return
         self.closed = True
-        for future in list(self.pending):
-            future.cancel()
+        for call in list(self.pending):
+            call.cancel()
         others = [thread for thread in self._threads if thread.ident and thread is not current_thread()]
         for _ in self._threads:
             self._queue.put(None)
@@ -111,19 +148,6 @@ class _Calls:
         if any(thread.is_alive() for thread in others):
             late = f"The disk of {self.directory} has not responded for {CLOSE_SECONDS:g} s"
             warn(f"{late}: its spill file stays open until it does, or until the process ends, which does not wait.")
-
-
-def _run(future: Future[None], call: list[Callable[[], None]]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        call.pop()()
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they refer to the range and to its data
-        future.set_exception(error)
-        del future  # the traceback refers to this frame
-    else:
-        future.set_result(None)
 
 
 class SpillFile:
@@ -185,8 +209,8 @@ class SpillFile:
 
     def _may_have_freed(self) -> bool:
         """Wait for a call to end, or collect graphs in reference cycles, as errors leave them; both may free ranges."""
-        if running := [call for call in list(self._calls.pending) if not call.done()]:
-            return bool(wait(running, WAIT_SECONDS, FIRST_COMPLETED).done)
+        if running := [call for call in list(self._calls.pending) if not call.done]:
+            return running[0].wait(WAIT_SECONDS)
         return gc.collect() > 0
 
     @property
@@ -223,35 +247,31 @@ class SpillFile:
             remedy = "raise the limit on the size of files (ulimit -f), set another directory, or lower disk_budget"
         return self._error(f"cannot reserve {gib(nbytes)} more{where}: {remedy}", error)
 
-    def write(self, extent: Extent, data: memoryview, first: Callable[[], None] | None = None) -> Future[None]:
-        """Begin to call ``first`` and then write a range. ``data`` must not change until the future is done."""
+    def write(self, extent: Extent, data: memoryview, first: Callable[[], None] | None = None) -> Call:
+        """Begin to call ``first`` and then write a range. ``data`` must not change until the call has ended."""
         return self._submit(self._write, extent, data, first)
 
-    def read(self, extent: Extent, into: memoryview, then: Callable[[], None] | None = None) -> Future[None]:
+    def read(self, extent: Extent, into: memoryview, then: Callable[[], None] | None = None) -> Call:
         """Begin to read a range of the length of ``into`` and then call ``then``."""
         return self._submit(self._read, extent, into, then)
 
-    def _submit(self, run: Callable[..., None], *args: Any) -> Future[None]:
+    def _submit(self, run: Callable[..., None], *args: Any) -> Call:
         if self._calls.closed:
             raise self._error("the spill file is closed")
         return self._calls.submit(run, *args)
 
-    def wait(self, call: Future[None], what: str, seconds: float | None = None, offset: int | None = None) -> None:
+    def wait(self, call: Call, what: str, seconds: float | None = None, offset: int | None = None) -> None:
         """Wait until a call has ended.
 
         Raises:
             OffloadError: If it failed, or has not ended within ``seconds``.
         """
         seconds = WAIT_SECONDS if seconds is None else seconds
-        try:
-            error = call.exception(seconds)
-        except FutureTimeoutError:
-            raise self._error(f"{what} has not ended within {seconds:g} s", offset=offset) from None
-        except CancelledError:
-            raise self._error("the spill file is closed", offset=offset) from None
-        if error is not None:
+        if not call.wait(seconds):
+            raise self._error(f"{what} has not ended within {seconds:g} s", offset=offset)
+        if call.error is not None:
             # A copy: the call's own error would refer to this traceback, and so would keep the step's graph alive.
-            raise copy(error) from error.__cause__
+            raise copy(call.error) from call.error.__cause__
 
     def _write(self, extent: Extent, data: memoryview, first: Callable[[], None] | None) -> None:
         if first is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
@@ -16,7 +15,7 @@ from lt_tiled._log import inform
 from lt_tiled.errors import OffloadError
 from lt_tiled.offload.extents import Extent
 from lt_tiled.offload.pinned import Copier, Slabs, Slot
-from lt_tiled.offload.spill import SpillFile
+from lt_tiled.offload.spill import Call, SpillFile
 
 TierName = Literal["cpu", "disk"]
 
@@ -142,15 +141,15 @@ class DiskTier(_Tier):
 
 class _OnDisk:
     tier: TierName = "disk"
-    _calls: Sequence[Future[None]] = ()
+    _calls: Sequence[Call] = ()
 
-    def __init__(self, home: DiskTier, raw: Tensor, extent: Extent, written: Future[None]) -> None:
+    def __init__(self, home: DiskTier, raw: Tensor, extent: Extent, written: Call) -> None:
         self.home, self.extent, self.written = home, extent, written
         self.device, self.nbytes = raw.device, raw.nbytes
         self._calls = [written]
 
     def settled(self) -> bool:
-        return self.written.done()
+        return self.written.done
 
     def settle(self, seconds: float) -> None:
         self._wait(self.written, "write", seconds)
@@ -168,10 +167,10 @@ class _OnDisk:
                 _synchronize(slot, into.device)
 
             read = self.home.spill.read(self.extent, _view(slot.memory), then=copy)
-        self._calls = [call for call in self._calls if not call.done()] + [read]
-        return Loading(into, read.done, partial(self._wait, read, "read"))
+        self._calls = [call for call in self._calls if not call.done] + [read]
+        return Loading(into, lambda: read.done, partial(self._wait, read, "read"))
 
-    def _wait(self, call: Future[None], verb: str, seconds: float) -> None:
+    def _wait(self, call: Call, verb: str, seconds: float) -> None:
         self.home.spill.wait(call, f"the {verb} of {self.nbytes} bytes", seconds, self.extent.offset)
 
     def __del__(self) -> None:

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bo
     """Run a step, all of whose tensors leave, and return whether they come back bit for bit."""
     tensors = [torch.randn(2000) for _ in range(4)]
     packed = [offloader.pack(tensor.clone(), f"layers.{i}") for i, tensor in enumerate(tensors)]
-    futures.wait([record.stored.written for record in packed], LIMIT)
+    assert all(record.stored.written.wait(LIMIT) for record in packed)
     then()
     return all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
 
@@ -362,7 +361,7 @@ def test_flipped_bit_by_default(offloader: Offloader) -> None:
     """A bit that flips on the disk is an error without any setting."""
     tensor = torch.randn(2000)
     packed = offloader.pack(tensor, "layers.0")
-    futures.wait([packed.stored.written], LIMIT)
+    assert packed.stored.written.wait(LIMIT)
     file, place = offloader.disk.spill._file, packed.stored.extent.offset + 777
     offloader.disk.spill._set_direct(False)
     os.pwrite(file, bytes([os.pread(file, 1, place)[0] ^ 4]), place)
