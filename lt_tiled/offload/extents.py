@@ -1,4 +1,10 @@
-"""The ranges in use of a file or of a slab of CPU memory."""
+"""The ranges in use of a file or of a slab of CPU memory.
+
+NOTE [Ranges]
+A range is free when no :class:`Extent` refers to it. Whatever writes or reads it holds its extent: the record of a
+saved tensor, and each call that waits or runs. So wherever Ctrl-C or an error ends the code, a range that may still be
+written to is in use, and no range is lost.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +34,7 @@ class Extent:
 
 
 class Extents:
-    """The ranges in use of ``size`` bytes. Only ``size`` may change in another thread.
-
-    NOTE [Ranges]
-    A range is free when no :class:`Extent` refers to it. Whatever writes or reads it holds its extent: the record of a
-    saved tensor, and each call that waits or runs. So wherever Ctrl-C or an error ends the code, a range that may still
-    be written to is in use, and no range is lost.
-    """
+    """The ranges in use of ``size`` bytes. Only ``size`` may change in another thread."""
 
     def __init__(self, size: int = 0) -> None:
         self.size = size

@@ -197,7 +197,7 @@ class Copier:
                 into.copy_(source, non_blocking=True)
                 event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
             on_gpu.record_stream(stream)  # the allocator reuses the memory only after the copy
-        except BaseException:  # with Ctrl-C, nobody knows of a copy that has begun
+        except BaseException:  # after Ctrl-C, nothing else knows of a copy that has begun
             stream.synchronize()
             raise
         return event

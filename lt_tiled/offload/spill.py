@@ -224,7 +224,7 @@ class SpillFile:
 
     def _reserve(self, *choices: int) -> None:
         """Reserve the first of these numbers of bytes for which there is room."""
-        with self._growing:  # one that nobody waits for any more may run
+        with self._growing:  # an earlier one may still run, after Ctrl-C
             for nbytes in choices:
                 try:
                     os.posix_fallocate(self._file, self._extents.size, nbytes)

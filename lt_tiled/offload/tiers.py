@@ -125,7 +125,7 @@ class DiskTier(_Tier):
             return _OnDisk(self, raw, extent, self.spill.write(extent, _view(raw)))
         slot = self.stage(raw.nbytes)
         slot.copied = self.copier.copy(slot.memory, raw)
-        wait = partial(_synchronize, slot, raw.device)  # holds the slot, as the write does by it
+        wait = partial(_synchronize, slot, raw.device)  # keeps the slot until the write has ended
         return _OnDisk(self, raw, extent, self.spill.write(extent, _view(slot.memory), first=wait))
 
     def stage(self, nbytes: int) -> Slot:
