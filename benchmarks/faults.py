@@ -178,7 +178,10 @@ def faults(directory: str) -> list[Sheet]:
     missing = _missing()
     here = [name for name in STORES if name not in missing]
     sheet = Sheet("faults", "offloading to disk, when things go wrong", ["", *here])
-    sheet.notes = ["lt_tiled with `checksum=True`; without it a flipped bit is not noticed.", *missing.values()]
+    sheet.notes = [
+        "lt_tiled with its default `checksum=True`; without it a flipped bit is not noticed.",
+        *missing.values(),
+    ]
     for title, fault in FAULTS.items():
         sheet.add(title, *(_outcome(name, fault.__name__, directory) for name in here))
     for kind in (signal.SIGTERM, signal.SIGKILL):

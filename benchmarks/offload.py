@@ -94,8 +94,6 @@ def _tier(tensors: list[Tensor], directory: str, direct: bool) -> Callable[[], t
         for s in stored:
             s.load().wait(600)
         end = time.perf_counter()
-        for s in stored:
-            s.free()
         return middle - start, end - middle
 
     return run

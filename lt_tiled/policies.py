@@ -95,7 +95,8 @@ class Checkpointing:
     """Where to offload block inputs: pinned CPU memory, disk, or CPU memory first and then disk. ``None`` keeps them
     on the device."""
     directory: str | None = None
-    """A directory on the disk to use, by default the system's temporary directory. No file is left in it."""
+    """A directory on the disk to use, ``~`` included, by default the system's temporary directory. No file is left in
+    it."""
     cpu_budget: int | str | None = None
     """CPU memory of one node, shared by its ranks: bytes, or a string such as ``"32GiB"``. By default half of the
     memory that is available."""
@@ -109,7 +110,7 @@ class Checkpointing:
     """Smaller tensors stay on the device."""
     select: str | Sequence[str | int] = "auto"
     """Which inputs of a block to offload: ``"auto"`` (the hidden states), or names and positions of its arguments."""
-    checksum: bool = False
+    checksum: bool = True
     """Verify a checksum of the data that is read from disk."""
     compress: bool = False
     """Store float32 as bfloat16: half the bytes, but results are no longer bit for bit the same."""
@@ -144,6 +145,9 @@ class Checkpointing:
                 f"disk_budget={self.disk_budget!r} has no room for one block input of min_bytes={self.min_bytes!r}:"
                 " raise disk_budget or lower min_bytes."
             )
+        if self.directory is not None and (not self.directory or "\0" in str(self.directory)):
+            reason = "must be a path without NUL bytes: leave it out for the system's temporary directory."
+            raise ValueError(f"directory={self.directory!r} {reason}")
 
 
 def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
@@ -179,17 +183,21 @@ def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointin
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+MAX_BYTES = 2**62  # the system counts bytes in signed 64-bit integers
+
 
 def parse_bytes(value: int | str, name: str) -> int:
     """Return the bytes that a number, or a string such as ``"32GiB"``, ``"500 GB"`` or ``"1.5TiB"`` means.
 
     Raises:
-        ValueError: If it is neither of these.
+        ValueError: If it is neither of these, or more than a file can have.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(value).lower())
     if match is None or match[2] not in _UNITS or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not a number of bytes: write 1000000, '32GiB' or '500GB'.")
-    return int(float(match[1]) * _UNITS[match[2]])
+    if (nbytes := float(match[1]) * _UNITS[match[2]]) > MAX_BYTES:
+        raise ValueError(f"{name}={value!r} is more than the {MAX_BYTES >> 40} TiB that are possible: lower it.")
+    return int(nbytes)
 
 
 def check_count(name: str, value: object, *also: object, least: int = 1) -> None:

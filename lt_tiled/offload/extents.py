@@ -1,8 +1,15 @@
-"""The free ranges of a file or of a slab of CPU memory."""
+"""The ranges in use of a file or of a slab of CPU memory.
+
+NOTE [Ranges]
+A range is free when no :class:`Extent` refers to it. Whatever writes or reads it holds its extent: the record of a
+saved tensor, and each call that waits or runs. So wherever Ctrl-C or an error ends the code, a range that may still be
+written to is in use, and no range is lost.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import weakref
+from itertools import pairwise
 
 ALIGNMENT = 4096
 """Offsets and lengths are multiples of this, as ``O_DIRECT`` requires; it is also the size of a page."""
@@ -13,43 +20,52 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class Extents:
-    """The free ranges of ``size`` bytes: first fit, and merged when freed. Not thread-safe."""
+class Extent:
+    """One range, which is in use until the last reference to it is gone."""
 
-    def __init__(self, size: int = 0) -> None:
-        self.size = 0
-        self.used = 0
-        self._free: list[tuple[int, int]] = []  # (offset, length) by offset, never adjacent
-        self.grow(size)
-
-    def grow(self, nbytes: int) -> None:
-        """Add bytes at the end."""
-        if nbytes:
-            self.size += nbytes
-            self._insert(self.size - nbytes, nbytes)
-
-    def take(self, nbytes: int) -> int | None:
-        """Take a range of ``nbytes``, a multiple of the alignment; return its offset, or ``None`` if there is none."""
-        for index, (offset, length) in enumerate(self._free):
-            if length >= nbytes:
-                self._free[index : index + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
-                self.used += nbytes
-                return offset
-        return None
-
-    def give_back(self, offset: int, nbytes: int) -> None:
-        self.used -= nbytes
-        self._insert(offset, nbytes)
+    def __init__(self, offset: int, length: int) -> None:
+        self.offset, self.length = offset, length
+        self.checksum = 0
+        """That of the bytes that were written to it."""
 
     @property
-    def tail(self) -> int:
-        """The number of free bytes at the end, which new bytes extend."""
-        return self._free[-1][1] if self._free and sum(self._free[-1]) == self.size else 0
+    def end(self) -> int:
+        return self.offset + self.length
 
-    def _insert(self, offset: int, nbytes: int) -> None:
-        index = bisect_left(self._free, (offset, 0))
-        self._free.insert(index, (offset, nbytes))
-        for left in (index, index - 1):  # merge with the next range, then with the previous one
-            if 0 <= left < len(self._free) - 1 and sum(self._free[left]) == self._free[left + 1][0]:
-                (start, _), last = self._free[left], self._free[left + 1]
-                self._free[left : left + 2] = [(start, sum(last) - start)]
+
+class Extents:
+    """The ranges in use of ``size`` bytes. Only ``size`` may change in another thread."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+        self._taken: list[weakref.ref[Extent]] = []  # by offset; some are free again
+
+    def take(self, nbytes: int) -> Extent | None:
+        """Return a free range of ``nbytes``, a multiple of the alignment, or ``None`` if there is none."""
+        if nbytes <= self.free_at_end():  # so it is if ranges are freed in reverse order
+            new = Extent(self.size - self.free_at_end(), nbytes)
+            self._taken.append(weakref.ref(new))
+            return new
+        used = self._in_use()
+        for left, right in pairwise([Extent(0, 0), *used]):
+            if right.offset - left.end >= nbytes:
+                new = Extent(left.end, nbytes)
+                self._taken = [weakref.ref(extent) for extent in sorted([*used, new], key=lambda e: e.offset)]
+                return new
+        return None
+
+    def free_at_end(self) -> int:
+        """Return the number of free bytes at the end, which new bytes extend."""
+        while self._taken:
+            if (last := self._taken[-1]()) is not None:
+                return self.size - last.end
+            self._taken.pop()
+        return self.size
+
+    @property
+    def used(self) -> int:
+        """The number of bytes in use."""
+        return sum(extent.length for extent in self._in_use())
+
+    def _in_use(self) -> list[Extent]:
+        return [extent for reference in self._taken if (extent := reference()) is not None]

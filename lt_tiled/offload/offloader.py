@@ -6,7 +6,8 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import RLock
 
 import torch
@@ -19,15 +20,13 @@ from lt_tiled.memory import gib
 from lt_tiled.offload.geometry import Geometry, movable, raw_bytes, view_key
 from lt_tiled.offload.pinned import available_memory
 from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher, waiting_for
-from lt_tiled.offload.spill import SpillFile
+from lt_tiled.offload.spill import WAIT_SECONDS, SpillFile
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import Checkpointing, parse_bytes
 
 IN_FLIGHT = 2
 """Tensors being stored at once. The next one waits for the oldest: a slow disk costs time, not memory."""
-WAIT_SECONDS = 300.0
-"""No wait is longer than this."""
 
 
 class Offloader:
@@ -74,7 +73,7 @@ class Offloader:
         """
         if not movable(tensor) or Geometry.of(tensor).nbytes < self.min_bytes:
             return tensor
-        with self._lock:
+        with self._lock, self._ending_the_step():
             self._check_usable()
             if not self._live:
                 self.step += 1
@@ -103,7 +102,7 @@ class Offloader:
         """
         if isinstance(packed, Tensor):
             return packed
-        with self._lock:
+        with self._lock, self._ending_the_step():
             self._check_usable(packed.origin)
             self._last = lambda: None  # the next packed tensor belongs to another forward pass
             self._reap()
@@ -114,6 +113,19 @@ class Offloader:
                 tensor = self.prefetcher.load(packed, self.wait_seconds, self.stats)
             self.prefetcher.load_ahead(packed)
             return tensor
+
+    @contextmanager
+    def _ending_the_step(self) -> Iterator[None]:
+        """Forget what is being stored if an error ends the step, so that the next step does not wait for it or fail.
+
+        Those tensors stay in memory, which is right for graphs that are not part of the step.
+        """
+        try:
+            yield
+        except OffloadError:
+            self._kept.clear()
+            self._leaving.clear()
+            raise
 
     def _store(self, packed: OffloadedTensor) -> None:
         """Begin to store a tensor on the first tier that has room."""
@@ -129,7 +141,8 @@ class Offloader:
         source = packed.tensor.to(torch.bfloat16) if compress else packed.tensor
         raw = raw_bytes(source)
         with name_origin(packed.origin):
-            packed.stored = next(filter(None, (tier.store(raw) for tier in self._tiers)), None)
+            for tier in self._tiers:
+                packed.stored = packed.stored or tier.store(raw)
         if packed.stored is None:
             if not self.so_far().kept_bytes:
                 what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
@@ -196,7 +209,10 @@ class Offloader:
             for packed in list(self._live):
                 packed.tensor = packed.loading = None
             for tier in self._tiers:
-                tier.close()
+                try:
+                    tier.close()
+                except Exception as error:  # of CUDA, for example; the error that ended the run is more important
+                    warn(f"Releasing memory and disk space failed: {error}")
 
 
 def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:
@@ -219,6 +235,6 @@ def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) ->
         cpu = CPUTier(budget // ranks)
     if "disk" in policy.offload:
         limit = None if policy.disk_budget is None else parse_bytes(policy.disk_budget, "disk_budget") // ranks
-        directory = policy.directory or tempfile.gettempdir()
+        directory = os.path.expanduser(policy.directory or tempfile.gettempdir())
         disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io, checksum=policy.checksum))
     return Offloader(policy, cpu, disk)

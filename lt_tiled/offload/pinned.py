@@ -13,6 +13,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.memory import gib
-from lt_tiled.offload.extents import Extents, aligned
+from lt_tiled.offload.extents import Extent, Extents, aligned
 
 SLAB = 256 * 2**20
 """The bytes of a slab, unless a tensor needs more or the budget leaves less."""
@@ -37,12 +38,12 @@ class Slabs:
     """
 
     def __init__(self, budget: int) -> None:
-        self.budget, self.size, self._pin = budget, 0, True
+        self.budget, self._pin = budget, True
         self._slabs: list[tuple[Tensor, Extents]] = []
         self._unpin: list[weakref.finalize[[int], Slabs]] = []
         self._lock = Lock()
-        # Finalizers free slots and may run while this thread holds the lock, so they only append here.
-        self._freed: deque[tuple[Slot, torch.cuda.Event | None]] = deque()
+        # Slots may be dropped while this thread holds the lock, so they only append here.
+        self._freed: deque[tuple[Extent, torch.cuda.Event]] = deque()
 
     def take(self, nbytes: int, pin: bool) -> Slot | None:
         """Return a range of ``nbytes``, pinned if ``pin``, or ``None`` if the budget has no room."""
@@ -55,23 +56,22 @@ class Slabs:
             return slot
 
     def _collect(self, wait: bool = False) -> bool:
-        """Free the slots whose copies have ended; ``wait`` for the first one. Return whether any was freed."""
-        if wait and self._freed and (event := self._freed[0][1]) is not None:
-            event.synchronize()
-        done = False
+        """Free the ranges whose copies have ended; ``wait`` for the first one. Return whether any was freed."""
+        if wait and self._freed:
+            self._freed[0][1].synchronize()
+        freed = False
         for _ in range(len(self._freed)):
-            slot, event = self._freed.popleft()
-            if event is None or event.query():
-                self._slabs[slot.index][1].give_back(slot.offset, slot.length)
-                done = True
+            if self._freed[0][1].query():
+                self._freed.popleft()
+                freed = True
             else:
-                self._freed.append((slot, event))
-        return done
+                self._freed.rotate(-1)
+        return freed
 
     def _take(self, need: int, nbytes: int) -> Slot | None:
-        for index, (memory, extents) in enumerate(self._slabs):
-            if (offset := extents.take(need)) is not None:
-                return Slot(self, index, offset, need, memory[offset : offset + nbytes])
+        for memory, extents in self._slabs:
+            if (extent := extents.take(need)) is not None:
+                return Slot(extent, memory[extent.offset : extent.offset + nbytes], self._freed)
         return None
 
     def _grow(self, need: int, pin: bool) -> bool:
@@ -94,8 +94,12 @@ class Slabs:
             else:
                 warn("The system refuses to pin CPU memory (see ulimit -l): copies to it are slower and block.")
         self._slabs.append((memory, Extents(size)))
-        self.size += size
         return True
+
+    @property
+    def size(self) -> int:
+        """The bytes of all slabs."""
+        return sum(memory.nbytes for memory, _ in self._slabs)
 
     def free_unused(self) -> None:
         """Return all slabs to the system if none is in use. The next tensor allocates new ones."""
@@ -109,7 +113,6 @@ class Slabs:
         while self._unpin:
             self._unpin.pop()()
         self._slabs.clear()
-        self.size = 0
 
     def close(self) -> None:
         """Unpin the slabs; the last tensor on each one frees it."""
@@ -120,19 +123,17 @@ class Slabs:
 
 @dataclass(eq=False)
 class Slot:
-    """One range of a slab and its memory."""
+    """One range of a slab and its memory. It is free when the slot is dropped and its last copy has ended."""
 
-    slabs: Slabs | None
-    index: int
-    offset: int
-    length: int
+    extent: Extent
     memory: Tensor
+    freed: deque[tuple[Extent, torch.cuda.Event]]
+    copied: torch.cuda.Event | None = None
+    """The end of the last copy. One stream runs them in order."""
 
-    def free(self, after: torch.cuda.Event | None = None) -> None:
-        """Free the range once the copy that ends with ``after`` is done. Does not block."""
-        if self.slabs is not None:
-            self.slabs._freed.append((self, after))
-            self.slabs = None
+    def __del__(self) -> None:
+        if self.copied is not None:
+            self.freed.append((self.extent, self.copied))
 
 
 def _pin_pages(memory: Tensor) -> bool:
@@ -143,18 +144,34 @@ def _pin_pages(memory: Tensor) -> bool:
     return False
 
 
-def available_memory() -> int:
-    """Return the bytes of CPU memory that the system, or this container, can allocate now."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of CPU memory that the system, or this process's cgroups, can allocate now."""
     try:
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-        available = int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no cgroup v2, or no limit: "max"
-        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        available = min(available, max(left, 0))
-    return available
+    return max(min([available, *_cgroup_memory(root)]), 0)
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Yield what each cgroup with a limit has left, of those of the process and all above them; psutil has no such."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                mount, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            elif "memory" in controllers.split(","):
+                mount, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+                cache = "total_inactive_file"
+            else:
+                continue
+            group = mount / path.lstrip("/")  # in a container it may not be there, but the mount is the container's
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # ValueError: no limit, "max"
+                    free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    yield free + int(stat.get(cache, 0))  # the kernel frees unused page cache first
 
 
 class Copier:
@@ -175,10 +192,14 @@ class Copier:
         stream = self._streams[device]
         # The current stream may be another one at each call.
         stream.wait_event(after or torch.cuda.current_stream(device).record_event())
-        with torch.cuda.stream(stream):
-            into.copy_(source, non_blocking=True)
-            event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
-        on_gpu.record_stream(stream)  # the allocator reuses the memory only after the copy
+        try:
+            with torch.cuda.stream(stream):
+                into.copy_(source, non_blocking=True)
+                event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
+            on_gpu.record_stream(stream)  # the allocator reuses the memory only after the copy
+        except BaseException:  # after Ctrl-C, nothing else knows of a copy that has begun
+            stream.synchronize()
+            raise
         return event
 
     def synchronize(self) -> None:

@@ -66,10 +66,6 @@ class OffloadedTensor:
                 origin=self.origin,
             )
 
-    def __del__(self) -> None:
-        if self.stored is not None:
-            self.stored.free()
-
 
 class Prefetcher:
     """Loads tensors in the reverse order of saving.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
@@ -15,8 +13,9 @@ from torch import Tensor
 
 from lt_tiled._log import inform
 from lt_tiled.errors import OffloadError
+from lt_tiled.offload.extents import Extent
 from lt_tiled.offload.pinned import Copier, Slabs, Slot
-from lt_tiled.offload.spill import SpillFile
+from lt_tiled.offload.spill import Call, SpillFile
 
 TierName = Literal["cpu", "disk"]
 
@@ -40,7 +39,7 @@ class Loading:
 
 
 class Stored(Protocol):
-    """Bytes that are stored on a tier, or being stored."""
+    """Bytes that are stored on a tier, or being stored. Their space is free when nothing refers to this."""
 
     tier: TierName
 
@@ -52,9 +51,6 @@ class Stored(Protocol):
 
     def load(self) -> Loading:
         """Begin to load the bytes. May be called any number of times."""
-
-    def free(self) -> None:
-        """Free the space as soon as nothing reads or writes it. Does not block."""
 
 
 class _Tier:
@@ -91,11 +87,10 @@ class _OnCPU:
 
     def __init__(self, copier: Copier, slot: Slot, raw: Tensor) -> None:
         self.copier, self.slot, self.device = copier, slot, raw.device
-        self.copied = self.last = copier.copy(slot.memory, raw)
-        """The ends of the first and the last copy. One stream runs them in order."""
+        self.left = slot.copied = copier.copy(slot.memory, raw)
 
     def settled(self) -> bool:
-        return self.copied is None or self.copied.query()
+        return self.left is None or self.left.query()
 
     def settle(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -106,13 +101,10 @@ class _OnCPU:
 
     def load(self) -> Loading:
         into = torch.empty_like(self.slot.memory, device=self.device)
-        copied = self.last = self.copier.copy(into, self.slot.memory)
+        copied = self.slot.copied = self.copier.copy(into, self.slot.memory)
         if copied is None:
             return Loading(into, lambda: True, lambda _: None)
         return Loading(into, copied.query, lambda _: torch.cuda.current_stream(into.device).wait_event(copied))
-
-    def free(self) -> None:
-        self.slot.free(after=self.last)
 
 
 class DiskTier(_Tier):
@@ -128,18 +120,13 @@ class DiskTier(_Tier):
         Raises:
             OffloadDiskFullError: If there is no room.
         """
-        offset = self.spill.take(raw.nbytes)
-        try:
-            if not raw.is_cuda:
-                return _OnDisk(self, raw, offset, self.spill.write(offset, _view(raw)))
-            slot = self.stage(raw.nbytes)
-            copied = self.copier.copy(slot.memory, raw)
-            written = self.spill.write(offset, _view(slot.memory), first=lambda: _synchronize(copied, raw.device))
-            written.add_done_callback(lambda _: slot.free(after=copied))  # a cancelled write did not wait for the copy
-            return _OnDisk(self, raw, offset, written)
-        except BaseException:
-            self.spill.give_back(offset, raw.nbytes)
-            raise
+        extent = self.spill.take(raw.nbytes)
+        if not raw.is_cuda:
+            return _OnDisk(self, raw, extent, self.spill.write(extent, _view(raw)))
+        slot = self.stage(raw.nbytes)
+        slot.copied = self.copier.copy(slot.memory, raw)
+        wait = partial(_synchronize, slot, raw.device)  # keeps the slot until the write has ended
+        return _OnDisk(self, raw, extent, self.spill.write(extent, _view(slot.memory), first=wait))
 
     def stage(self, nbytes: int) -> Slot:
         if (slot := self.slabs.take(nbytes, pin=True)) is None:
@@ -154,14 +141,15 @@ class DiskTier(_Tier):
 
 class _OnDisk:
     tier: TierName = "disk"
+    _calls: Sequence[Call] = ()
 
-    def __init__(self, home: DiskTier, raw: Tensor, offset: int, written: Future[None]) -> None:
-        self.home, self.offset, self.written = home, offset, written
+    def __init__(self, home: DiskTier, raw: Tensor, extent: Extent, written: Call) -> None:
+        self.home, self.extent, self.written = home, extent, written
         self.device, self.nbytes = raw.device, raw.nbytes
-        self._busy: list[Future[None]] = [written]
+        self._calls = [written]
 
     def settled(self) -> bool:
-        return self.written.done()
+        return self.written.done
 
     def settle(self, seconds: float) -> None:
         self._wait(self.written, "write", seconds)
@@ -169,44 +157,32 @@ class _OnDisk:
     def load(self) -> Loading:
         into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         if self.device.type != "cuda":
-            read = self.home.spill.read(self.offset, _view(into))
+            read = self.home.spill.read(self.extent, _view(into))
         else:
             slot, copier = self.home.stage(self.nbytes), self.home.copier
             allocated = torch.cuda.current_stream(self.device).record_event()
 
             def copy() -> None:
-                _synchronize(copier.copy(into, slot.memory, allocated), into.device)
+                slot.copied = copier.copy(into, slot.memory, allocated)
+                _synchronize(slot, into.device)
 
-            read = self.home.spill.read(self.offset, _view(slot.memory), then=copy)
-            read.add_done_callback(lambda _: slot.free())
-        self._busy = [future for future in self._busy if not future.done()] + [read]
-        return Loading(into, read.done, partial(self._wait, read, "read"))
+            read = self.home.spill.read(self.extent, _view(slot.memory), then=copy)
+        self._calls = [call for call in self._calls if not call.done] + [read]
+        return Loading(into, lambda: read.done, partial(self._wait, read, "read"))
 
-    def _wait(self, future: Future[None], verb: str, seconds: float) -> None:
-        try:
-            future.result(seconds)
-        except FutureTimeoutError as error:
-            reason = f"the {verb} of {self.nbytes} bytes has not ended within {seconds:g} s"
-            raise OffloadError(reason, offset=self.offset, directory=self.home.spill.directory) from error
+    def _wait(self, call: Call, verb: str, seconds: float) -> None:
+        self.home.spill.wait(call, f"the {verb} of {self.nbytes} bytes", seconds, self.extent.offset)
 
-    def free(self) -> None:
-        running = [future for future in self._busy if not future.cancel()]
-
-        def when_idle(_: Future[None] | None = None) -> None:
-            while running:
-                future = running.pop()
-                if not future.done():
-                    future.add_done_callback(when_idle)
-                    return
-            self.home.spill.give_back(self.offset, self.nbytes)
-
-        when_idle()
+    def __del__(self) -> None:
+        for call in self._calls:
+            call.cancel()
 
 
-def _synchronize(event: torch.cuda.Event | None, device: torch.device) -> None:
-    assert event is not None
+def _synchronize(slot: Slot, device: torch.device) -> None:
+    """Wait for the slot's copy."""
+    assert slot.copied is not None
     with torch.cuda.device(device):  # a new thread would create a context on the first device
-        event.synchronize()
+        slot.copied.synchronize()
 
 
 def _view(memory: Tensor) -> memoryview:

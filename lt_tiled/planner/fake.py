@@ -121,8 +121,6 @@ class _Moved:
     def load(self) -> Loading:
         return Loading(torch.empty(self.nbytes, dtype=torch.uint8), lambda: True, nothing)
 
-    free = nothing
-
 
 @dataclass
 class _FakeTier:

@@ -9,8 +9,10 @@ import time
 
 import torch
 
-from lt_tiled import Checkpointing
+from lt_tiled import Checkpointing, prepare
+from lt_tiled.offload import spill
 from lt_tiled.offload.offloader import Offloader, build_offloader
+from tests.models import TinyLM, lm_loss
 
 
 def offloader(directory: str) -> Offloader:
@@ -51,6 +53,27 @@ def fork_after_start(directory: str) -> None:
     status = os.waitpid(child, 0)[1]
     print("child left with", os.waitstatus_to_exitcode(status), flush=True)
     print("parent:", torch.equal(o.unpack(packed), tensor), flush=True)
+
+
+def dead_disk(directory: str) -> None:
+    """Train on a disk that stops answering: a write stays in a call of the system that never returns."""
+    reader, _ = os.pipe()
+    spill.CLOSE_SECONDS = 0.5
+    o = offloader(directory)
+    os.pwritev = lambda *_: os.read(reader, 1)
+    packed = [o.pack(torch.randn(1000), "block") for _ in range(2)]
+    time.sleep(0.2)
+    print(len(packed), "in flight", flush=True)
+
+
+def wait_for_a_dead_disk(directory: str) -> None:
+    """Wait for such a disk until Ctrl-C, release, and leave."""
+    reader, _ = os.pipe()
+    spill.CLOSE_SECONDS = 0.5
+    model, ids = TinyLM(6), torch.arange(24).view(1, 24)
+    with prepare(model, checkpointing=Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)):
+        os.pwritev = lambda *_: print("waiting", flush=True) or os.read(reader, 1)
+        lm_loss(model(ids), ids).backward()
 
 
 if __name__ == "__main__":

@@ -344,6 +344,14 @@ def test_select_of_a_missing_argument() -> None:
             "disk_budget='1MB' has no room for one block input of min_bytes='1MiB'",
         ),
         ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
+        (
+            {"offload": "disk", "disk_budget": "9000000TiB"},
+            "disk_budget='9000000TiB' is more than the 4194304 TiB",
+        ),
+        ({"offload": "cpu", "cpu_budget": 2**63}, "cpu_budget=9223372036854775808 is more than the 4194304 TiB"),
+        ({"offload": "cpu", "cpu_budget": "9" * 400}, "is more than the 4194304 TiB"),
+        ({"offload": "disk", "directory": ""}, "directory='' must be a path without NUL bytes: leave it out for"),
+        ({"offload": "disk", "directory": "a\0b"}, r"directory='a\\x00b' must be a path without NUL bytes"),
         ({"prefetch": 0}, "prefetch=0 must be 'auto' or an integer of at least 1"),
         ({"keep_last": -1}, "keep_last=-1 must be an integer of at least 0"),
         ({"select": "x"}, "select='x' must be \"auto\", or a list"),
@@ -365,6 +373,14 @@ def test_bytes(text: int | str, value: int) -> None:
     from lt_tiled.policies import parse_bytes
 
     assert parse_bytes(text, "cpu_budget") == value
+
+
+def test_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` in a directory is the user's home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "scratch").mkdir()
+    with prepare(TinyLM(), checkpointing=policy(offload="disk", directory="~/scratch")) as prepared:
+        assert prepared.offloader.disk.spill.directory == str(tmp_path / "scratch")
 
 
 def test_everything_mode_never_moves_weights() -> None:

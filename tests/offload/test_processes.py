@@ -62,6 +62,30 @@ def test_exit_with_io_in_flight(tmp_path: Path, start: Start) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_exit_with_a_dead_disk(tmp_path: Path, start: Start) -> None:
+    """The interpreter does not wait for a thread that is stuck in a call of the system, and says so."""
+    process = start("dead_disk", tmp_path)
+    printed, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, printed
+    assert "2 in flight" in printed
+    assert "has not responded for 0.5 s" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_with_a_dead_disk(tmp_path: Path, start: Start) -> None:
+    """Ctrl-C ends a step that waits for a disk, the release says that it does not respond, and the process ends."""
+    process = start("wait_for_a_dead_disk", tmp_path)
+    assert process.stdout is not None
+    while "waiting" not in (line := process.stdout.readline()):
+        assert line, "the program ended before it waited"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == -signal.SIGINT, printed
+    assert "KeyboardInterrupt" in printed
+    assert "has not responded for 0.5 s" in printed
+
+
 def test_fork_after_start(tmp_path: Path, start: Start) -> None:
     """Offloading in a forked child raises, and the child exits normally; the parent's data is untouched."""
     process = start("fork_after_start", tmp_path)

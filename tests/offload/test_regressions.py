@@ -48,18 +48,19 @@ def test_a_tensor_is_not_freed_while_it_is_copied(tmp_path: Path, monkeypatch: p
 
 def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of a graph that is gone goes to no other tensor while its write still runs."""
-    offloader, gate = disk(tmp_path), threading.Event()
+    offloader, gate, running = disk(tmp_path), threading.Event(), threading.Event()
     real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (running.set(), gate.wait(LIMIT), real(*a)))
     first = offloader.pack(torch.randn(1000), "block")
-    offset = first.stored.offset
+    assert running.wait(LIMIT)
+    offset = first.stored.extent.offset
     del first
     second = offloader.pack(torch.randn(1000), "block")
-    assert second.stored.offset != offset
+    assert second.stored.extent.offset != offset
     gate.set()
     settle(offloader)
-    assert away(offloader, torch.randn(1000)).stored.offset == offset
     del second
+    assert away(offloader, torch.randn(1000)).stored.extent.offset == offset
     offloader.close()
 
 
@@ -202,7 +203,6 @@ def test_thousands_of_tensors_share_a_slab() -> None:
     addresses = {slot.memory.data_ptr() for slot in slots}
     assert len(addresses) == 10_000
     assert all(address % 4096 == 0 for address in addresses)
-    for slot in slots:
-        slot.free()
+    slots.clear()
     assert slabs.take(slabs.size, pin=False) is not None
     slabs.close()

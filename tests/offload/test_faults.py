@@ -1,0 +1,370 @@
+"""Faults of the disk and interrupts: each ends the step it belongs to and no other, and nothing is lost or left."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import linecache
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
+from lt_tiled.offload import spill as spilling
+from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload.spill import SpillFile
+from tests.offload.faults import EIO, ENOSPC, Fault, fail, nothing, nth_call
+from tests.processes import LIMIT
+
+
+@pytest.fixture
+def offloader(tmp_path: Path) -> Iterator[Offloader]:
+    """An offloader that sends everything to a disk, of which nothing is left."""
+    made = disk(tmp_path)
+    yield made
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def disk(tmp_path: Path, **fields: Any) -> Offloader:
+    fields = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields}
+    return build_offloader(Checkpointing(**fields))
+
+
+def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bool:
+    """Run a step, all of whose tensors leave, and return whether they come back bit for bit."""
+    tensors = [torch.randn(2000) for _ in range(4)]
+    packed = [offloader.pack(tensor.clone(), f"layers.{i}") for i, tensor in enumerate(tensors)]
+    assert all(record.stored.written.wait(LIMIT) for record in packed)
+    then()
+    return all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
+
+
+def unused(offloader: Offloader) -> bool:
+    """Return whether all space of the file is free within a limit."""
+    end = time.monotonic() + LIMIT
+    while offloader.disk.spill.used and time.monotonic() < end:
+        time.sleep(0.001)
+    return offloader.disk.spill.used == 0
+
+
+def interrupted_at(line: int, run: Callable[[], object]) -> bool:
+    """Run and raise ``KeyboardInterrupt`` at the n-th line or call of the package; return whether there was one."""
+    left = line
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        if "lt_tiled" not in frame.f_code.co_filename:
+            return None
+        # Python handles no signal between the last line inside ``with`` and its end, which is an event too, and
+        # ignores exceptions in finalizers.
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event in ("call", "line") and not text.startswith("with "):
+            left -= 1
+            if left <= 0 and not any(caller.f_code.co_name == "__del__" for caller, _ in traceback.walk_stack(frame)):
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+class SlowWrites:
+    """Writes that begin while ``slow`` is set reach the disk late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slow, self.running, self.real = False, [], os.pwritev
+        monkeypatch.setattr(os, "pwritev", self)
+
+    def __call__(self, *args: Any) -> int:
+        if self.slow:
+            self.running.append(1)
+            time.sleep(0.01)
+            self.running.pop()
+        return self.real(*args)
+
+    def wait(self) -> None:
+        end = time.monotonic() + LIMIT
+        while self.running and time.monotonic() < end:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksum: bool) -> None:
+    """Ctrl-C at every seventh line of a step on a slow disk: the next step is right, and no space is lost."""
+    offloader, writes = disk(tmp_path, checksum=checksum), SlowWrites(monkeypatch)
+
+    def step() -> None:
+        packed = [offloader.pack(torch.randn(2000), "block") for _ in range(3)]
+        offloader.unpack(packed[-1])
+
+    for count, line in enumerate(range(1, 100_000, 7)):  # noqa: B007
+        writes.slow = True
+        if not interrupted_at(line, step):
+            break
+        writes.slow = False
+        assert right(offloader, then=writes.wait), line
+    assert count > 20
+    assert unused(offloader)
+    offloader.close()
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksum: bool) -> None:
+    """Steps start no threads: on a slow disk all are right while the system refuses to start any."""
+    offloader, writes = disk(tmp_path, checksum=checksum), SlowWrites(monkeypatch)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        writes.slow = True
+        with suppress(RuntimeError):
+            right(offloader)
+        writes.slow = False
+        assert right(offloader, then=writes.wait)
+    assert unused(offloader)
+    offloader.close()
+
+
+BREAKDOWNS = [("pwritev", fail(EIO)), ("pwritev", nothing), ("preadv", fail(EIO)), ("preadv", nothing)]
+
+
+@contextmanager
+def broken(function: str, n: int, fault: Fault) -> Iterator[None]:
+    """Let two calls fail from the n-th on: those in flight at the same time."""
+    with nth_call(function, n, fault), nth_call(function, n, fault):
+        yield
+
+
+@pytest.mark.parametrize("fields", [{}, {"disk_budget": 4 * 8192}], ids=["grows", "budget"])
+@pytest.mark.parametrize(("function", "fault"), BREAKDOWNS)
+def test_an_error_ends_its_own_step_alone(tmp_path: Path, function: str, fault: Fault, fields: dict[str, Any]) -> None:
+    """Whichever two calls of a step fail, the error is raised in that step. The next step is right at once, while the
+    error is still there, and in a budget of a single step.
+    """
+    offloader, kept = disk(tmp_path, **fields), []
+
+    def failing() -> bool:
+        try:
+            return right(offloader)
+        except OffloadError as error:
+            kept.append(error if not fields else str(error))  # an error refers to its step, whose space it so keeps
+            failed = error  # a reference cycle: this frame refers to the error, and the error to it
+            return failed is None
+
+    for n in range(1, 6):
+        with broken(function, n, fault):
+            failing()
+        assert right(offloader), n
+    assert len(kept) == 4
+    kept.clear()
+    gc.collect()
+    assert unused(offloader)
+    offloader.close()
+
+
+def test_the_step_after_an_error_waits_for_no_write_of_it(
+    offloader: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an error is kept and another write of its step does not end, the next step goes on."""
+    gate, real, calls = threading.Event(), os.pwritev, [0]
+
+    def pwritev(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 1:
+            gate.wait(LIMIT)
+        if calls[0] == 2:
+            raise OSError(EIO, "Input/output error")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    offloader.wait_seconds = 0.2
+    packed = [offloader.pack(torch.randn(2000), "block") for _ in range(2)]
+    with pytest.raises(OffloadError) as kept:
+        packed += [offloader.pack(torch.randn(2000), "block") for _ in range(100)]
+    assert right(offloader)
+    gate.set()
+    assert kept.value.origin.step == 1
+
+
+def test_release_reports_and_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the filesystem is gone, the error of the run stays the one that is raised: the release writes to the log."""
+    offloader, real = disk(tmp_path), os.close
+
+    def close(file: int) -> None:
+        real(file)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    right(offloader)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "close", close)
+        offloader.close()
+    assert f"Closing the spill file in {tmp_path} failed: Transport endpoint is not connected" in caplog.text
+
+
+def test_release_survives_other_tiers(offloader: Offloader, caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU that fails in the release is reported too."""
+
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloader.disk.copier, "synchronize", synchronize)
+        offloader.close()
+    assert "Releasing memory and disk space failed: CUDA error" in caplog.text
+
+
+@pytest.mark.parametrize("budget", [None, 2**20])
+def test_reserving_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None) -> None:
+    """A disk that does not answer while it reserves space is an error within the limit, at setup and in a step."""
+    gate, real = threading.Event(), SpillFile._grow
+
+    def grow(spill: SpillFile, *choices: int) -> None:
+        monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.1)
+        real(spill, *choices)
+
+    monkeypatch.setattr(SpillFile, "_grow", grow)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: gate.wait(LIMIT))
+    monkeypatch.setattr(spilling, "CLOSE_SECONDS", 0.1)
+    with pytest.raises(OffloadError, match=r"reserving (1\.0 MiB|0\.25 GiB) has not ended within 0\.1 s"):
+        disk(tmp_path, disk_budget=budget).pack(torch.randn(2000), "block")
+    gate.set()
+
+
+def test_no_thread_left_at_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system starts no thread, preparing fails and says which limit to raise; nothing is left."""
+    real, started = threading.Thread.start, []
+
+    def second(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", second)
+    with pytest.raises(OffloadError, match=r"cannot start the 2 threads .*can't start new thread.*ulimit -u"):
+        disk(tmp_path)
+    started[0].join(LIMIT)
+    assert not started[0].is_alive()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unlink_that_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem without unnamed files that renames an open file when it is unlinked (NFS, FUSE) is used, and no
+    directory of ours is left in which its hidden file would be.
+    """
+    real_open, hidden = os.open, tmp_path / ".nfs0001"
+
+    def no_tmpfile(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return real_open(path, flags, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_tmpfile)
+        patch.setattr(os, "unlink", lambda path: os.rename(path, Path(path).parent / ".nfs0001"))
+        offloader = disk(tmp_path)
+    assert list(tmp_path.iterdir()) == [hidden]  # until the system removes it with the last descriptor
+    assert right(offloader)
+    offloader.close()
+
+
+def test_unlink_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem that unlinks no open file is refused with our error, and the file is unlinked when closed."""
+    real_open, real_unlink, calls = os.open, os.unlink, [0]
+
+    def no_tmpfile(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return real_open(path, flags, *args, **kwargs)
+
+    def busy(path: str) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        real_unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_tmpfile)
+        patch.setattr(os, "unlink", busy)
+        with pytest.raises(OffloadError, match=r"cannot create the spill file .*: Device or resource busy"):
+            disk(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_directory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory is made that another user could exchange where everybody may write: the file has no name at all."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(os, "mkdir", fail(errno.EACCES))
+    offloader = disk(tmp_path)
+    assert right(offloader)
+    offloader.close()
+
+
+def test_no_larger_file_than_the_limit(tmp_path: Path) -> None:
+    """Under ``ulimit -f`` the file grows up to it, and the error beyond it names that limit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 8192, limits[1]))
+    try:
+        offloader = disk(tmp_path)
+        assert right(offloader)
+        packed = [offloader.pack(torch.randn(2000), "block") for _ in range(5)]
+        with pytest.raises(OffloadDiskFullError, match=r"cannot reserve .* in a file .*ulimit -f.*too large"):
+            packed.append(offloader.pack(torch.randn(2000), "block"))
+        del packed
+        assert right(offloader)
+        offloader.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_growth_that_fails_gives_back(tmp_path: Path) -> None:
+    """A growth that fails half-way, as on ext4, leaves the file with the blocks that it knows of, and no others."""
+    offloader, real = disk(tmp_path), os.posix_fallocate
+
+    def half_way(file: int, offset: int, length: int) -> None:
+        if length > 2**20:
+            real(file, offset, length // 2)
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        real(file, offset, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", half_way)
+        assert right(offloader)
+        with pytest.raises(OffloadDiskFullError, match="cannot reserve"):
+            offloader.pack(torch.randn(2**19), "block")
+    spill = offloader.disk.spill
+    assert os.fstat(spill._file).st_blocks * 512 == os.fstat(spill._file).st_size == spill._extents.size <= 4 * 8192
+    offloader.close()
+
+
+def test_flipped_bit_by_default(offloader: Offloader) -> None:
+    """A bit that flips on the disk is an error without any setting."""
+    tensor = torch.randn(2000)
+    packed = offloader.pack(tensor, "layers.0")
+    assert packed.stored.written.wait(LIMIT)
+    file, place = offloader.disk.spill._file, packed.stored.extent.offset + 777
+    offloader.disk.spill._set_direct(False)
+    os.pwrite(file, bytes([os.pread(file, 1, place)[0] ^ 4]), place)
+    offloader._reap()
+    with pytest.raises(OffloadError, match=r"checksum .* as written: .* block layers\.0"):
+        offloader.unpack(packed)
