@@ -28,7 +28,7 @@ from lt_tiled.offload.extents import ALIGNMENT, Extent, Extents, aligned
 try:
     from xxhash import xxh3_64_intdigest as _digest
 except ImportError:  # it is a tenth as fast, and not noticed on a slow disk
-    from zlib import crc32 as _digest
+    from zlib import crc32 as _digest  # type: ignore[assignment]
 
 CHUNK = 8 * 2**20
 """The bytes per system call, and of each thread's page-aligned buffer."""
