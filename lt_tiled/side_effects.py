@@ -89,6 +89,9 @@ class _Buffer(NamedTuple):
         readable = type(now) is Tensor and now.device.type != "meta"
         return by_value and self.copy is not None and readable and not torch.equal(self.copy, now)
 
+    def without_copy(self) -> _Buffer:
+        return _Buffer(self.owner, self.name, self.tensor, self.version, None, self.existed)
+
     @property
     def lost(self) -> bool:
         """Whether the value from before is gone: it was changed in place, and there is no copy."""
@@ -195,7 +198,7 @@ class Buffers:
         for b in created + [b for b in before if b.changed(self._first)]:
             changing.setdefault(b.owner, set()).add(b.name)
         # Small buffers next to one that changes may change too, in ways that are not seen, as batch norm's do.
-        self._before = [b if b.owner in changing else b._replace(copy=None) for b in before] + created
+        self._before = [b if b.owner in changing else b.without_copy() for b in before] + created
         if lost := next((b for b in self._before if b.lost), None):
             raise RuntimeError(
                 f"{type(self._block).__name__}: its forward pass changed the buffer {lost} in place for the first time,"
