@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, find_single_layers, walk
+from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
@@ -122,15 +122,13 @@ def restore_block(module: nn.Module) -> None:
 def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[str, nn.Module]]:
     """Return the paths and blocks that the policy names, or with ``"auto"`` the model's repeated layers.
 
-    A model without repeated layers may have a single one that it calls many times.
-
     Raises:
         ValueError: If a target matches nothing.
         NothingFoundError: If ``"auto"`` finds nothing.
     """
     if policy.targets != "auto":
         return find_named(model, policy.targets, "Checkpointing")
-    found = find_blocks(model) or find_single_layers(model)
+    found = find_blocks(model)
     if not found:
         raise NothingFoundError(
             f"Checkpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"
@@ -168,8 +166,9 @@ def _without_cache(
     Raises:
         ValueError: If the cache is not empty, because the block needs its entries.
     """
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}  # RecurrentGemma passes its cache by position
+    # RecurrentGemma passes its cache by position.
+    names = list(inspect.signature(type(module).forward).parameters)[1:] if len(args) > 1 else []
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     own = getattr(module, "_can_checkpoint_with_cache", False)  # transformers' layers that restore their cache
     present = {} if own else {name: value for name, value in given.items() if value is not None}
     caches = {name: v for name, v in present.items() if name in _CACHES or hasattr(v, "get_seq_length")}

@@ -1,4 +1,4 @@
-"""What a block with activation checkpointing changes besides its output: its buffers, and what it keeps in Python.
+"""What a block with activation checkpointing changes besides its output, and what others change before its recompute.
 
 NOTE [Buffers of a recompute]
 The recompute of a block must see its buffers as the forward pass saw them, and must leave them as they are. A block's
@@ -6,8 +6,9 @@ own buffers are compared before and after its forward pass, by identity and vers
 training mode by value too: batch norm and ``.data`` change them without a new version. Of what changed, the values from
 before are kept. The recompute computes with clones of those by a torch function mode (see NOTE [Substitution]), so
 nothing in the module changes that another thread could see, except that buffers which the block replaces by assignment
-are restored at its end. What others replace before the recompute is treated alike; what they change in place, and
-weights that they change, are refused.
+are restored at its end. What others replace before the recompute is treated alike. What they change in place, and
+weights that they change, are refused; but where there are several processes, DDP broadcasts buffers in place, and such
+buffers have their new values.
 
 Python objects cannot be substituted. If the recompute changes again what the forward pass changed, a warning says so.
 """
@@ -18,21 +19,18 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lt_tiled._log import warn
 from lt_tiled.tiling.recompute import (
-    OF_TORCH,
+    MODULE_ATTRIBUTES,
     SMALL_BUFFER,
-    AttributeState,
-    TensorState,
+    ModuleState,
     changed_between,
     is_unchanged,
     snapshot,
@@ -121,8 +119,7 @@ class SideEffects:
         self._block, self._parts = block, _parts(block)
         self._buffers = Buffers(block, [part for part in self._parts if part._buffers], seen)
         self._seen, self._modes = seen, [(part, part.training) for part in self._parts]
-        self._tensors: list[TensorState] | None = None
-        self._attributes: AttributeState | None = None
+        self._state: ModuleState | None = None
         self._watch = None
         # Engines set attributes of their own on modules, and ZeRO-3 frees weights that a complete recompute would need.
         if not _engine() and (seen.suspects or block.training not in seen.watched):
@@ -136,12 +133,8 @@ class SideEffects:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run the block's forward pass when called first, and its recompute later."""
-        if self._tensors is not None:
-            moved = _engine()
-            attributes = self._attributes.changes() if self._attributes is not None else ()
-            changes = chain((tensor.change(moved) for tensor in self._tensors), attributes)
-            if change := next(filter(None, changes), None):
-                raise changed_between(type(self._block).__name__, change, "the recompute", _REMEDY)
+        if self._state is not None:
+            self._state.check(type(self._block).__name__, "the recompute", _REMEDY)
             watch = self._watch.recompute() if self._watch is not None else nullcontext()
             with training_set(self._modes), self._buffers.restored(), watch:
                 return forward()
@@ -149,16 +142,8 @@ class SideEffects:
         self._buffers.keep_changed()
         if self._watch is not None:
             self._watch.end_forward()
-        alone = not _engine()
-        self._tensors = [
-            TensorState.now(part, name, holder, tensor, substituted=False)
-            for part in self._parts
-            for holder in ((part._parameters, part.__dict__) if alone else (part._parameters,))
-            for name, tensor in holder.items()
-            if isinstance(tensor, Tensor) and not is_lazy(tensor) and name not in self._seen.own.get(part, ())
-        ]
-        if alone:
-            self._attributes = AttributeState(self._parts, frozenset(), self._seen.own)
+        held = ("_parameters",) if _engine() else ("_parameters", "__dict__")
+        self._state = ModuleState(self._parts, _engine(), held=held, substituted=False, changing=self._seen.own)
         return output
 
 
@@ -288,7 +273,7 @@ class _Watch:
             (index, name): (value, snapshot(value))
             for index, (_, holder) in enumerate(self._places)
             for name, value in holder.items()
-            if name not in OF_TORCH
+            if name not in MODULE_ATTRIBUTES
         }
 
     def _changed(self, before: _State) -> set[tuple[int, str]]:

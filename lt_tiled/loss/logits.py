@@ -182,7 +182,7 @@ class DeferredLogits(Deferred):
             modes = [(part, part.training) for part in work.parts()]
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
             alone = not (dist.is_available() and dist.is_initialized())  # else engines may change what a module holds
-            state = ModuleState(work.parts(), False, frozenset()) if alone and reduction == "none" else None
+            state = ModuleState(work.parts(), False) if alone and reduction == "none" else None
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 if state is not None and torch.is_grad_enabled():  # "none" computes gradients in the backward pass

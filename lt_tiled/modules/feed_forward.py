@@ -12,16 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import (
-    find_blocks,
-    find_named,
-    find_single_layers,
-    has_class,
-    has_forward,
-    outermost,
-    unwrapped,
-    walk,
-)
+from lt_tiled.modules.find import find_blocks, find_named, has_class, has_forward, outermost, unwrapped, walk
 from lt_tiled.policies import Tiling
 
 
@@ -88,7 +79,7 @@ def _methods(model: nn.Module, target: str) -> list[Tileable]:
 
 def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
     """Return the blocks' MLPs and what else is named, without what is inside of something else."""
-    roots = find_blocks(model) or find_single_layers(model) or [("", model)]
+    roots = find_blocks(model) or [("", model)]
     found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
     if not found:
         raise NothingFoundError(

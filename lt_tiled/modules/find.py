@@ -51,18 +51,14 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks: layers of a known class, and other repeated children of a ``ModuleList`` or ``Sequential``.
 
     Only the outermost ones: a list of experts inside a block is not a list of blocks. A stage that holds layers of a
-    known class is no block.
+    known class is no block. If nothing repeats, a layer that is alone in a ``ModuleList`` is one (ALBERT).
     """
     known = [(path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES)]
     layers = {m for _, m in known}
     others = (pair for path, m in [("", model), *walk(model)] for pair in _repeated(path, m))
-    return outermost([*known, *((path, m) for path, m in others if layers.isdisjoint(m.modules()))])
-
-
-def find_single_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers that are alone in a ``ModuleList``: ALBERT calls one layer many times."""
+    found = outermost([*known, *((path, m) for path, m in others if layers.isdisjoint(m.modules()))])
     lists = [(path, m) for path, m in walk(model) if isinstance(m, nn.ModuleList) and len(m) == 1]
-    return outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))
+    return found or outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))
 
 
 def _repeated(path: str, container: nn.Module, times: int = 2) -> Iterator[tuple[str, nn.Module]]:

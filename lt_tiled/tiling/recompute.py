@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lt_tiled.modules.patch import Patch, get_patches, place_of
@@ -123,7 +124,7 @@ class SavedCounter(torch.autograd.graph.saved_tensors_hooks):
         return hooks is not None and hooks[0] is self.pack_hook
 
 
-OF_TORCH = frozenset(nn.Module().__dict__) - {"_modules"}
+MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"_modules"}
 """Attributes of every module: its tensors are compared one by one, and hooks run in the recompute as they are then."""
 
 
@@ -167,67 +168,61 @@ class TensorState(NamedTuple):
 
 
 class ModuleState:
-    """The tensors and plain attributes of modules as a forward pass saw them.
+    """The tensors and plain attributes (numbers, text, containers, submodules) of modules as a forward pass saw them.
 
     Args:
         parts: The modules and their submodules.
         moved: Whether the engine frees weights and all-gathers them again, in other memory or as other tensors.
         own: Names of attributes that the engine changes.
-    """
-
-    def __init__(self, parts: Iterable[nn.Module], moved: bool, own: frozenset[str]) -> None:
-        self._moved = moved
-        self._tensors: list[TensorState] = []
-        parts = list(parts)
-        for part in parts:
-            for holder in (part._parameters, part._buffers, part.__dict__):
-                tensors = [(name, t) for name, t in holder.items() if isinstance(t, Tensor)]
-                # The recompute takes trainable weights from the forward pass.
-                self._tensors += [TensorState.now(part, name, holder, t, t.requires_grad) for name, t in tensors]
-        self._attributes = AttributeState(parts, own)
-
-    def check(self, module: str, until: str) -> None:
-        """Refuse to compute with other values than the forward pass.
-
-        Args:
-            module: The name in messages.
-            until: What is about to read the values again.
-
-        Raises:
-            RuntimeError: If a tensor was changed or replaced, or an attribute has another value.
-        """
-        changes = chain((seen.change(self._moved) for seen in self._tensors), self._attributes.changes())
-        if found := next(filter(None, changes), None):
-            raise changed_between(module, found, until, "lt_tiled.untile() the module")
-
-
-class AttributeState:
-    """The plain attributes of modules as a forward pass saw them: numbers, text, containers, submodules.
-
-    Args:
-        parts: The modules.
-        own: Names of attributes that may change, and for single modules those in ``changing``.
+        held: Which of a module's dictionaries are compared.
+        substituted: Whether the recompute takes trainable tensors from the forward pass.
         changing: Names of attributes that a module changes itself.
     """
 
     def __init__(
         self,
         parts: Iterable[nn.Module],
-        own: frozenset[str],
+        moved: bool,
+        own: frozenset[str] = frozenset(),
+        held: Sequence[str] = ("_parameters", "_buffers", "__dict__"),
+        substituted: bool = True,
         changing: Mapping[nn.Module, set[str]] = MappingProxyType({}),
     ) -> None:
-        self._seen: list[tuple[nn.Module, frozenset[str], dict[str, tuple[Any, Any]]]] = []
+        self._moved = moved
+        self._tensors: list[TensorState] = []
+        self._attributes: list[tuple[nn.Module, frozenset[str], dict[str, tuple[Any, Any]]]] = []
         for part in parts:
             patches = get_patches(part, Patch)  # which may be removed meanwhile
             places = ((place_of(type(patch), patch.method), patch.method) for patch in patches)
-            ignored = OF_TORCH.union(own, changing.get(part, ()), *places)
-            self._seen.append((part, ignored, {n: (value, snapshot(value)) for n, value in _plain(part, ignored)}))
+            ignored = MODULE_ATTRIBUTES.union(own, changing.get(part, ()), *places)
+            for holder in (getattr(part, name) for name in held):
+                self._tensors += [
+                    TensorState.now(part, name, holder, t, substituted and t.requires_grad)
+                    for name, t in holder.items()
+                    if isinstance(t, Tensor) and not is_lazy(t) and name not in ignored
+                ]
+            if "__dict__" in held:
+                self._attributes.append((part, ignored, {n: (v, snapshot(v)) for n, v in _plain(part, ignored)}))
 
-    def changes(self) -> Iterator[str]:
-        """Say what has another value now."""
-        for part, ignored, then in self._seen:
+    def check(self, module: str, until: str, remedy: str = "lt_tiled.untile() the module") -> None:
+        """Refuse to compute with other values than the forward pass.
+
+        Args:
+            module: The name in messages.
+            until: What is about to read the values again.
+            remedy: What else helps.
+
+        Raises:
+            RuntimeError: If a tensor was changed or replaced, or an attribute has another value.
+        """
+        changes = chain((seen.change(self._moved) for seen in self._tensors), self._attribute_changes())
+        if found := next(filter(None, changes), None):
+            raise changed_between(module, found, until, remedy)
+
+    def _attribute_changes(self) -> Iterator[str]:
+        for part, ignored, then in self._attributes:
             now = dict(_plain(part, ignored))
-            for name in then if len(now) == len(then) else then.keys() ^ now.keys():
+            for name in then.keys() | now.keys():
                 if name not in now or name not in then or not is_unchanged(now[name], *then[name], may_grow=True):
                     yield f"{type(part).__name__}.{name} was changed"
 
@@ -279,6 +274,10 @@ def _find_kind(cls: type) -> str:
     return "object" if cls.__dictoffset__ and not code else ""
 
 
+MAX_ENTRIES = 1000
+"""Of larger containers the length alone is compared."""
+
+
 def snapshot(value: Any, depth: int = 3, objects: bool = False) -> Any:
     """Return what shows later that a value was changed in place: versions of tensors, and what containers hold.
 
@@ -296,15 +295,11 @@ def snapshot(value: Any, depth: int = 3, objects: bool = False) -> Any:
         return value.copy()
     if kind == "object":
         value = vars(value)
-    if len(value) > _MOST:
+    if len(value) > MAX_ENTRIES:
         return len(value)
     if kind != "sequence":
         value = (*value, *value.values())
     return [(v, snapshot(v, depth - 1, objects)) for v in value] if depth else None
-
-
-_MOST = 1000
-"""Of larger containers the length alone is compared."""
 
 
 def is_unchanged(value: Any, then: Any, before: Any, may_grow: bool = False) -> bool:

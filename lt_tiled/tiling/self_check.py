@@ -41,9 +41,11 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 _GRADIENT_TOLERANCE = 5e-2
 """The same for gradients of any dtype: a module may compute in 16 bits inside, and weights sum what is rounded."""
 _FLOOR = 1e-3
-"""Smaller gradients, relative to those of the outputs, are compared as if they had this size: they may be rounding."""
+"""Smaller values, relative to the inputs or the outputs' gradients, are compared as if they had this size: they may be
+rounding."""
 _INFLUENCE = 16.0
 """By what some tokens are multiplied, and by its negative, to see whether others change. In range of float16."""
+_UNLESS = "Pass self_check=False only if you know why it differs."
 _DRAWS = 8
 """How often random numbers are drawn to see whether all tokens share them."""
 
@@ -319,7 +321,11 @@ def _check_influence(
                 continue
             if per_token:
                 kept = unchanged(b)
-                _compare(kept, b, 0.0, 0.0, f"gradient of {what} at tokens whose outputs have none", one.patch.name)
+                if not torch.equal(kept, b):
+                    raise NotPositionWiseError(
+                        f"{one.patch.name} is not position-wise: its gradient of {what} is not zero at tokens whose"
+                        f" outputs have no gradient (at most {float((b - kept).abs().max()):.1e}). {REMEDY} {_UNLESS}"
+                    )
                 a, b = unchanged(a), kept
             what = f"gradient of {what} for the same tokens, while others change,"
             _compare(a, b, bound, scale * _rounding(a.dtype, bound), what, one.patch.name)
@@ -345,8 +351,8 @@ def _check_influence(
         scaled = [one.shape.unflatten(t) if per_token else t for t, per_token in pairs]
         try:
             with _EqualDraws():
-                leaves, trace = one.forward(scaled, learn=False)
-            now = gradients((trace, scaled)) if one.differentiable else []
+                leaves, scaled_trace = one.forward(scaled, learn=False)
+            now = gradients((scaled_trace, scaled)) if one.differentiable else []
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:  # values that the module does not take
@@ -355,7 +361,7 @@ def _check_influence(
             if g is not None:
                 what = "output for the same tokens, while others change,"
                 _compare_outputs(one, sample, unchanged(a), unchanged(b), None, what)
-        check((trace, scaled), now)
+        check((scaled_trace, scaled), now)
         del now  # as large as the weights
 
 
@@ -410,8 +416,7 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
     if not difference <= bound and bool(whole.isfinite().all()):
         raise NotPositionWiseError(
             f"{module} is not position-wise: its {what} differs by {difference:.1e} between two ways to compute it"
-            f" (relative; rounding explains {bound:.0e}). {REMEDY} Pass self_check=False only if you know why it"
-            " differs."
+            f" (relative; rounding explains {bound:.0e}). {REMEDY} {_UNLESS}"
         )
 
 
