@@ -42,8 +42,9 @@ class Extents:
 
     def take(self, nbytes: int) -> Extent | None:
         """Return a free range of ``nbytes``, a multiple of the alignment, or ``None`` if there is none."""
-        if nbytes <= self.free_at_end():  # so it is if ranges are freed in reverse order
-            new = Extent(self.size - self.free_at_end(), nbytes)
+        end = self._end()
+        if nbytes <= self.size - end:  # so it is if ranges are freed in reverse order
+            new = Extent(end, nbytes)
             self._taken.append(weakref.ref(new))
             return new
         used = self._in_use()
@@ -56,16 +57,19 @@ class Extents:
 
     def free_at_end(self) -> int:
         """Return the number of free bytes at the end, which new bytes extend."""
-        while self._taken:
-            if (last := self._taken[-1]()) is not None:
-                return self.size - last.end
-            self._taken.pop()
-        return self.size
+        return self.size - self._end()
 
     @property
     def used(self) -> int:
         """The number of bytes in use."""
         return sum(extent.length for extent in self._in_use())
+
+    def _end(self) -> int:
+        while self._taken:
+            if (last := self._taken[-1]()) is not None:
+                return last.end
+            self._taken.pop()
+        return 0
 
     def _in_use(self) -> list[Extent]:
         return [extent for reference in self._taken if (extent := reference()) is not None]
