@@ -250,6 +250,21 @@ def test_reserving_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     gate.set()
 
 
+def test_stuck_disk_is_not_a_full_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that a write that never ends still uses is an error about the disk, not about the budget."""
+    gate = threading.Event()
+    monkeypatch.setattr(os, "pwritev", lambda *_: gate.wait(LIMIT))
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(spilling, "CLOSE_SECONDS", 0.1)
+    offloader = disk(tmp_path, disk_budget=8192)
+    packed = offloader.pack(torch.randn(2000), "block")
+    with pytest.raises(OffloadError, match=r"the disk has not responded for 0\.1 s"):
+        offloader.pack(torch.randn(2000), "block")
+    gate.set()
+    offloader.close()
+    del packed
+
+
 def test_no_thread_left_at_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the system starts no thread, preparing fails and says which limit to raise; nothing is left."""
     real, started = threading.Thread.start, []
