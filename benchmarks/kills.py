@@ -164,7 +164,7 @@ class Soak:
         outcome.kills += 1
         outcome.starting += (starting := not self.steps_since(before))
         self.last = self.last if starting else outcome
-        self.signal(run, name, target)
+        self.strike(run, name, target)
         begun = time.monotonic()
         ended = self.until(lambda: not alive(run.token) and run.poll() is not None)
         outcome.seconds.append(took := time.monotonic() - begun)
@@ -178,6 +178,9 @@ class Soak:
         outcome.alive += not ended
         at = "starting" if starting else f"after {self.steps_since(before)} steps"
         wrong = self.compare(before, first, outcome)
+        if max(map(step_of, saved(self.directory)), default=0) > STEPS - 5 * SAVE_EVERY:
+            shutil.rmtree(self.directory)
+            self.directory = self.fresh()
         return f"{name} to {target} ({launcher}, {at}): {took:.1f} s, {left=}, {wrong=}, {'' if ended else 'ALIVE'}"
 
     def cannot_start(self, run: Script) -> str:
@@ -199,7 +202,7 @@ class Soak:
             time.sleep(0.1)
         return holds
 
-    def signal(self, run: Script, name: str, target: str) -> None:
+    def strike(self, run: Script, name: str, target: str) -> None:
         """Send a signal, or stop and then send another one."""
         ranks = {"rank 0": run.pid}  # Lightning's launcher is rank 0
         for pid in alive(run.token):
@@ -225,9 +228,6 @@ class Soak:
                 outcome.losses += 1
                 wrong += line != f"{step} {true[str(step)]}"
         outcome.wrong += wrong
-        if max(map(step_of, saved(self.directory)), default=0) > STEPS - 5 * SAVE_EVERY:
-            shutil.rmtree(self.directory)
-            self.directory = self.fresh()
         return wrong
 
 

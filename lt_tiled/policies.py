@@ -145,9 +145,10 @@ class Checkpointing:
                 f"disk_budget={self.disk_budget!r} has no room for one block input of min_bytes={self.min_bytes!r}:"
                 " raise disk_budget or lower min_bytes."
             )
-        if self.directory is not None and (not self.directory or "\0" in str(self.directory)):
-            reason = "must be a path without NUL bytes: leave it out for the system's temporary directory."
-            raise ValueError(f"directory={self.directory!r} {reason}")
+        if self.directory == "":
+            raise ValueError("directory='' names no directory: leave it out for the system's temporary directory.")
+        if "\0" in str(self.directory):
+            raise ValueError(f"directory={self.directory!r} has a NUL byte, which no path may have: remove it.")
 
 
 def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:

@@ -155,7 +155,10 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _cgroup_memory(root: Path) -> Iterator[int]:
-    """Yield what each cgroup with a limit has left, of those of the process and all above them; psutil has no such."""
+    """Yield the free bytes of each cgroup that has a limit: the process's own and all above it.
+
+    psutil does not read them.
+    """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -27,7 +27,7 @@ from lt_tiled.offload.extents import ALIGNMENT, Extent, Extents, aligned
 
 try:
     from xxhash import xxh3_64_intdigest as _digest
-except ImportError:  # it is a tenth as fast, and not noticed on a slow disk
+except ImportError:  # machines with torch, Lightning and transformers alone, as offline images, lack xxhash
     from zlib import crc32 as _digest  # type: ignore[assignment]
 
 CHUNK = 8 * 2**20
@@ -50,7 +50,7 @@ class Call:
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
-        self._run = [run]  # whoever takes it out, atomically, runs or cancels it
+        self._run = [_cancelled, run]  # whoever takes the last entry out, atomically, decides
         self.done = False
         self.error: BaseException | None = None
         self._ended = Lock()
@@ -58,21 +58,16 @@ class Call:
 
     def run(self) -> None:
         try:
-            run = self._run.pop()
-        except IndexError:
-            run = _cancelled
-        try:
-            run()
+            self._run.pop()()
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they refer to the range and to its data
             self.error = error
-        del run
         self.done = True
         self._ended.release()
 
     def cancel(self) -> None:
         """Do not run it, unless it has begun."""
-        self._run.clear()
+        del self._run[1:]
 
     def wait(self, seconds: float) -> bool:
         """Wait until it has ended; return whether it has."""
@@ -192,25 +187,29 @@ class SpillFile:
 
         Raises:
             OffloadDiskFullError: If the file cannot hold it and cannot grow.
+            OffloadError: If the disk does not respond.
         """
         need = aligned(nbytes)
-        with self._lock:
-            while (extent := self._extents.take(need)) is None:
+        while True:
+            with self._lock:
+                if (extent := self._extents.take(need)) is not None:
+                    return extent
                 if self.budget is None:
                     more = need - self._extents.free_at_end()
                     self._grow(max(more, GROWTH), more)
-                elif not self._may_have_freed():
-                    raise OffloadDiskFullError(
-                        f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
-                        f" ({self._extents.used} are in use): raise disk_budget",
-                        directory=self.directory,
-                    )
-            return extent
+            if self.budget is not None and not self._may_have_freed():
+                raise OffloadDiskFullError(
+                    f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
+                    f" ({self.used} are in use): raise disk_budget",
+                    directory=self.directory,
+                )
 
     def _may_have_freed(self) -> bool:
         """Wait for a call to end, or collect graphs in reference cycles, as errors leave them; both may free ranges."""
         if running := [call for call in list(self._calls.pending) if not call.done]:
-            return running[0].wait(WAIT_SECONDS)
+            if not running[0].wait(WAIT_SECONDS):
+                raise self._error(f"the disk has not responded for {WAIT_SECONDS:g} s")
+            return True
         return gc.collect() > 0
 
     @property

@@ -141,7 +141,7 @@ class DiskTier(_Tier):
 
 class _OnDisk:
     tier: TierName = "disk"
-    _calls: Sequence[Call] = ()
+    _calls: Sequence[Call] = ()  # for __del__, if Ctrl-C ends the constructor
 
     def __init__(self, home: DiskTier, raw: Tensor, extent: Extent, written: Call) -> None:
         self.home, self.extent, self.written = home, extent, written

@@ -3,7 +3,9 @@
 NOTE [SIGTERM]
 Lightning's signal handler calls a collective wherever a rank happens to be, and ranks may then wait for each other
 forever. The handler here only notes the signal. Before each step the ranks agree whether one of them has received it,
-and then all of them raise ``SIGTERMException``. So every step and every checkpoint is complete.
+and then all of them raise ``SIGTERMException``. So every step and every checkpoint is complete. The cost is one
+all-reduce of an integer per step, whose result the CPU waits for; Lightning's epoch loop already broadcasts a flag and
+waits for it after each batch. A run of one process has none.
 """
 
 from __future__ import annotations
@@ -83,14 +85,19 @@ class TiledStrategy(Base):
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
         self.prepared.add(model, self, ranks_per_node=len(getattr(self, "parallel_devices", None) or [None]))
-        if torch.distributed.is_torchelastic_launched() and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: ranks train on when torchrun is killed
+        _end_with_torchrun()
 
     def teardown(self) -> None:
         try:
             super().teardown()
         finally:
             self.release()
+
+
+def _end_with_torchrun() -> None:
+    # PR_SET_PDEATHSIG asks the kernel for SIGTERM when torchrun dies; else ranks train on.
+    if torch.distributed.is_torchelastic_launched() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 class TiledTrainerStrategy(TiledStrategy, TrainerBase):
@@ -103,7 +110,7 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._log = OffloadLog()
-        self._terminated_rank = 0  # counted from 1
+        self._sigterm_rank = -1  # none
         self._other_handler = signal.getsignal(signal.SIGTERM)
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
@@ -129,16 +136,18 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
                 self._log.step(self.lightning_module.trainer, prepared.offloader)
 
     def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._terminated_rank = self.lightning_module.trainer.global_rank + 1
+        self._sigterm_rank = self.lightning_module.trainer.global_rank
         if callable(self._other_handler):
             self._other_handler(number, frame)
 
     def _end_after_sigterm(self) -> None:
-        rank = int(self.reduce(torch.tensor(self._terminated_rank, device=self.root_device), reduce_op="max"))
-        if rank:
-            trainer = self.lightning_module.trainer
+        trainer = self.lightning_module.trainer
+        if trainer.world_size == 1:  # Lightning's own handling is enough
+            return
+        rank = int(self.reduce(torch.tensor(self._sigterm_rank, device=self.root_device), reduce_op="max"))
+        if rank >= 0:
             warn(
-                f"Rank {rank - 1} received SIGTERM: all ranks end before step {trainer.global_step}. Resume from the"
+                f"Rank {rank} received SIGTERM: all ranks end before step {trainer.global_step}. Resume from the"
                 " last checkpoint (ckpt_path)."
             )
             # Lightning's launcher kills rank 0, whatever it still writes, when another rank ends with an error.

@@ -48,8 +48,10 @@ def end_and_resume(case: str, ranks: Collection[int], directory: str, spill: str
     return {"code": ended.value.code, "whole": whole.losses, "parts": (first.losses, second.losses), "heard": heard}
 
 
-@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("case", ["ddp", "fsdp full", "fsdp2 sharded", "zero3"])
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [("ddp", (0,)), ("ddp", (1,)), ("ddp", (0, 1)), ("fsdp full", (1,)), ("fsdp2 sharded", (1,)), ("zero3", (1,))],
+)
 def test_sigterm(case: str, ranks: Collection[int], on_ranks: OnRanks, tmp_path: Path) -> None:
     """SIGTERM to any rank ends all of them after the step, with the exit code of SIGTERM from rank 0 alone; callbacks
     save a checkpoint, from which a run goes on with the losses of an undisturbed one; and other handlers are called.

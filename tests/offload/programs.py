@@ -56,7 +56,7 @@ def fork_after_start(directory: str) -> None:
 
 
 def dead_disk(directory: str) -> None:
-    """Train on a disk that stops answering: a write stays in a call of the system that never returns."""
+    """Train on a disk that stops answering: a write stays in a system call that never returns."""
     reader, _ = os.pipe()
     spill.CLOSE_SECONDS = 0.5
     o = offloader(directory)

@@ -250,6 +250,20 @@ def test_reserving_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     gate.set()
 
 
+def test_stuck_disk_is_not_a_full_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that a write that never ends still uses is an error about the disk, not about the budget."""
+    gate = threading.Event()
+    monkeypatch.setattr(os, "pwritev", lambda _, buffers, *__: gate.wait(LIMIT) and len(buffers[0]))
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.1)
+    offloader = disk(tmp_path, disk_budget=8192)
+    packed = offloader.pack(torch.randn(2000), "block")
+    with pytest.raises(OffloadError, match=r"the disk has not responded for 0\.1 s"):
+        offloader.pack(torch.randn(2000), "block")
+    gate.set()
+    offloader.close()
+    del packed
+
+
 def test_no_thread_left_at_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the system starts no thread, preparing fails and says which limit to raise; nothing is left."""
     real, started = threading.Thread.start, []
@@ -357,7 +371,7 @@ def test_growth_that_fails_gives_back(tmp_path: Path) -> None:
     offloader.close()
 
 
-def test_flipped_bit_by_default(offloader: Offloader) -> None:
+def test_flipped_bit(offloader: Offloader) -> None:
     """A bit that flips on the disk is an error without any setting."""
     tensor = torch.randn(2000)
     packed = offloader.pack(tensor, "layers.0")

@@ -63,7 +63,7 @@ def test_exit_with_io_in_flight(tmp_path: Path, start: Start) -> None:
 
 
 def test_exit_with_a_dead_disk(tmp_path: Path, start: Start) -> None:
-    """The interpreter does not wait for a thread that is stuck in a call of the system, and says so."""
+    """The interpreter does not wait for a thread that is stuck in a system call, and says so."""
     process = start("dead_disk", tmp_path)
     printed, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, printed
