@@ -154,4 +154,4 @@ def needs_no_traceback(error: Exception) -> bool:
     if raised_in == "jsonargparse" and isinstance(error.__cause__, Exception):  # of a class in the configuration
         return needs_no_traceback(error.__cause__)
     refused = isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException))
-    return refused and raised_in in ("lt_tiled", "lightning", "jsonargparse", "transformers")
+    return refused and raised_in in ("lt_tiled", "lightning", "jsonargparse", "transformers", "fsspec")

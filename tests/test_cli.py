@@ -244,6 +244,10 @@ def stopped(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
             "model.weight_decay: Not of type NonNegativeFiniteFloat: inf",
         ),
     ],
+    ids=[
+        *("tiling.num_shards", "tiling", "offload", "learning_rate", "seq_len", "max_steps", "trainer"),
+        *("strategy class", "callback class", "tier", "infinite learning_rate", "infinite weight_decay"),
+    ],
 )
 def test_a_mistake_in_a_file_is_one_line(
     right: str, wrong: str, line: int, message: str, capsys: pytest.CaptureFixture[str]
@@ -342,6 +346,11 @@ def test_aliases_work(capsys: pytest.CaptureFixture[str]) -> None:
         ("hidden_size", "hiden_size", "config: LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'?"),
         ("seq_len: 8", "seq_len: 1", "seq_len=1 must be at least 2"),
         ("a.txt", "none", "paths: 'none' matches no file"),
+        ("logger: false", "default_root_dir: a.txt/runs", "[Errno 20] Not a directory: "),  # the standard library's
+    ],
+    ids=[
+        *("both counts", "compile mode", "not position-wise", "disk_budget", "select"),
+        *("config key", "seq_len", "no file", "no directory"),
     ],
 )
 def test_a_mistake_that_the_run_meets(right: str, wrong: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
