@@ -7,7 +7,6 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from traceback import walk_tb
@@ -18,6 +17,8 @@ from jsonargparse import get_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
+
+from lt_tiled.errors import did_you_mean
 
 _UNKNOWN_KEY = re.compile(r"(?:.*[Oo]ption '|unrecognized arguments: --)([\w.]+).*")
 # The lines of jsonargparse's tree of errors that are not a reason by themselves.
@@ -68,8 +69,9 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
         value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
         named = re.fullmatch(r"(?:{'class_path': ')?(\w+)('.*)?", value)
         classes = [getattr(sys.modules.get(m), n, int) for m, n in re.findall(r"<class '([\w.]+)\.(\w+)'>", types)]
-        near = _near(named[1], {name for kind in classes for name in _names(kind)}) if named else ""
-        reason = f"there is no {near}" if "?" in near else f"{value!r} is none of {types.partition(': ')[2]}"
+        reason = f"{value!r} is none of {types.partition(': ')[2]}"
+        if named and (near := did_you_mean(named[1], {name for kind in classes for name in _names(kind)})):
+            reason = f"there is no {named[1]!r}{near}"
     keys, indent = list[str](), _indent(lines[at])
     for line in reversed(lines[:at]):
         if _indent(line) < indent:
@@ -105,8 +107,7 @@ def _near(name: str, known: Iterable[str]) -> str:
         begin, beginnings = ".".join(parts[:depth]), {".".join(n.split(".")[:depth]) for n in names}
         if begin not in beginnings:
             break
-    near = get_close_matches(begin, beginnings, 1)
-    return f"{begin!r}: did you mean {near[0]!r}?" if near else f"{begin!r}"
+    return f"{begin!r}{did_you_mean(begin, beginnings)}"
 
 
 def _find(file: Path, keys: Sequence[str], node: yaml.Node | None = None) -> str:
@@ -131,7 +132,7 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: If there are such.
     """
     nodes = [yaml.compose(text, yaml.SafeLoader)]
-    for node in nodes:  # which grows: aliases are expanded
+    for node in nodes:  # which grows: aliases are expanded, as jsonargparse does where it copies what was loaded
         if isinstance(node, yaml.MappingNode):
             keys = [key.value for key, _ in node.value]
             if twice := [key for i, (key, _) in enumerate(node.value) if key.value in keys[:i]]:
@@ -144,10 +145,13 @@ def load_yaml(text: str) -> Any:
     return _load_yaml(text)
 
 
-def is_users(error: Exception) -> bool:
-    """Return whether a sentence is enough: an error of lt_tiled, or of a value or file before the first step."""
+def needs_no_traceback(error: Exception) -> bool:
+    """Return whether a sentence is enough: an error of lt_tiled, or of a value or file that it or a library refuses."""
     if type(error).__module__ == "lt_tiled.errors":
         return True
-    functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
-    in_step = functions & {"advance", "validation_step", "test_step", "predict_step"}  # a loop of Lightning advances
-    return isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException)) and not in_step
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    *_, raised_in = (name for name in packages if name not in sys.stdlib_module_names)  # which says what it opens
+    if raised_in == "jsonargparse" and isinstance(error.__cause__, Exception):  # of a class in the configuration
+        return needs_no_traceback(error.__cause__)
+    refused = isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException))
+    return refused and raised_in in ("lt_tiled", "lightning", "jsonargparse", "transformers", "fsspec")

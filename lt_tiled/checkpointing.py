@@ -106,7 +106,7 @@ def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
     """Run the block with activation checkpointing, and offload its inputs if ``offload`` is given.
 
     Raises:
-        NothingFoundError: If ``select`` names no argument of the block.
+        ValueError: If ``select`` names no argument of the block.
     """
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
@@ -204,7 +204,10 @@ def _selected(
     chosen = []
     for name in select:
         if isinstance(name, int) and not -len(args) <= name < len(args):
-            raise NothingFoundError(f"select={name}: {kind} was called with {len(args)} positional arguments.")
+            raise ValueError(
+                f"select={name}: {kind} was called with {len(args)} positional arguments: use a position below that, or"
+                " the argument's name."
+            )
         chosen.append(args[name] if isinstance(name, int) else named[name])
     return [leaf for leaf in pytree.tree_leaves(chosen) if isinstance(leaf, Tensor)]
 
@@ -213,7 +216,7 @@ def _check_names(module: nn.Module, select: str | Sequence[str | int], known: Co
     for name in () if select == "auto" else select:
         if isinstance(name, str) and name not in known:
             arguments = ", ".join([*known][1:9])
-            raise NothingFoundError(f"select={name!r} is no argument of {type(module).__name__}: it has {arguments}.")
+            raise ValueError(f"select={name!r} is no argument of {type(module).__name__}: it has {arguments}.")
 
 
 def _storages(model: nn.Module) -> set[int | None]:

@@ -18,7 +18,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
-from lt_tiled._bad_input import Parser, explain, is_users, load_yaml
+from lt_tiled._bad_input import Parser, explain, load_yaml, needs_no_traceback
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.planner.command import run_plan
 
@@ -46,7 +46,7 @@ class TiledCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
-        parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
+        self.parser.epilog = parser.epilog = "--debug, anywhere, shows the traceback of an error."
 
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
@@ -77,12 +77,16 @@ def main(args: ArgsType = None) -> None:
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
     """
+    given = [str(arg) for arg in (sys.argv[1:] if args is None else args if isinstance(args, list) else [])]
+    debug = "--debug" in given or os.environ.get("LT_TILED_DEBUG") == "1"
+    given = _with_own_configs([arg for arg in given if arg != "--debug"])
     if args is None:
-        sys.argv[1:] = _with_own_configs(sys.argv[1:])  # Lightning starts the other ranks with it
+        sys.argv[1:] = given  # Lightning starts the other ranks with it
+        if debug:
+            os.environ["LT_TILED_DEBUG"] = "1"  # they inherit it
         sys.path.append(os.getcwd())  # for --model=my_model.MyModel
     elif isinstance(args, list):
-        args = _with_own_configs(args)
-    given = [str(arg) for arg in (sys.argv[1:] if args is None else args if isinstance(args, list) else [])]
+        args = given
     texts = any(arg == "-h" or "help" in arg or "comments" in arg for arg in given)
     set_parsing_settings(docstring_parse_attribute_docstrings=texts)  # slow, and only help shows the fields of policies
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
@@ -100,9 +104,12 @@ def main(args: ArgsType = None) -> None:
         )
     except Exception as error:
         typed = isinstance(error, ArgumentError)
-        if "--debug" in given or not (typed or is_users(error)):
+        if debug or not (typed or needs_no_traceback(error)):
             raise
-        text = str(error) if typed else f"{explain(str(error))}\n--debug shows the traceback."
+        text = str(error)
+        if not typed:
+            signs = ('Parser key "', "Does not validate against", "invalid strategy name")
+            text = f"{explain(text) if any(sign in text for sign in signs) else text}\n--debug shows the traceback."
         print(f"{f'lt-tiled {command}'.strip()}: error: {text}", file=sys.stderr)
         raise SystemExit(2 if typed else 1) from None
 

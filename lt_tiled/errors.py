@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 
@@ -18,7 +19,7 @@ __getattr__ = deprecated(__name__, _OLD)
 
 
 class NothingFoundError(ValueError):
-    """No MLP, no block, no argument of a block or no loss was found in a model."""
+    """No MLP, no block or no loss was found in a model."""
 
 
 class NotPositionWiseError(ValueError):
@@ -26,6 +27,12 @@ class NotPositionWiseError(ValueError):
 
 
 REMEDY = "Remove it from targets (or do not call tile() on it), or tile the part of it that works position by position."
+
+
+def did_you_mean(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
+    """Return the end of a message that names the nearest known name, or an empty string if none is near."""
+    near = get_close_matches(name, [*known], 1, cutoff)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 class SimulationError(RuntimeError):

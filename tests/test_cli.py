@@ -209,7 +209,7 @@ def stopped(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
         main(["fit", *args])
     printed = capsys.readouterr().err
     assert stop.value.code == code, printed
-    assert len(printed.splitlines()) == 3 - code
+    assert len(printed.splitlines()) == (1 if code == 2 else 2)  # and the hint at --debug
     return printed.removeprefix("lt-tiled fit: error: ").splitlines()[0]
 
 
@@ -243,6 +243,10 @@ def stopped(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
             6,
             "model.weight_decay: Not of type NonNegativeFiniteFloat: inf",
         ),
+    ],
+    ids=[
+        *("tiling.num_shards", "tiling", "offload", "learning_rate", "seq_len", "max_steps", "trainer"),
+        *("strategy class", "callback class", "tier", "infinite learning_rate", "infinite weight_decay"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_line(
@@ -342,6 +346,11 @@ def test_aliases_work(capsys: pytest.CaptureFixture[str]) -> None:
         ("hidden_size", "hiden_size", "config: LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'?"),
         ("seq_len: 8", "seq_len: 1", "seq_len=1 must be at least 2"),
         ("a.txt", "none", "paths: 'none' matches no file"),
+        ("logger: false", "default_root_dir: a.txt/runs", "[Errno 20] Not a directory: "),  # the standard library's
+    ],
+    ids=[
+        *("both counts", "compile mode", "not position-wise", "disk_budget", "select"),
+        *("config key", "seq_len", "no file", "no directory"),
     ],
 )
 def test_a_mistake_that_the_run_meets(right: str, wrong: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,25 +362,44 @@ def test_a_mistake_that_the_run_meets(right: str, wrong: str, message: str, caps
 
 
 class Failing(LitTiny):
-    """A LightningModule whose step raises what it was given."""
+    """A LightningModule that raises an exception where it was told to."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, place: str, kind: str = "ValueError") -> None:
         super().__init__()
-        self.kind = kind
+        self.place, self.kind = place, kind
+        self.fail("init")
 
-    def training_step(self, batch: object, batch_idx: int) -> None:
-        raise {"value": ValueError, "own": OffloadError}[self.kind]("in the step")
+    def fail(self, place: str) -> None:
+        if self.place == place:
+            kind = {"ValueError": ValueError, "OSError": OSError, "own": OffloadError}[self.kind]
+            raise kind(f"in {place}\n  a\n  b")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.fail("configure_optimizers")
+        return super().configure_optimizers()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.fail("step")
+        return super().training_step(batch, batch_idx)
 
 
 FAILING = ("--model=tests.test_cli.Failing", "--trainer.accelerator=cpu", "--trainer.logger=false")
 
 
-def test_an_error_of_a_step_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    """An exception of the model's code is raised as it is, and one of lt_tiled is a sentence in a step, too."""
-    with pytest.raises(ValueError, match="in the step"):
-        main(["fit", *FAILING, "--model.kind=value"])
-    capsys.readouterr()
-    assert stopped(capsys, 1, *FAILING, "--model.kind=own") == "in the step"
+@pytest.mark.parametrize("place", ["init", "configure_optimizers", "step"])
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_an_error_of_the_model_keeps_its_traceback(place: str, kind: type[Exception]) -> None:
+    """An exception that the user's own code raises is not caught."""
+    with pytest.raises((kind, ValueError), match=f"in {place}"):  # jsonargparse raises a ValueError from it
+        main(["fit", *FAILING, f"--model.place={place}", f"--model.kind={kind.__name__}"])
+
+
+def test_an_error_of_lt_tiled_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """An exception of lt_tiled is its message without a traceback, in a step too, with every line."""
+    with pytest.raises(SystemExit):
+        main(["fit", *FAILING, "--model.place=step", "--model.kind=own"])
+    printed = capsys.readouterr().err
+    assert printed == "lt-tiled fit: error: in step\n  a\n  b\n--debug shows the traceback.\n"
 
 
 def test_a_strategy_name_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,9 +410,31 @@ def test_a_strategy_name_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(("argument", "kind"), [("--data.seq_ln=4", ArgumentError), ("--data.paths=none", ValueError)])
 def test_debug(argument: str, kind: type[Exception]) -> None:
-    """With ``--debug`` an error has its traceback, whether the parser or the run finds it."""
-    with pytest.raises(kind):
-        main(["fit", *STRATEGY, "--model.config={model_type: llama}", "--trainer.accelerator=cpu", argument, "--debug"])
+    """With ``--debug`` an error has its traceback, wherever it stands, whether the parser or the run finds it."""
+    args = ["fit", *STRATEGY, "--model.config={model_type: llama}", "--trainer.accelerator=cpu", argument]
+    for given in ([*args, "--debug"], ["--debug", *args]):
+        with pytest.raises(kind):
+            main(given)
+
+
+def test_debug_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that Lightning starts with ``sys.argv`` know ``--debug`` from their environment."""
+    monkeypatch.setenv("LT_TILED_DEBUG", "0")  # and restored after the test
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["lt-tiled", "--debug", "fit", "--data.seq_ln=4"])
+    for _ in range(2):
+        with pytest.raises(ArgumentError):
+            main()
+        assert sys.argv == ["lt-tiled", "fit", "--data.seq_ln=4"]
+
+
+def test_debug_is_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--debug`` is in the help of each command, and not in a saved configuration."""
+    assert "debug" not in config(capsys, *STRATEGY[:2], "--debug")
+    for args in (["--help"], ["fit", "--help"]):
+        with pytest.raises(SystemExit):
+            main(args)
+        assert "--debug" in capsys.readouterr().out
 
 
 def run(*command: str, timeout: float = LIMIT) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
-from lt_tiled.errors import NothingFoundError
+from lt_tiled.errors import NothingFoundError, did_you_mean
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import LossPatch, find_losses, patch_losses
 from lt_tiled.modules.find import plain_name
@@ -119,7 +118,8 @@ class CausalLM(LightningModule):
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
         kind = given["model_type"]
         if kind not in CONFIG_MAPPING:
-            raise ValueError(f"config: transformers has no model_type {_near(kind, CONFIG_MAPPING)}")
+            near = did_you_mean(kind, CONFIG_MAPPING, 0.8)
+            raise ValueError(f"config: transformers has no model_type {kind!r}{near}")
         try:
             config = AutoConfig.for_model(**given)
         except Exception as error:  # of the checks that each architecture has
@@ -127,9 +127,9 @@ class CausalLM(LightningModule):
         plain = type(config)()
         for key in given:  # transformers keeps what it does not know
             if hasattr(config, key) and not hasattr(plain, key):
-                message = f"config: {type(config).__name__} has no key {_near(key, dir(plain))}"
-                if message.endswith("?"):
-                    raise ValueError(message)
+                message = f"config: {type(config).__name__} has no key {key!r}"
+                if near := did_you_mean(key, dir(plain), 0.8):
+                    raise ValueError(message + near)
                 warn(f"{message}: the model may ignore it.", once=message)
         return config
 
@@ -240,11 +240,6 @@ class _Perplexity(MeanMetric):
 
     def compute(self) -> Tensor:
         return super().compute().exp()
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, known, 1, 0.8)
-    return f"{name!r}: did you mean {near[0]!r}?" if near else repr(name)
 
 
 def _require_transformers() -> None:

@@ -108,6 +108,7 @@ class TextFiles(LightningDataModule):
                 names = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
                 named = [Path(name) for name in names]
             found = [p for p in named if p.is_file()]  # reading a named pipe would wait for a writer
+            # A glob matches plain directories, too.
             if skipped := [str(p) for p in named if p.suffix and not p.is_file()]:
                 warn(f"paths: {path!r}: skipped what is not a regular file: {', '.join(skipped[:5])}.")
             if not found:

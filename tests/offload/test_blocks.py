@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, NothingFoundError, OffloadDiskFullError, OffloadError, Prepared, Tiling, prepare
+from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError, Prepared, TiledDDPStrategy, Tiling, prepare
 from tests.meters import LiveBytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
@@ -282,15 +282,15 @@ def test_release_gives_disk_and_descriptors_back(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
+class TwoArguments(Block):
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + extra)
+
+
 @pytest.mark.parametrize("select", [["x"], [0], ["extra"], [1], ["x", "extra"]])
 def test_select(select: list[str | int]) -> None:
     """``select`` names inputs by name or position; results stay, and just those move."""
-
-    class Two(Block):
-        def forward(self, x: Tensor, extra: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x + extra)
-
-    model, x = nn.ModuleList(Two() for _ in range(3)), randn(1, 8, H)
+    model, x = nn.ModuleList(TwoArguments() for _ in range(3)), randn(1, 8, H)
     extras = [randn(1, 8, H, seed=i + 1) * 2 for i in range(3)]
 
     def run(cp: Checkpointing) -> Tensor:
@@ -319,14 +319,25 @@ def test_select_of_a_missing_argument() -> None:
     the first call.
     """
     message = "select='hidden' is no argument of"
-    with pytest.raises(NothingFoundError, match=message):
+    with pytest.raises(ValueError, match=message):
         prepare(model := nn.Sequential(Block(), Block()), checkpointing=policy(offload="disk", select=["hidden"]))
     assert all("forward" not in vars(block) for block in model)
-    for kind, select, text in ((AnyArguments, "hidden", message), (Block, 3, "select=3: Block was called with 1 pos")):
+    for kind, select, text in (
+        (AnyArguments, "hidden", message),
+        (Block, 3, "select=3: Block was .* use a position"),
+    ):
         model = nn.Sequential(kind(), kind())
         prepared = prepare(model, checkpointing=policy(offload="disk", select=[select]))
-        with prepared, pytest.raises(NothingFoundError, match=text):
+        with prepared, pytest.raises(ValueError, match=text):
             model(randn(1, 8, H))
+
+
+def test_select_of_a_second_model() -> None:
+    """A second model without the selected argument raises, and does not train without its policy."""
+    strategy = TiledDDPStrategy(tiling=False, checkpointing=policy(offload="cpu", select=["extra"]))
+    strategy._models.add(nn.Sequential(TwoArguments(), TwoArguments()), strategy, 1)
+    with strategy._models[0], pytest.raises(ValueError, match="select='extra' is no argument of Block"):
+        strategy._models.add(nn.Sequential(Block(), Block()), strategy, 1)
 
 
 @pytest.mark.parametrize(
