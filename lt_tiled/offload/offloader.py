@@ -171,8 +171,13 @@ class Offloader:
             elif packed.stored is not None and packed.stored.settled():
                 self._leaving.remove(reference)
                 packed.check_version()
-                with name_origin(packed.origin):
-                    packed.stored.settle(0)
+                try:
+                    with name_origin(packed.origin):
+                        packed.stored.settle(0)
+                except OffloadError:
+                    if packed.origin.step == self.step:
+                        raise
+                    continue  # of a step that ended in another error: only its own backward pass needs it
                 packed.tensor = None
 
     def _check_usable(self, origin: Origin | None = None) -> None:

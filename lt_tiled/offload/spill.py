@@ -110,8 +110,8 @@ class _Calls:
 
     def submit(self, run: Callable[..., None], *args: Any) -> Call:
         call = Call(partial(run, *args))
+        self._queue.put(call)  # first: nothing may wait for a call that no thread will see
         self.pending.add(call)
-        self._queue.put(call)
         return call
 
     def _work(self) -> None:
@@ -122,6 +122,8 @@ class _Calls:
             self._ended += 1
             last = self._ended == THREADS
         if last and self.file is not None:
+            with suppress(OSError):
+                os.ftruncate(self.file, 0)  # workers of a DataLoader that were forked hold the file open too
             try:
                 os.close(self.file)
             except OSError as error:  # of a network disk that is gone
@@ -189,28 +191,32 @@ class SpillFile:
             OffloadDiskFullError: If the file cannot hold it and cannot grow.
             OffloadError: If the disk does not respond.
         """
-        need = aligned(nbytes)
+        need, collected = aligned(nbytes), False
         while True:
             with self._lock:
                 if (extent := self._extents.take(need)) is not None:
                     return extent
                 if self.budget is None:
                     more = need - self._extents.free_at_end()
-                    self._grow(max(more, GROWTH), more)
-            if self.budget is not None and not self._may_have_freed():
+                    if more > 0:  # a thread may have freed some since
+                        self._grow(max(more, GROWTH), more)
+            if self.budget is None or self._call_has_ended():
+                continue
+            if collected:
                 raise OffloadDiskFullError(
                     f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
                     f" ({self.used} are in use): raise disk_budget",
                     directory=self.directory,
                 )
+            gc.collect()  # errors leave graphs in reference cycles
+            collected = True
 
-    def _may_have_freed(self) -> bool:
-        """Wait for a call to end, or collect graphs in reference cycles, as errors leave them; both may free ranges."""
-        if running := [call for call in list(self._calls.pending) if not call.done]:
-            if not running[0].wait(WAIT_SECONDS):
-                raise self._error(f"the disk has not responded for {WAIT_SECONDS:g} s")
-            return True
-        return gc.collect() > 0
+    def _call_has_ended(self) -> bool:
+        """Wait for a running call, which may free a range; return whether there was one."""
+        running = [call for call in list(self._calls.pending) if not call.done]
+        if running and not running[0].wait(WAIT_SECONDS):
+            raise self._error(f"the disk has not responded for {WAIT_SECONDS:g} s")
+        return bool(running)
 
     @property
     def used(self) -> int:

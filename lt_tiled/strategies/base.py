@@ -29,6 +29,7 @@ from torch import nn
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveInt
+from lt_tiled.modules.patch import is_of
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import Checkpointing, Tiers, Tiling
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
@@ -110,21 +111,28 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._log = OffloadLog()
-        self._sigterm_rank = -1  # none
-        self._other_handler = signal.getsignal(signal.SIGTERM)
+        self._sigterm_rank, self._agreed_step = -1, -1  # none
+        self._other_handler = _users_handler()
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
         adapt_to_fsdp_units(self.lightning_module)
 
     def on_train_start(self) -> None:
-        if self.lightning_module.trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._note_sigterm)  # Lightning resets it after the run
+        self._replace_handler()
         super().on_train_start()
+
+    def on_validation_start(self) -> None:
+        if self.lightning_module.trainer.state.fn == "fit":  # the sanity check comes first
+            self._replace_handler()
+        super().on_validation_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._end_step()
-        self._end_after_sigterm()
+        step = self.lightning_module.trainer.global_step
+        if batch_idx == 0 or step != self._agreed_step:  # not between micro-batches, whose gradients would be lost
+            self._agreed_step = step
+            self._end_after_sigterm()
 
     def on_train_end(self) -> None:
         self._end_step()
@@ -134,6 +142,12 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         for prepared in self.prepared:
             if prepared.offloader is not None and prepared.offloader.step:
                 self._log.step(self.lightning_module.trainer, prepared.offloader)
+
+    def _replace_handler(self) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        if main and self.lightning_module.trainer.world_size > 1:
+            self._other_handler = _users_handler() or self._other_handler
+            signal.signal(signal.SIGTERM, self._note_sigterm)  # Lightning resets it after the run
 
     def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._sigterm_rank = self.lightning_module.trainer.global_rank
@@ -156,6 +170,12 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.prepared.free_buffers()  # a full state dict may need the memory
         return super().lightning_module_state_dict()
+
+
+def _users_handler() -> Any:
+    """Return the handler of SIGTERM, unless it is Lightning's, or one of ours that a failed run left."""
+    handler = signal.getsignal(signal.SIGTERM)
+    return None if is_of(handler, ("lightning.", "lt_tiled.")) else handler
 
 
 class TiledFabricStrategy(TiledStrategy, FabricBase):

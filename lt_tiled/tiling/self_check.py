@@ -411,6 +411,11 @@ def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor
 
 
 def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str, module: str) -> None:
+    if whole.shape != tiled.shape:
+        raise NotPositionWiseError(
+            f"{module} is not position-wise: its {what} has the shape {list(whole.shape)}, and {list(tiled.shape)} from"
+            f" tiles. {REMEDY}"
+        )
     wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
     difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(max(floor, 1e-30)))
     if not difference <= bound and bool(whole.isfinite().all()):

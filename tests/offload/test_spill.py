@@ -342,6 +342,8 @@ def test_close_does_not_wait_for_ever(
         os.fstat(spill._file)
     finally:
         gate.set()
+        for thread in spill._calls._threads:
+            thread.join(LIMIT)
 
 
 def test_dropped_without_close(tmp_path: Path) -> None:

@@ -301,6 +301,13 @@ def test_mixing_in_every_direction_is_refused(build: Callable[[], nn.Module], le
         module(randn(*lead, H))
 
 
+def test_an_equal_output_of_another_shape_is_refused() -> None:
+    """A module whose output has the dimensions in another order is refused, though all of its values are equal."""
+    module = tile(Then(lambda y, gate: (torch.zeros_like(y) + gate).transpose(0, 1)), num_shards=2)
+    with pytest.raises(NotPositionWiseError, match=r"has the shape \[2, 1, 2, 16\], and \[1, 2, 2, 16\] from tiles"):
+        module(randn(1, 2, 2, H))
+
+
 class AddsOwn(torch.autograd.Function):
     """Adds the gradient of a loss of each token, as auxiliary losses do."""
 
