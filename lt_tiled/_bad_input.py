@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from traceback import walk_tb
@@ -78,7 +78,7 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
             indent = _indent(line)
             keys[:0] = [key for found in re.findall(r'Parser key "(.+)":$', line) for key in found.split(".")]
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
-        reason = f"{found[1]} has no {_near(found[2], dir(importlib.import_module(found[1])))}"
+        reason = f"{found[1]} has no {_near(found[2], dir(sys.modules.get(found[1])))}"
     if found := re.search(r"invalid strategy name: `strategy='(.+?)'`", reason):
         reason = f"there is no strategy {_near(found[1], StrategyRegistry.available_strategies())}"
     path = [*keys, *(key for found in re.findall(r"unknown key '([\w.]+)'", reason) for key in found.split("."))]
@@ -110,17 +110,18 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"{begin!r}{did_you_mean(begin, beginnings)}"
 
 
-def _find(file: Path, keys: Sequence[str], node: yaml.Node | None = None) -> str:
+def _find(file: Path, keys: Sequence[str], node: yaml.Node | None = None, outer: Sequence[Path] = ()) -> str:
     """Return the file and line of the keys, between which there may be others, or an empty string."""
-    if node is None:
-        node = yaml.compose(file.read_text(), yaml.SafeLoader) if file.is_file() else None
+    if node is None and file not in outer and file.is_file():
+        with suppress(OSError, ValueError, yaml.YAMLError):  # a value may name a file that is no configuration
+            node = yaml.compose(file.read_text(), yaml.SafeLoader)
     if isinstance(node, yaml.ScalarNode) and node.value.endswith((".yaml", ".yml")):
-        return _find(file.parent / node.value, keys)
+        return _find(file.parent / node.value, keys, None, (*outer, file))
     if isinstance(node, yaml.SequenceNode):
-        return next(filter(None, (_find(file, keys, value) for value in node.value)), "")
+        return next(filter(None, (_find(file, keys, value, outer) for value in node.value)), "")
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         left = keys[1:] if key.value == keys[0] else keys
-        if found := _find(file, left, value) if left else f"{file}:{key.start_mark.line + 1}: ":
+        if found := _find(file, left, value, outer) if left else f"{file}:{key.start_mark.line + 1}: ":
             return found
     return ""
 

@@ -265,6 +265,14 @@ def test_a_mistake_in_an_included_file(capsys: pytest.CaptureFixture[str]) -> No
     assert stopped(capsys, 2, "--config=run.yaml").startswith(f"{Path('parts/data.yaml').absolute()}:3: data: unknown")
 
 
+@pytest.mark.parametrize("value", ["run.yaml", "template.yaml"])
+def test_a_value_that_names_a_file(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that names the file itself, or one that is no YAML, is not taken for a part of the configuration."""
+    Path("template.yaml").write_text("{% if x %}: [")
+    Path("run.yaml").write_text(f"trainer:\n  default_root_dir: {value}\n  max_stepp: 4\n")
+    assert "did you mean" in stopped(capsys, 2, "--config=run.yaml")
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

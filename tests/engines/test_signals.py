@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+import lt_tiled
+from tests.engines.cells import policies, strategy
 from tests.engines.conftest import OnRanks
 from tests.engines.test_checkpoints import ByIndex, run
+from tests.lit import trainer
 
 
 class Terminated(ByIndex):
@@ -72,3 +77,28 @@ def test_sigterm(case: str, ranks: Collection[int], batches: int, on_ranks: OnRa
         assert (len(first), first + second) == (2 * batches, told["whole"])
         assert len(told["heard"]) == (rank in ranks)
     assert list(spill.iterdir()) == []
+
+
+class TerminatedEarly(ByIndex):
+    """Rank 1 gets SIGTERM in the sanity check."""
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self.train_dataloader()
+
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        if self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()
+
+
+def end_in_the_sanity_check(spill: str) -> int:
+    model, chosen = TerminatedEarly(), strategy(lt_tiled, "ddp", **policies("disk", spill))
+    checked = trainer(chosen, devices=2, max_steps=2, num_sanity_val_steps=2, limit_val_batches=2)
+    with pytest.raises(SIGTERMException):
+        checked.fit(model)
+    return len(model.losses)
+
+
+def test_sigterm_in_the_sanity_check(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """SIGTERM to a rank in the sanity check ends all ranks before the first step."""
+    assert on_ranks(end_in_the_sanity_check, str(tmp_path)) == [0, 0]
