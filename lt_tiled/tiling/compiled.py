@@ -56,10 +56,9 @@ class CompiledTile:
         Raises:
             CannotCompile: If its code is not one graph.
         """
-        views = call.views(tile)
-        _mark(views, _token_dimensions(call))
+        _mark(tile, _token_dimensions(call))
         with self._compiling():
-            return self._forward(_Holder(call.work), call.arguments, views)
+            return self._forward(_Holder(call.work), call.arguments, list(tile))
 
     def backward(
         self,
@@ -87,7 +86,7 @@ class CompiledTile:
         holder = _Holder(call.work)
         paths = {id(part): path for path, part in holder.named_modules()}
         names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in w.places) for w in call.weights)
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(call.views(tile), call.wants_grad, strict=True)]
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(tile, call.wants_grad, strict=True)]
         _mark(leaves, _token_dimensions(call))
         dimensions = {"tokens": len(call.shape.lead) - 1, "flat": 0}
         _mark(gradients.values(), [dimensions.get(layout.kinds[index]) for index in gradients])

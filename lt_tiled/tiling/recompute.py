@@ -124,6 +124,11 @@ class SavedCounter(torch.autograd.graph.saved_tensors_hooks):
         return hooks is not None and hooks[0] is self.pack_hook
 
 
+def saves_elsewhere() -> bool:
+    """Whether hooks would see the saved tensors of a graph that is made now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"_modules"}
 """Attributes of every module: its tensors are compared one by one, and hooks run in the recompute as they are then."""
 

@@ -53,6 +53,8 @@ class Learned:
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
     saved: dict[Hashable, int | None] = field(default_factory=dict)
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
+    last: dict[Hashable, int] = field(default_factory=dict)
+    """Which part of the work is the last projection of a tile, where the tile returns its output as it is."""
     uncompiled: bool = False
     """Whether tiles run uncompiled because they are not one graph."""
     untiled: bool = False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
+from lt_tiled.tiling.backward import Backward
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
@@ -25,10 +27,8 @@ from lt_tiled.tiling.layout import (
     TokenShape,
     compare_outputs,
     describe_output,
-    flat_gradient,
     split_arguments,
     tile_bounds,
-    tile_gradient,
     whole_output,
 )
 from lt_tiled.tiling.recompute import (
@@ -40,7 +40,7 @@ from lt_tiled.tiling.recompute import (
     random_state_kept,
     training_set,
 )
-from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip
+from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import TiledPatch, Work
 from lt_tiled.tiling.weights import GradientSum, gradient_sums, substituted, trainable_weights
 
@@ -54,17 +54,6 @@ class Trace:
     """The generators' state before the forward pass, if it drew random numbers."""
     modules: ModuleState | None
     """What it read of the modules, if a backward pass may follow."""
-
-
-class _Into(NamedTuple):
-    """Where the gradients of a tile go."""
-
-    parts: Sequence[Tensor | None]
-    """The tile's part of the gradient of each per-token argument that wants one."""
-    sums: Sequence[GradientSum]
-    """Of the weights."""
-    wholes: Sequence[GradientSum]
-    """Of the arguments that each tile sees in full."""
 
 
 class TiledCall:
@@ -148,7 +137,11 @@ class TiledCall:
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module's own forward on one tile: ``[1, t, ...]`` or ``[t, ...]`` of per-token arguments."""
-        args, kwargs = self.arguments.call_with(self.views(tensors))
+        return self.run_views(self.views(tensors))
+
+    def run_views(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the module's own forward on the tensors of a tile as it sees them."""
+        args, kwargs = self.arguments.call_with(tensors)
         return self.work.function(*args, **kwargs)
 
     def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
@@ -183,9 +176,23 @@ class TiledCall:
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return a tile's tensors as the module sees them."""
-        # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
         pairs = zip(tensors, self.per_token, strict=True)
         return [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs]
+
+    def leaves(self, inputs: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
+        """Return the arguments as the beginning of new graphs, where they want a gradient."""
+        # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
+        whole = iter(wholes)
+        return [
+            t.detach().requires_grad_(wants) if per_token or not wants else (leaf := next(whole).leaf).view_as(leaf)
+            for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True)
+        ]
+
+    def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the tensors of each tile, as the module sees them."""
+        pairs = zip(tensors, self.per_token, strict=True)
+        columns = [self.shape.tiles(t, self.bounds) if per_token else repeat(t) for t, per_token in pairs]
+        return zip(*columns)  # noqa: B905
 
     @property
     def compiled(self) -> CompiledTile | None:
@@ -198,10 +205,20 @@ class TiledCall:
             try:
                 return self.compiled.forward(self, tile)
             except CannotCompile as error:
-                self._compile_no_more(error)
-        return self.run_tile(tile)
+                self.compile_no_more(error)
+        return self.run_views(tile)
 
-    def _compile_no_more(self, error: CannotCompile) -> None:
+    def compile_no_more(self, error: CannotCompile, random: bool = False) -> None:
+        """Run uncompiled from now on.
+
+        Raises:
+            RuntimeError: If compiled code drew random numbers for the forward pass of this backward pass.
+        """
+        if random:
+            raise RuntimeError(
+                f"{self.patch.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
+                f" ({error}); uncompiled it would draw other random numbers. Set compile=False in its Tiling."
+            ) from error
         self.patch.learned.uncompiled = True
         warn(f"{self.patch.name} runs uncompiled, because its tiles are not one graph: {error}")
 
@@ -242,7 +259,6 @@ class TiledCall:
         Returns:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
-        flat = self.flat(inputs)
         start = RandomState.now(self.device)
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
@@ -250,16 +266,17 @@ class TiledCall:
         with torch.no_grad(), self.autocast.context(), SavedCounter():
             if counts and self.compiled is not None:
                 with random_state_kept(self.device):  # uncompiled: its random numbers are not those of the recompute
-                    self._count_saved(self.cut(flat, slice(*self.bounds[0])))
+                    self._count_saved(inputs)
                     counts = False
-            for low, high in self.bounds:
-                tile = self.cut(flat, slice(low, high))
-                output = self._count_saved(tile) if counts else self._run_compiled(tile)
+            run = self.run_views if self.compiled is None else self._run_compiled
+            for index, tile in enumerate(self.tiles([t.detach() for t in inputs])):
+                output = self._count_saved(inputs) if counts else run(tile)
                 counts = False
                 if assembly is None:
+                    low, high = self.bounds[0]
                     layout = self.layout_of(output, inputs, high - low)
-                    assembly = OutputAssembly(layout, self.shape, self.patch.name)
-                assembly.add(output, (low, high))
+                    assembly = OutputAssembly(layout, self.shape, self.bounds, self.patch.name)
+                assembly.add(output, index)
                 del output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
@@ -272,22 +289,25 @@ class TiledCall:
             moved = dist.is_available() and dist.is_initialized()
         return ModuleState(self.work.parts(), moved, self.patch.needs.own_attributes)
 
-    def _count_saved(self, tile: Sequence[Tensor]) -> Any:
-        """Run a tile with a graph, to learn how many tensors its recompute will save."""
+    def _count_saved(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the first tile with a graph, to learn how many tensors its recompute will save."""
         counter = SavedCounter()
         with (
             self._sums([w.tensor for w in self.weights]) as sums,
-            self._sums(self._wholes(tile)) as wholes,
+            self._sums(self._wholes(inputs)) as wholes,
             torch.enable_grad(),
         ):
-            leaves, kept = self._leaves(tile, wholes), kept_tensors(self.work)
-            with counter, substituted(self.weights, sums):
-                output = self.run_tile(leaves)
+            leaves, kept = self.leaves(inputs, wholes), kept_tensors(self.work)
+            with counter, substituted(self.weights, sums, NotesLinear) as mode:
+                output = self.run_views(next(self.tiles(leaves)))
             known = [*leaves, *(s.leaf for s in (*sums, *wholes)), *(t for w in self.weights for t in w.now())]
             check_closed(output, known, self.work, kept, self.patch.name)
         # Hooks inside would read values that are skipped.
         hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)
-        self.patch.learned.saved[self.key] = None if hooked else counter.count
+        learned, last = self.patch.learned, mode.part_of(self.work, pytree.tree_leaves(output))
+        learned.saved[self.key] = None if hooked else counter.count
+        if last is not None and not hooked:
+            learned.last[self.key] = last
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
     # Backward
@@ -305,34 +325,15 @@ class TiledCall:
         Returns:
             A gradient for each tensor argument that wants one, then one for each trainable weight.
         """
-        flat, layout = self.flat(inputs), trace.layout
-        gradients = [flat_gradient(g, kind, self.shape) for g, kind in zip(gradients, layout.kinds, strict=True)]
-        results = [
-            torch.empty_like(t, memory_format=torch.contiguous_format) if wants and per_token else None
-            for t, wants, per_token in zip(flat, self.wants_grad, self.per_token, strict=True)
-        ]
         random = random_state_kept(self.device, trace.random) if trace.random is not None else nullcontext()
         if trace.modules is not None:
             trace.modules.check(self.patch.name, "its backward pass")
-        weights = [w.tensor for w in self.weights]
-        with self._sums(weights) as sums, self._sums(self._wholes(inputs)) as wholes:
+        with self._sums([w.tensor for w in self.weights]) as sums, self._sums(self._wholes(inputs)) as wholes:
             with training_set(self.modes), self.autocast.context(), random:
-                for bounds in self.bounds:
-                    given = {
-                        index: tile_gradient(gradient, kind, self.shape, bounds)
-                        for index, (gradient, kind) in enumerate(zip(gradients, layout.kinds, strict=True))
-                        if gradient is not None
-                    }
-                    into = _Into([None if r is None else r[slice(*bounds)] for r in results], sums, wholes)
-                    tile = self.cut(flat, slice(*bounds))
-                    if not self._compiled_backward(trace, tile, given, into):
-                        self._tile_backward(trace, tile, given, into)
+                parts = iter(Backward(self, trace, sums, wholes).run(inputs, gradients))
             totals = iter([s.take() for s in wholes])
-            arguments = [
-                self.shape.unflatten(result) if result is not None else next(totals)
-                for result, wants in zip(results, self.wants_grad, strict=True)
-                if wants
-            ]
+            pairs = zip(self.wants_grad, self.per_token, strict=True)
+            arguments = [next(parts) if per_token else next(totals) for wants, per_token in pairs if wants]
             return [*arguments, *(s.take(self.patch.needs.zeros_for_unused) for s in sums)]
 
     def refuse_hooks_without_gradient(self, gradients: Sequence[Tensor | None]) -> None:
@@ -353,80 +354,10 @@ class TiledCall:
                     " pass, so the hook would be called with None. Remove the hook, or lt_tiled.untile() the module."
                 )
 
-    def _tile_backward(self, trace: Trace, tile: Sequence[Tensor], given: dict[int, Tensor], into: _Into) -> None:
-        """Recompute a tile and take its gradients, given those of the leaves of its output."""
-        leaves = self._leaves(tile, into.wholes)
-        with substituted(self.weights, into.sums):
-            outputs = pytree.tree_leaves(self._run_with_graph(trace, leaves))
-        given = {index: gradient for index, gradient in given.items() if outputs[index].requires_grad}
-        wanted = [(leaf, part) for leaf, part in zip(leaves, into.parts, strict=True) if part is not None]
-        pairs = zip(into.sums, self.weights, strict=True)
-        direct = [(total, t) for total, weight in pairs for t in weight.now() if t.requires_grad]
-        own = [*(leaf for leaf, _ in wanted), *(s.leaf for s in (*into.sums, *into.wholes))]
-        targets = [*own, *(t for _, t in direct)]
-        found: Sequence[Tensor | None] = [None] * len(targets)
-        if given and targets:
-            chosen = [outputs[index] for index in given]
-            found = torch.autograd.grad(chosen, targets, list(given.values()), allow_unused=True)
-        for (_, part), gradient in zip(wanted, found, strict=False):
-            part.zero_() if gradient is None else part.copy_(gradient)
-        for (total, tensor), gradient in zip(direct, found[len(own) :], strict=True):
-            if gradient is not None:  # of a custom autograd Function: see NOTE [Substitution]
-                total.add_direct(tensor, gradient, self.patch.name)
-
-    def _compiled_backward(self, trace: Trace, tile: Sequence[Tensor], given: dict[int, Tensor], into: _Into) -> bool:
-        """Do the same compiled; return whether that could be done."""
-        if self.compiled is None:
-            return False
-        try:
-            found = self.compiled.backward(self, tile, [s.leaf for s in into.sums], given, trace.layout)
-        except CannotCompile as error:
-            if trace.random is not None:
-                raise RuntimeError(
-                    f"{self.patch.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
-                    f" ({error}); uncompiled it would draw other random numbers. Set compile=False in its Tiling."
-                ) from error
-            self._compile_no_more(error)
-            return False
-        whole = iter(into.wholes)
-        wanted = [part for part, wants in zip(into.parts, self.wants_grad, strict=True) if wants]
-        targets = [*into.sums, *(next(whole) if part is None else part for part in wanted)]
-        for target, part in zip(targets, found, strict=True):
-            if isinstance(target, Tensor):
-                target.zero_() if part is None else target.copy_(part.flatten(0, len(self.shape.lead) - 1))
-            elif part is not None:
-                target.add(part)
-        return True
-
-    def _run_with_graph(self, trace: Trace, leaves: Sequence[Tensor]) -> Any:
-        saved = self.patch.learned.saved.get(self.key)
-        if saved is not None:
-            start = RandomState.now(self.device) if trace.random is not None else None
-            skip = LastProjectionSkip(saved)
-            try:
-                with torch.enable_grad(), skip:
-                    output = self.run_tile(leaves)
-                skip.check(pytree.tree_leaves(output))
-                return output
-            except CannotSkip:
-                self.patch.learned.saved[self.key] = None
-                if start is not None:
-                    start.set()
-        with torch.enable_grad(), SavedCounter():
-            return self.run_tile(leaves)
-
     def _wholes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the arguments that every tile sees in full and that want a gradient."""
         triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
         return [t for t, wants, per_token in triples if wants and not per_token]
-
-    def _leaves(self, tile: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
-        """Return a tile's arguments, detached, each a leaf where it wants a gradient."""
-        whole = iter(wholes)
-        return [
-            t.detach().requires_grad_(wants) if per_token or not wants else next(whole).leaf
-            for t, wants, per_token in zip(tile, self.wants_grad, self.per_token, strict=True)
-        ]
 
     def _sums(self, tensors: Sequence[Tensor]) -> AbstractContextManager[list[GradientSum]]:
         return gradient_sums(tensors, self.patch.tiling.accumulate)

@@ -2,9 +2,12 @@
 
 NOTE [Substitution]
 A tile's graph begins at leaves of its own, one for each weight, whose hooks sum the gradients of all tiles. They are
-not put into the module, where another thread would see them and Ctrl-C could leave them: a ``TorchFunctionMode``, which
-belongs to one thread, hands them to torch's functions in place of the weights. Custom autograd Functions are called
-past such modes and get the weights themselves, so the gradients of those are asked for too.
+not put into the module, where another thread would see them and Ctrl-C could leave them. The recompute runs on shallow
+copies of the modules that hold them (``tiling/copies.py``), made once for each backward pass, so that nothing stands
+between the module's code and torch. Where code may reach its modules in other ways (closures, a ``forward`` that was
+replaced by another function), a ``TorchFunctionMode``, which belongs to one thread, hands the leaves to torch's
+functions in place of the weights. What still gets a weight itself, such as a custom autograd Function, which is called
+past such modes, is differentiated with respect to it too.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -87,23 +90,38 @@ class Substituted(TorchFunctionMode):
         return type(value)(map(self._instead, value)) if type(value) in (list, tuple) else value
 
 
+ModeType = TypeVar("ModeType", bound=Substituted)
+
+
 @contextmanager
-def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor]) -> Iterator[None]:
+def substituted(
+    weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor], kind: type[ModeType] = Substituted
+) -> Iterator[ModeType]:
     """Let the modules' code compute with other leaves in place of their weights, as they are now."""
     plain = [leaf.leaf if isinstance(leaf, GradientSum) else leaf for leaf in leaves]
-    pairs = [(there, leaf) for w, leaf in zip(weights, plain, strict=True) for there in w.now()]
-    if len({id(there) for there, _ in pairs}) < len(pairs):
+    pairs = zip(present(weights), plain, strict=True)
+    mode = kind((there, leaf) for tensors, leaf in pairs for there in tensors)
+    try:
+        with mode:
+            yield mode
+    finally:
+        mode.end()
+
+
+def present(weights: Sequence[Weight]) -> list[list[Tensor]]:
+    """Return what stands in the places of each weight now.
+
+    Raises:
+        RuntimeError: If a tensor stands in the places of two of them.
+    """
+    found = [weight.now() for weight in weights]
+    if len({id(there) for tensors in found for there in tensors}) < sum(map(len, found)):
         owner, name = weights[0].places[0]
         raise RuntimeError(
             f"Weights of the tiled module with {type(owner).__name__}.{name} were exchanged or tied since its forward"
             " pass, so its backward pass cannot tell them apart. Do so after the backward pass."
         )
-    mode = Substituted(pairs)
-    try:
-        with mode:
-            yield
-    finally:
-        mode.end()
+    return found
 
 
 class GradientSum:
@@ -125,13 +143,20 @@ class GradientSum:
 
     def add(self, gradient: Tensor) -> Tensor:
         """Add one tile's gradient, or a part of it."""
-        dense = gradient.layout == torch.strided
+        dense = gradient.layout is torch.strided
         if self.sum is None:
             form: Any = {"memory_format": torch.contiguous_format} if dense else {}
             self.sum = gradient.to(self.sum_dtype, copy=True, **form)
         else:
             self.sum.add_(gradient)
         return self._nothing if dense else gradient
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add a matrix product, in the product itself if the dtypes allow it."""
+        if self.sum is not None and self.sum.dtype == left.dtype:
+            torch.addmm(self.sum, left, right, out=self.sum)
+        else:
+            self.add(left.mm(right))
 
     def add_direct(self, tensor: Tensor, gradient: Tensor, module: str) -> None:
         """Add a gradient of the tensor that stands in the weight's place, which code used instead of the leaf.
