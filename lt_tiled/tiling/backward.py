@@ -132,8 +132,9 @@ class Backward:
             outputs = _leaves(self._function(*args, **kwargs))
             last.check(outputs)
             return outputs
-        except Exception:  # of code that needs a value, and of code that fails anyway
-            last.end()
+        except Exception as error:
+            if not last.end() and not isinstance(error, CannotSkip):  # the tile's code failed by itself
+                raise
             self._last = None
             self.call.patch.learned.last.pop(self.call.key, None)
             if start is not None:

@@ -121,9 +121,12 @@ class TokenShape:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
-        ones = len(self.lead) - 1
-        row = whole.reshape(*(1,) * ones, self.tokens, *whole.shape[ones + 1 :])
-        return row.split(sizes_of(bounds), ones)
+        flat, size = self.flatten(whole), bounds[0][1]
+        equal = sum(high - low == size for low, high in bounds)  # all but the last ones
+        # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
+        lead, rest = (1,) * (len(self.lead) - 1), flat.shape[1:]
+        found = flat[: equal * size].view(equal, *lead, size, *rest).unbind()
+        return [*found, *(flat[low:high].view(*lead, high - low, *rest) for low, high in bounds[equal:])]
 
     def unflatten(self, flat: Tensor) -> Tensor:
         """Return ``[tokens, ...]`` as ``[B, S, ...]``."""

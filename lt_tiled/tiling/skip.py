@@ -146,10 +146,11 @@ class LastLinear:
         self._output: _StandIn | None = None
         linear.__dict__["forward"] = self._forward
 
-    def end(self) -> None:
-        """Let the copy compute again."""
+    def end(self) -> bool:
+        """Let the copy compute again; return whether this tile had a stand-in."""
         del self._linear.__dict__["forward"]
-        self._input = None
+        seen, self._input = self._input is not None, None
+        return seen
 
     def _forward(self, input: Tensor) -> Tensor:
         if self._input is not None:
