@@ -394,7 +394,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _gemma3_images,
         error=1e-6,
     ),
-    "GPT-Neo": Architecture("GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO, {"transformer.h.*.mlp": "GPTNeoMLP"}),
+    "GPT-Neo": Architecture(  # its attention computes in float32
+        "GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO, {"transformer.h.*.mlp": "GPTNeoMLP"}, error=1e-6
+    ),
     "StableLM, parallel": _causal("StableLm", "StableLmMLP", use_parallel_residual=True, qk_layernorm=True),
     "Nemotron": _causal("Nemotron", "NemotronMLP"),
     "OLMo": _causal("Olmo", "OlmoMLP"),

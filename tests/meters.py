@@ -33,12 +33,15 @@ def profiled_peak_bytes(run: Callable[[], Any]) -> int:
     """Return the peak of the bytes that torch's CPU allocator hands out while ``run`` works, by torch's profiler.
 
     States of the random numbers do not count: no operation makes them, so the ledger cannot see them. It runs on one
-    thread, because kernels give each thread scratch memory that no tensor holds.
+    thread and without oneDNN, because kernels have scratch memory that no tensor holds.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with (
+            torch.backends.mkldnn.flags(enabled=False),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+        ):
             run()
     finally:
         torch.set_num_threads(threads)

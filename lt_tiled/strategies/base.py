@@ -1,38 +1,23 @@
-"""What all tiled strategies have in common, for Trainer and for Fabric.
-
-NOTE [SIGTERM]
-Lightning's signal handler calls a collective wherever a rank happens to be, and ranks may then wait for each other
-forever. The handler here only notes the signal. Before each step the ranks agree whether one of them has received it,
-and then all of them raise ``SIGTERMException``. So every step and every checkpoint is complete. The cost is one
-all-reduce of an integer per step, whose result the CPU waits for; Lightning's epoch loop already broadcasts a flag and
-waits for it after each batch. A run of one process has none.
-"""
+"""What all tiled strategies have in common, for Trainer and for Fabric."""
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveInt
-from lt_tiled.modules.patch import is_of
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import Checkpointing, Tiers, Tiling
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
+from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as FabricBase
@@ -77,6 +62,7 @@ class TiledStrategy(Base):
         self.prepared = self._models
         """The models that the policies were applied to."""
         self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
+        end_with_launcher()
 
     @property
     def on_cpu(self) -> bool:
@@ -86,19 +72,12 @@ class TiledStrategy(Base):
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
         self.prepared.add(model, self, ranks_per_node=len(getattr(self, "parallel_devices", None) or [None]))
-        _end_with_torchrun()
 
     def teardown(self) -> None:
         try:
             super().teardown()
         finally:
             self.release()
-
-
-def _end_with_torchrun() -> None:
-    # PR_SET_PDEATHSIG asks the kernel for SIGTERM when torchrun dies; else ranks train on.
-    if torch.distributed.is_torchelastic_launched() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 class TiledTrainerStrategy(TiledStrategy, TrainerBase):
@@ -111,71 +90,45 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._log = OffloadLog()
-        self._sigterm_rank, self._agreed_step = -1, -1  # none
-        self._other_handler = _users_handler()
+        self._sigterm = Sigterm(trainer)
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
         adapt_to_fsdp_units(self.lightning_module)
 
     def on_train_start(self) -> None:
-        self._replace_handler()
+        self._sigterm.handle()
         super().on_train_start()
 
     def on_validation_start(self) -> None:
-        if self.lightning_module.trainer.state.fn == "fit":  # the sanity check comes first
-            self._replace_handler()
+        self._sigterm.handle()  # in fit the sanity check comes first
         super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        self._sigterm.handle()
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        self._sigterm.handle()
+        super().on_predict_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._end_step()
-        step = self.lightning_module.trainer.global_step
-        if batch_idx == 0 or step != self._agreed_step:  # not between micro-batches, whose gradients would be lost
-            self._agreed_step = step
-            self._end_after_sigterm()
+        self._sigterm.end_before_step(batch_idx)
 
     def on_train_end(self) -> None:
         self._end_step()
         super().on_train_end()
+        self._sigterm.end("after the last step.")
 
     def _end_step(self) -> None:
         for prepared in self.prepared:
             if prepared.offloader is not None and prepared.offloader.step:
                 self._log.step(self.lightning_module.trainer, prepared.offloader)
 
-    def _replace_handler(self) -> None:
-        main = threading.current_thread() is threading.main_thread()
-        if main and self.lightning_module.trainer.world_size > 1:
-            self._other_handler = _users_handler() or self._other_handler
-            signal.signal(signal.SIGTERM, self._note_sigterm)  # Lightning resets it after the run
-
-    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._sigterm_rank = self.lightning_module.trainer.global_rank
-        if callable(self._other_handler):
-            self._other_handler(number, frame)
-
-    def _end_after_sigterm(self) -> None:
-        trainer = self.lightning_module.trainer
-        if trainer.world_size == 1:  # Lightning's own handling is enough
-            return
-        rank = int(self.reduce(torch.tensor(self._sigterm_rank, device=self.root_device), reduce_op="max"))
-        if rank >= 0:
-            warn(
-                f"Rank {rank} received SIGTERM: all ranks end before step {trainer.global_step}. Resume from the"
-                " last checkpoint (ckpt_path)."
-            )
-            # Lightning's launcher kills rank 0, whatever it still writes, when another rank ends with an error.
-            raise SIGTERMException(0 if trainer.local_rank else 128 + signal.SIGTERM)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.prepared.free_buffers()  # a full state dict may need the memory
         return super().lightning_module_state_dict()
-
-
-def _users_handler() -> Any:
-    """Return the handler of SIGTERM, unless it is Lightning's, or one of ours that a failed run left."""
-    handler = signal.getsignal(signal.SIGTERM)
-    return None if is_of(handler, ("lightning.", "lt_tiled.")) else handler
 
 
 class TiledFabricStrategy(TiledStrategy, FabricBase):

@@ -1,7 +1,8 @@
 """A training script, as a user starts one: three steps with offload to disk, and a line for each rank that says what it
 saw.
 
-``program.py engine directory [--nodes N] [--devices N] [--fail-on RANK] [--terminate RANK] [--kill-torchrun]``
+``program.py engine directory [--nodes N] [--devices N] [--fail-on RANK] [--terminate RANK] [--kill-torchrun]
+[--kill-first early|late] [--validate]``
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch import Tensor
 
 import lt_tiled
@@ -38,6 +42,12 @@ class MayFail(LitTiny):
                 time.sleep(0.01)
         return super().training_step(ids, index)
 
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        if self.global_rank == self.terminate:
+            os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()  # where the other rank waits
+        super().validation_step(ids, index)
+
 
 class Tell(pl.Callback):
     """Writes a file for each rank: its place, its share of the node's budget, its spill file, and its losses."""
@@ -58,6 +68,12 @@ class Tell(pl.Callback):
         (self.directory / f"rank{run.global_rank}.json").write_text(json.dumps(told))
 
 
+def kill_this(after: Path | Literal[False]) -> None:
+    while after and not after.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("engine")
@@ -67,14 +83,28 @@ def main() -> None:
     parser.add_argument("--fail-on", type=int)
     parser.add_argument("--terminate", type=int)
     parser.add_argument("--kill-torchrun", action="store_true")
+    parser.add_argument("--kill-first", choices=["early", "late"])
+    parser.add_argument("--validate", action="store_true")
     args = parser.parse_args()
     spill = args.directory / "spill"
     policy = Checkpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
     chosen = strategy(lt_tiled, args.engine, tiling=4, checkpointing=policy)
     run = trainer(
-        chosen, devices=args.devices, num_nodes=args.nodes, callbacks=[Tell(args.directory)], limit_val_batches=0
+        chosen,
+        devices=args.devices,
+        num_nodes=args.nodes,
+        callbacks=[Tell(args.directory)],
+        limit_val_batches=int(args.validate),
     )
-    run.fit(MayFail(args.fail_on, args.terminate, args.kill_torchrun))
+    if args.kill_first and "LOCAL_RANK" in os.environ:
+        (args.directory / "second").touch()  # it waits for the first rank from here on
+    elif args.kill_first:
+        chosen.setup_environment = partial(kill_this, after=args.kill_first == "late" and args.directory / "second")
+    model = MayFail(args.fail_on, args.terminate, args.kill_torchrun)
+    if args.validate:
+        run.validate(model)
+    else:
+        run.fit(model)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,26 @@ def test_one_rank_is_terminated(directory: Path) -> None:
     assert list((directory / "spill").iterdir()) == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_is_terminated_in_validate(rank: int, directory: Path) -> None:
+    """SIGTERM to a rank in ``validate`` ends every rank, within the limit, with the reason in what is printed."""
+    (code,), (printed,) = finish(
+        [Script(sys.executable, PROGRAM, "ddp", str(directory), f"--terminate={rank}", "--validate")]
+    )
+    assert code != 0
+    assert f"Rank {rank} received SIGTERM, and all ranks end." in printed
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_the_first_rank_is_killed_at_the_start(when: str, directory: Path) -> None:
+    """SIGKILL to the first rank of Lightning's launcher ends the second one, which would wait 30 minutes for it:
+    before it has a strategy and after.
+    """
+    start = Script(sys.executable, PROGRAM, "ddp", str(directory), f"--kill-first={when}")
+    _, (printed,) = finish([start], limit=300)
+    assert ("which started this rank, has ended" in printed) == (when == "early")
+
+
 def test_torchrun_is_killed(directory: Path) -> None:
     """SIGKILL to torchrun ends its ranks, within the limit, which would train on to the end without it."""
     program = (PROGRAM, "ddp", str(directory), "--kill-torchrun")
