@@ -43,16 +43,11 @@ class Patch:
 
     def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own method, without the module's hooks."""
-        if self.replaced is None:
-            return getattr(type(module), self.method)(module, *args, **kwargs)
-        return self.replaced.__func__(module, *args, **kwargs) if self.own else self.replaced(*args, **kwargs)
+        return self.bound(module)(*args, **kwargs)
 
-    @property
-    def own(self) -> bool:
-        """Whether :meth:`inner` reaches the module through its argument, so that it can run on a copy of the module."""
-        bound = getattr(self.replaced, "__self__", None)
-        holder = getattr(bound, "__dict__", {}) if isinstance(self.replaced, MethodType) else {}
-        return self.replaced is None or holder.get(place_of(type(self), self.method)) is self
+    def bound(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the module's own method, without the module's hooks."""
+        return MethodType(getattr(type(module), self.method), module) if self.replaced is None else self.replaced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = type(self).__new__(type(self))

@@ -8,21 +8,43 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.tiling.compiled import CannotCompile
-from lt_tiled.tiling.copies import Copies, can_copy
 from lt_tiled.tiling.layout import tile_gradients
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, saves_elsewhere
-from lt_tiled.tiling.skip import CannotSkip, LastLinear, LastProjectionSkip
-from lt_tiled.tiling.weights import GradientSum, present, substituted
+from lt_tiled.tiling.recompute import RandomState, SavedCounter, entry, saves_elsewhere
+from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
+from lt_tiled.tiling.weights import Copies, GradientSum, present, substituted
 
 if TYPE_CHECKING:
     from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 _engine = torch.autograd.Variable._execution_engine
 """What ``torch.autograd.grad`` calls: its own checks take as long as a small tile."""
+
+
+def turned(call: TiledCall) -> list[bool]:
+    """Return for each weight of a call whether its leaf is the transposed weight, as linear modules multiply with it.
+
+    That of the last projection is not, because its products are computed without autograd.
+    """
+    index = call.patch.learned.last.get(call.key)
+    last = None if index is None else list(call.work.parts())[index]
+
+    def linear(owner: nn.Module, name: str) -> bool:
+        alone = type(owner) is nn.Linear and name == "weight" and entry(owner._parameters, "bias") is None
+        return alone and owner is not last and "forward" not in owner.__dict__
+
+    if call.compiled is not None or not call.copied:
+        return [False] * len(call.weights)
+    pairs = ((w.tensor, w.places) for w in call.weights)
+    return [
+        t.dim() == 2 and not is_traceable_wrapper_subclass(t) and all(linear(*place) for place in places)
+        for t, places in pairs
+    ]
 
 
 class Backward:
@@ -44,10 +66,11 @@ class Backward:
         there = zip(sums, present(call.weights), strict=True)
         # What code gets that does not get the leaves: see NOTE [Substitution].
         self._direct = [(total, t) for total, tensors in there for t in tensors if t.requires_grad]
-        self._targets = (*(s.leaf for s in (*sums, *wholes)), *(t for _, t in self._direct))
-        self._copies = Copies(call.work, call.weights, [s.leaf for s in sums]) if can_copy(call.work) else None
+        leaves = [s.leaf for s in (*sums, *wholes)]
+        self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
+        self._copies = Copies(call.work, call.weights, sums) if call.copied else None
         self._function = self._in_mode if self._copies is None else self._copies.function
-        self._last = self._last_linear()
+        self._last, self._compiles = self._last_linear(), call.compiled is not None
 
     def _in_mode(self, *args: Any, **kwargs: Any) -> Any:
         with substituted(self.call.weights, self.sums):
@@ -95,41 +118,38 @@ class Backward:
             given: The gradients of the leaves of its output.
             into: Where the gradients of its per-token arguments go.
         """
-        if self.call.compiled is not None and self._compiled(tile, given, into):
+        if self._compiles and self._compiled(tile, given, into):
             return
+        found: Sequence[Tensor | None] = [None] * len(into)
         roots = self._recompute(tile, given)
         targets = (*[tile[index] for index in self._wanted], *self._targets)
-        found: Sequence[Tensor | None] = ()
         if roots and targets:
             ends, slopes = zip(*roots)  # noqa: B905
-            del roots
             found = _engine.run_backward(
                 ends, slopes, False, False, targets, allow_unreachable=True, accumulate_grad=False
             )
-        for index, part in enumerate(into):
-            gradient = found[index] if found else None
+        for part, gradient in zip(into, found):  # noqa: B905
             part.zero_() if gradient is None else part.copy_(gradient)
-        for index in range(len(targets) - len(self._direct), len(found)):
-            gradient = found[index]
+        for (total, tensor), gradient in zip(self._direct, found[self._own :]):  # noqa: B905
             if gradient is not None:
-                total, tensor = self._direct[index - len(targets)]
                 total.add_direct(tensor, gradient, self.call.patch.name)
 
     def _recompute(self, tile: Sequence[Tensor], given: list[Tensor | None]) -> list[tuple[Any, Tensor]]:
         """Run a tile with a graph; return where the graph ends, with the gradients there."""
-        args, kwargs = self.call.arguments.call_with(tile)
         start = RandomState.now(self.call.device) if self.trace.random is not None else None
-        roots: list[tuple[Any, Tensor]] = []
-        outputs = None if self._last is None else self._without_last(self._last, args, kwargs, start)
-        if outputs is None:
-            outputs = self._whole(args, kwargs, start)
-        elif self._last is not None:
+        outputs = None if self._last is None else self._without_last(self._last, tile, start)
+        if self._last is None or outputs is None:
+            outputs, roots = self._whole(tile, start), []
+        else:
             roots = self._last.before(outputs, given)
-        return roots + [(o, g) for o, g in zip(outputs, given, strict=True) if g is not None and o.requires_grad]
+        for output, gradient in zip(outputs, given, strict=True):
+            if gradient is not None and output.requires_grad:
+                roots.append((output, gradient))
+        return roots
 
-    def _without_last(self, last: LastLinear, args: Any, kwargs: Any, start: RandomState | None) -> list[Any] | None:
+    def _without_last(self, last: LastLinear, tile: Sequence[Tensor], start: RandomState | None) -> list[Any] | None:
         try:
-            outputs = _leaves(self._function(*args, **kwargs))
+            outputs = _leaves(self.call.arguments.call(self._function, tile))
             last.check(outputs)
             return outputs
         except Exception as error:
@@ -141,21 +161,21 @@ class Backward:
                 start.set()
             return None
 
-    def _whole(self, args: Any, kwargs: Any, start: RandomState | None) -> list[Any]:
+    def _whole(self, tile: Sequence[Tensor], start: RandomState | None) -> list[Any]:
         learned, key = self.call.patch.learned, self.call.key
         saved = learned.saved.get(key)
         if saved is not None:
             skip = LastProjectionSkip(saved)
             try:
                 with skip:
-                    outputs = _leaves(self._function(*args, **kwargs))
+                    outputs = _leaves(self.call.arguments.call(self._function, tile))
                 skip.check(outputs)
                 return outputs
             except CannotSkip:
                 learned.saved[key] = None
                 if start is not None:
                     start.set()
-        return _leaves(self._function(*args, **kwargs))
+        return _leaves(self.call.arguments.call(self._function, tile))
 
     def _compiled(self, tile: Sequence[Tensor], given: Sequence[Tensor | None], into: Sequence[Tensor]) -> bool:
         """Do the same compiled; return whether that could be done."""
@@ -186,3 +206,118 @@ def _leaves(output: Any) -> list[Any]:
 def _rows(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
     """Yield the entries of all columns for one tile after the other."""
     return zip(*columns) if columns else repeat(())  # noqa: B905  # some repeat one entry
+
+
+class LastLinear:
+    """The last projection of the tiles of a backward pass, as a linear module: see the note above.
+
+    Args:
+        linear: A copy of the module.
+        sums: Those of the gradients of its weight and its bias, if it has them and they are wanted.
+        dtype: Autocast's, where it is enabled.
+    """
+
+    def __init__(
+        self, linear: nn.Module, sums: tuple[GradientSum | None, GradientSum | None], dtype: torch.dtype | None
+    ) -> None:
+        weight: Any = linear.weight
+        self._linear, self._sums, self._dtype = linear, sums, dtype
+        self._weight = weight.detach() if dtype is None else weight.detach().to(dtype)
+        self._trains = any(total is not None for total in sums)
+        self._stand_ins: dict[Any, _StandIn] = {}
+        self._input: Tensor | None = None
+        self._output: _StandIn | None = None
+        linear.__dict__["forward"] = self._forward
+
+    def end(self) -> bool:
+        """Let the copy compute again; return whether this tile had a stand-in."""
+        del self._linear.__dict__["forward"]
+        seen, self._input = self._input is not None, None
+        return seen
+
+    def _forward(self, input: Tensor) -> Tensor:
+        if self._input is not None:
+            raise CannotSkip
+        self._input = input
+        key = input.shape, input.dtype, input.requires_grad
+        self._output = self._stand_ins.get(key)
+        if self._output is None:
+            self._output = self._stand_ins[key] = self._stand_in(input)
+        return self._output
+
+    def _stand_in(self, input: Tensor) -> _StandIn:
+        dtype = self._dtype or input.dtype
+        wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
+        if wrapped or self._weight.dtype != dtype or input.dtype == torch.float64 != dtype:
+            raise CannotSkip
+        edge = torch.empty(0, device=input.device, requires_grad=input.requires_grad or self._trains)
+        stand_in: _StandIn = _Unread.apply((*input.shape[:-1], self._weight.shape[0]), dtype, edge)
+        return stand_in
+
+    def check(self, outputs: Sequence[Any]) -> None:
+        """Raise if the output of the projection was or can be read, or is not what the tile returned.
+
+        Raises:
+            CannotSkip: If so.
+        """
+        output = self._output
+        there = outputs[0] is output if len(outputs) == 1 else sum(leaf is output for leaf in outputs) == 1
+        if self._input is None or output is None or not there or output.read:
+            raise CannotSkip
+        if output._backward_hooks and hooked(output):
+            raise CannotSkip
+
+    def before(self, outputs: Sequence[Any], given: list[Tensor | None]) -> list[tuple[Any, Tensor]]:
+        """Add the gradients of weight and bias to their sums, and return where the tile's graph ends, with a gradient.
+
+        Args:
+            outputs: What the tile returned, checked.
+            given: The gradients of these; that of the projection is taken out.
+        """
+        where = next(index for index, leaf in enumerate(outputs) if leaf is self._output)
+        input = self._input
+        assert input is not None
+        gradient, given[where] = given[where], None
+        self._input = None
+        if gradient is None:
+            return []
+        rows, (weight, bias) = gradient.reshape(-1, gradient.shape[-1]), self._sums
+        if weight is not None:
+            flat = input.detach().reshape(-1, input.shape[-1])
+            weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
+        if bias is not None:
+            bias.add(rows.sum(0))
+        if not input.requires_grad:
+            return []
+        slope = rows.mm(self._weight).view(input.shape)
+        # An edge, not the input, which is not needed any more.
+        edge = GradientEdge(input.grad_fn, input.output_nr)
+        return [(edge, slope if self._dtype is None else slope.to(input.dtype))]
+
+
+class _StandIn(Tensor):
+    """A tensor without a value, which notes each use."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    read = False
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, cls):
+                tensor.read = True  # the module's own code may catch the exception
+        raise CannotSkip
+
+
+class _Unread(torch.autograd.Function):
+    """Gives a stand-in a node, as the output of a projection has one."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, edge: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(_StandIn, shape, dtype=dtype, device=edge.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise CannotSkip

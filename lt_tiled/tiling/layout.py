@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
@@ -28,6 +28,8 @@ class Arguments:
     positions: tuple[int, ...]
     names: tuple[str, ...] | None
     """Of the arguments by name; ``None`` if there are tuples among the arguments."""
+    plain: bool
+    """Whether the arguments are tensors alone, none of them by name."""
 
     def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other tensors in place of theirs."""
@@ -39,6 +41,13 @@ class Arguments:
             return tuple(leaves[:first]), dict(zip(self.names, leaves[first:], strict=True))
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return args, kwargs
+
+    def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """Call a function with other tensors in place of theirs."""
+        if self.plain:
+            return function(*tensors)
+        args, kwargs = self.call_with(tensors)
+        return function(*args, **kwargs)
 
     def refuse_gradients_inside(self, module: str) -> None:
         """Refuse tensors that want a gradient inside lists and dictionaries, because they would get none.
@@ -63,7 +72,9 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     nested = any(isinstance(argument, tuple) for argument in (*args, *kwargs.values()))
-    return [leaves[i] for i in positions], Arguments(tree, others, positions, None if nested else tuple(kwargs))
+    plain = not nested and not kwargs and len(positions) == len(leaves)
+    names = None if nested else tuple(kwargs)
+    return [leaves[i] for i in positions], Arguments(tree, others, positions, names, plain)
 
 
 MIN_TILE_TOKENS = 1024
@@ -251,9 +262,14 @@ class OutputAssembly:
         self.leaves: list[Any] = []
         self._places: list[Sequence[Tensor]] = []
         """Of each leaf, where the tiles' values go."""
+        self._one: Sequence[Tensor] | None = None
+        """The same of an output that is one tensor per token."""
 
     def add(self, output: Any, index: int) -> None:
         """Put the output of the tile with that index in its place."""
+        if self._one is not None and isinstance(output, Tensor) and output.shape == (place := self._one[index]).shape:
+            place.copy_(output)
+            return
         leaves = leaves_of(output, self.layout)
         if leaves is None:
             raise NotPositionWiseError(
@@ -265,6 +281,7 @@ class OutputAssembly:
                 tile_views(whole, kind, self.shape, self.bounds)
                 for whole, kind in zip(self.leaves, self.layout.kinds, strict=True)
             ]
+            self._one = self._places[0] if self.layout.kinds == ("tokens",) and self.layout.tree.is_leaf() else None
         for places, leaf, kind, name in zip(self._places, leaves, self.layout.kinds, self.layout.names, strict=True):
             place = places[index]
             if isinstance(leaf, Tensor) == (kind == "constant"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(partial(patch.inner, module), _parts(module, patch.found.parts), whole=patch.found.parts is None)
+    work = Work(patch.bound(module), _parts(module, patch.found.parts), whole=patch.found.parts is None)
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
@@ -237,7 +237,7 @@ _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle loo
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(partial(patch.inner, module), (module,), patch.key)
+    work = Work(patch.bound(module), (module,), patch.key)
     if patch.after:
         made = _with_neighbor(work, patch.mlp, args, kwargs)
         return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made)

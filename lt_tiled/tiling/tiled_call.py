@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
-from lt_tiled.tiling.backward import Backward
+from lt_tiled.tiling.backward import Backward, turned
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
@@ -42,7 +42,7 @@ from lt_tiled.tiling.recompute import (
 )
 from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import TiledPatch, Work
-from lt_tiled.tiling.weights import GradientSum, gradient_sums, substituted, trainable_weights
+from lt_tiled.tiling.weights import GradientSum, can_copy, gradient_sums, substituted, trainable_weights
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,11 @@ class TiledCall:
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
+    @cached_property
+    def copied(self) -> bool:
+        """Whether its tiles are recomputed on copies of the modules."""
+        return can_copy(self.work)
+
     @property
     def mode(self) -> Hashable:
         """Tells apart what the self-check must see by itself.
@@ -141,8 +146,7 @@ class TiledCall:
 
     def run_views(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module's own forward on the tensors of a tile as it sees them."""
-        args, kwargs = self.arguments.call_with(tensors)
-        return self.work.function(*args, **kwargs)
+        return self.arguments.call(self.work.function, tensors)
 
     def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
         """Run the first tokens without a graph, and leave the random generators as they were."""
@@ -328,7 +332,11 @@ class TiledCall:
         random = random_state_kept(self.device, trace.random) if trace.random is not None else nullcontext()
         if trace.modules is not None:
             trace.modules.check(self.patch.name, "its backward pass")
-        with self._sums([w.tensor for w in self.weights]) as sums, self._sums(self._wholes(inputs)) as wholes:
+        weights = [w.tensor for w in self.weights]
+        with (
+            self._sums(weights, turned(self)) as sums,
+            self._sums(self._wholes(inputs)) as wholes,
+        ):
             with training_set(self.modes), self.autocast.context(), random:
                 parts = iter(Backward(self, trace, sums, wholes).run(inputs, gradients))
             totals = iter([s.take() for s in wholes])
@@ -359,8 +367,10 @@ class TiledCall:
         triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
         return [t for t, wants, per_token in triples if wants and not per_token]
 
-    def _sums(self, tensors: Sequence[Tensor]) -> AbstractContextManager[list[GradientSum]]:
-        return gradient_sums(tensors, self.patch.tiling.accumulate)
+    def _sums(
+        self, tensors: Sequence[Tensor], turned: Sequence[bool] = ()
+    ) -> AbstractContextManager[list[GradientSum]]:
+        return gradient_sums(tensors, self.patch.tiling.accumulate, turned)
 
 
 def _switches(part: nn.Module) -> tuple[Hashable, ...]:

@@ -3,7 +3,7 @@
 NOTE [Substitution]
 A tile's graph begins at leaves of its own, one for each weight, whose hooks sum the gradients of all tiles. They are
 not put into the module, where another thread would see them and Ctrl-C could leave them. The recompute runs on shallow
-copies of the modules that hold them (``tiling/copies.py``), made once for each backward pass, so that nothing stands
+copies of the modules that hold them (:class:`Copies`), made once for each backward pass, so that nothing stands
 between the module's code and torch. Where code may reach its modules in other ways (closures, a ``forward`` that was
 replaced by another function), a ``TorchFunctionMode``, which belongs to one thread, hands the leaves to torch's
 functions in place of the weights. What still gets a weight itself, such as a custom autograd Function, which is called
@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -124,20 +127,127 @@ def present(weights: Sequence[Weight]) -> list[list[Tensor]]:
     return found
 
 
+class Copies:
+    """Copies of a work's modules, for one backward pass. The modules themselves stay as they are.
+
+    A copy shares everything with its module but the dictionaries of its attributes, parameters and submodules. What
+    its code sets is lost with it.
+
+    Args:
+        work: The work.
+        weights: Its trainable weights.
+        sums: Of their gradients; the copies hold their leaves.
+    """
+
+    def __init__(self, work: Work, weights: Sequence[Weight], sums: Sequence[GradientSum]) -> None:
+        self._parts = set(work.parts())
+        places = [(place, total) for weight, total in zip(weights, sums, strict=True) for place in weight.places]
+        self._leaves = {place: total.leaf.t() if total.turned else total.leaf for place, total in places}
+        self._turned = {owner: total.leaf for (owner, _), total in places if total.turned}
+        self._made: dict[nn.Module, nn.Module] = {}
+        self._direct: list[tuple[nn.Module, str]] = []
+        """The parameters and submodules that stand among a copy's attributes too."""
+        self.function = self._on_copies(work.function)
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module."""
+        if module not in self._made:
+            self._copy(module)
+        return self._made[module]
+
+    def _copy(self, module: nn.Module) -> None:
+        cls = type(module)
+        copy = self._made[module] = object.__new__(cls)
+        held = copy.__dict__
+        held.update(module.__dict__)
+        for name in ("_parameters", "_buffers"):
+            entries = dict(module.__dict__[name].items())
+            found = {entry: self._leaves[module, entry] for entry in entries if (module, entry) in self._leaves}
+            if found or name == "_parameters":  # a buffer that the code replaces is the module's own
+                held[name] = {**entries, **found}
+        children = module.__dict__["_modules"].items()
+        held["_modules"] = {name: self.of(part) if part in self._parts else part for name, part in children}
+        for name, value in module.__dict__.items():
+            if (module, name) in self._leaves:
+                held[name] = self._leaves[module, name]
+            elif isinstance(value, MethodType) and value.__self__ is module:
+                held[name] = MethodType(value.__func__, copy)
+        if module in self._turned:  # what F.linear does, but that it transposes the weight for each tile
+            held["forward"] = partial(_product, self._turned[module])
+        if cls.__getattr__ is nn.Module.__getattr__:  # which takes ten times as long as an attribute
+            for name, value in (*held["_parameters"].items(), *held["_modules"].items()):
+                if not hasattr(cls, name):
+                    held[name] = value
+                    self._direct.append((copy, name))
+
+    def _on_copies(self, function: Any) -> Any:
+        """Return a function that reaches its modules through its arguments, on the copies."""
+        if isinstance(function, partial):
+            return partial(self._on_copies(function.func), *map(self._on_copies, function.args), **function.keywords)
+        if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
+            return MethodType(function.__func__, self.of(function.__self__))
+        return self.of(function) if isinstance(function, nn.Module) else function
+
+    def check(self, module: str) -> None:
+        """Refuse code that sets a parameter or a submodule, which the attributes of a copy would not follow.
+
+        Raises:
+            RuntimeError: If there is one.
+        """
+        for copy, name in self._direct:
+            holder = copy._parameters if name in copy._parameters else copy._modules
+            if name in copy.__dict__ and copy.__dict__[name] is not holder.get(name):
+                raise RuntimeError(
+                    f"{module}: its forward sets {type(copy).__name__}.{name}, a parameter or a submodule, which its"
+                    " tiles cannot follow. Set a plain attribute instead, or lt_tiled.untile() the module."
+                )
+
+
+def _product(transposed: Tensor, input: Tensor) -> Tensor:
+    return torch.matmul(input, transposed)
+
+
+def can_copy(work: Work) -> bool:
+    """Whether the work reaches all of its modules through the arguments of its function and their submodules."""
+    return _reaches_by_arguments(work.function) and all(map(_is_plain, work.parts()))
+
+
+def _reaches_by_arguments(function: Any) -> bool:
+    if isinstance(function, partial):
+        return all(map(_reaches_by_arguments, (function.func, *function.args)))
+    bound = isinstance(function, MethodType) and isinstance(function.__self__, nn.Module)
+    return bound or isinstance(function, nn.Module) or is_of(function, ("lt_tiled.",))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether an object of the same class with the same attributes does the same: not so for TorchScript."""
+    forward = module.__dict__.get("forward")
+    bound = forward is None or (isinstance(forward, MethodType) and forward.__self__ is module)
+    slots = any(base.__dict__.get("__slots__") for base in type(module).__mro__)
+    return bound and not slots and not isinstance(module, torch.jit.ScriptModule)
+
+
 class GradientSum:
     """Sums one tensor's gradients over the tiles while autograd produces them.
 
     The leaf's hook adds a tile's gradient to the sum and hands autograd a stand-in without memory, so that only one
     gradient is alive next to the sum. Sums of 16-bit gradients are kept in float32 and rounded once: summed in their
     own dtype, their error grows with the number of tiles.
+
+    Args:
+        tensor: The tensor.
+        accumulate: ``"float32"`` or ``"param"``.
+        turned: Whether the leaf is the transposed tensor: see :attr:`Copies.turned`.
     """
 
-    def __init__(self, tensor: Tensor, accumulate: str) -> None:
+    def __init__(self, tensor: Tensor, accumulate: str, turned: bool = False) -> None:
         self.dtype = tensor.dtype
         wide = accumulate == "float32" and tensor.dtype in (torch.bfloat16, torch.float16)
         self.sum_dtype = torch.float32 if wide else tensor.dtype
         self.sum: Tensor | None = None
-        self.leaf = tensor.detach().requires_grad_()
+        self.turned = turned
+        # Detached last: autocast keeps its casts of leaves that are no views.
+        self.leaf = (tensor.detach().t() if turned else tensor).detach().requires_grad_()
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
         self._handle = self.leaf.register_hook(self.add)
 
@@ -145,7 +255,7 @@ class GradientSum:
         """Add one tile's gradient, or a part of it."""
         dense = gradient.layout is torch.strided
         if self.sum is None:
-            form: Any = {"memory_format": torch.contiguous_format} if dense else {}
+            form: Any = {"memory_format": torch.contiguous_format} if dense and not self.turned else {}
             self.sum = gradient.to(self.sum_dtype, copy=True, **form)
         else:
             self.sum.add_(gradient)
@@ -171,14 +281,16 @@ class GradientSum:
                 f"{module}: a custom autograd Function uses its weight of shape {list(tensor.shape)} directly, and"
                 f" {why}. Leave it as it is until the backward pass, or lt_tiled.untile() the module."
             )
-        self.add(gradient)
+        self.add(gradient.t() if self.turned else gradient)
 
     def take(self, zeros: bool = False) -> Tensor | None:
         """Return the sum in the tensor's own dtype; if no tile used it, ``None``, or zeros where they are wanted."""
         total, self.sum = self.sum, None
         if total is None:
-            return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
-        return total.to(self.dtype)
+            if not zeros:
+                return None
+            total = torch.zeros_like(self.leaf, requires_grad=False)
+        return (total.t() if self.turned else total).to(self.dtype)
 
     def close(self) -> None:
         """Remove the hook, which keeps the leaf and this object alive."""
@@ -186,9 +298,11 @@ class GradientSum:
 
 
 @contextmanager
-def gradient_sums(tensors: Sequence[Tensor], accumulate: str) -> Iterator[list[GradientSum]]:
+def gradient_sums(
+    tensors: Sequence[Tensor], accumulate: str, turned: Sequence[bool] = ()
+) -> Iterator[list[GradientSum]]:
     """Return a sum for each tensor, closed at the end."""
-    sums = [GradientSum(tensor, accumulate) for tensor in tensors]
+    sums = [GradientSum(t, accumulate, turn) for t, turn in zip_longest(tensors, turned, fillvalue=False)]
     try:
         yield sums
     finally:
