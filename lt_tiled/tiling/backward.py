@@ -17,7 +17,7 @@ from lt_tiled.tiling.compiled import CannotCompile
 from lt_tiled.tiling.layout import tile_gradients
 from lt_tiled.tiling.recompute import RandomState, SavedCounter, entry, saves_elsewhere
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
-from lt_tiled.tiling.weights import Copies, GradientSum, present, substituted
+from lt_tiled.tiling.weights import Copies, GradientSum, call_with, present, substituted
 
 if TYPE_CHECKING:
     from lt_tiled.tiling.tiled_call import TiledCall, Trace
@@ -32,7 +32,7 @@ def turned(call: TiledCall) -> list[bool]:
     That of the last projection is not, because its products are computed without autograd.
     """
     index = call.patch.learned.last.get(call.key)
-    last = None if index is None else list(call.work.parts())[index]
+    last = None if index is None else call.work.parts()[index]
 
     def linear(owner: nn.Module, name: str) -> bool:
         alone = type(owner) is nn.Linear and name == "weight" and entry(owner._parameters, "bias") is None
@@ -80,7 +80,7 @@ class Backward:
         index = self.call.patch.learned.last.get(self.call.key)
         if index is None or self._copies is None:
             return None
-        part = list(self.call.work.parts())[index]
+        part = self.call.work.parts()[index]
         places = {place: s for weight, s in zip(self.call.weights, self.sums, strict=True) for place in weight.places}
         sums = places.get((part, "weight")), places.get((part, "bias"))
         return LastLinear(self._copies.of(part), sums, self.call.autocast.dtype)
@@ -227,11 +227,11 @@ class LastLinear:
         self._stand_ins: dict[Any, _StandIn] = {}
         self._input: Tensor | None = None
         self._output: _StandIn | None = None
-        linear.__dict__["forward"] = self._forward
+        self._place = call_with(linear, self._forward)
 
     def end(self) -> bool:
         """Let the copy compute again; return whether this tile had a stand-in."""
-        del self._linear.__dict__["forward"]
+        del self._linear.__dict__[self._place]
         seen, self._input = self._input is not None, None
         return seen
 
@@ -274,7 +274,7 @@ class LastLinear:
             outputs: What the tile returned, checked.
             given: The gradients of these; that of the projection is taken out.
         """
-        where = next(index for index, leaf in enumerate(outputs) if leaf is self._output)
+        where = 0 if len(outputs) == 1 else [leaf is self._output for leaf in outputs].index(True)
         input = self._input
         assert input is not None
         gradient, given[where] = given[where], None

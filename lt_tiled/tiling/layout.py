@@ -132,8 +132,9 @@ class TokenShape:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
-        flat, size = self.flatten(whole), bounds[0][1]
-        equal = sum(high - low == size for low, high in bounds)  # all but the last ones
+        flat, size, equal = self.flatten(whole), bounds[0][1], len(bounds)
+        while bounds[equal - 1][1] != equal * size:  # of the last ones
+            equal -= 1
         # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
         lead, rest = (1,) * (len(self.lead) - 1), flat.shape[1:]
         found = flat[: equal * size].view(equal, *lead, size, *rest).unbind()

@@ -117,7 +117,8 @@ class NotesLinear(Substituted):
         """Return the index among the work's parts of the linear module whose output is one of these."""
         if self.last is None or sum(output is self.last[1] for output in outputs) != 1:
             return None
-        held = [(part._parameters, part.__dict__) if type(part) is nn.Linear else () for part in work.parts()]
+        plain = (type(part) is nn.Linear and "forward" not in part.__dict__ for part in work.parts())
+        held = [(p._parameters, p.__dict__) if is_plain else () for p, is_plain in zip(work.parts(), plain, strict=True)]
         weight = self.last[0]
         found = [i for i, holders in enumerate(held) if any(entry(holder, "weight") is weight for holder in holders)]
         return found[0] if len(found) == 1 else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -136,10 +137,13 @@ class Work:
     whole: bool = True
     """Whether the modules run by their forward, so that their own hooks run around the tiles and not in them."""
 
-    def parts(self) -> Iterator[nn.Module]:
-        """Yield the modules and their submodules."""
-        for module in self.modules:
-            yield from module.modules()
+    def parts(self) -> Sequence[nn.Module]:
+        """Return the modules and their submodules."""
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> Sequence[nn.Module]:  # one call asks several times
+        return [part for module in self.modules for part in module.modules()]
 
     def hooked(self) -> str | None:
         """Return the class of a module in the work whose hook, set by a user, would see tiles.

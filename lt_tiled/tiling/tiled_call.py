@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any
 
@@ -272,7 +272,8 @@ class TiledCall:
                 with random_state_kept(self.device):  # uncompiled: its random numbers are not those of the recompute
                     self._count_saved(inputs)
                     counts = False
-            run = self.run_views if self.compiled is None else self._run_compiled
+            uncompiled = partial(self.arguments.call, self.work.function)
+            run = uncompiled if self.compiled is None else self._run_compiled
             for index, tile in enumerate(self.tiles([t.detach() for t in inputs])):
                 output = self._count_saved(inputs) if counts else run(tile)
                 counts = False

@@ -12,7 +12,7 @@ past such modes, is differentiated with respect to it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
-from lt_tiled.modules.patch import is_of
+from lt_tiled.modules.patch import HOOKS, is_of
 from lt_tiled.tiling.recompute import entry
 from lt_tiled.tiling.state import Work
 
@@ -173,7 +174,7 @@ class Copies:
             elif isinstance(value, MethodType) and value.__self__ is module:
                 held[name] = MethodType(value.__func__, copy)
         if module in self._turned:  # what F.linear does, but that it transposes the weight for each tile
-            held["forward"] = partial(_product, self._turned[module])
+            call_with(copy, partial(_product, self._turned[module]))
         if cls.__getattr__ is nn.Module.__getattr__:  # which takes ten times as long as an attribute
             for name, value in (*held["_parameters"].items(), *held["_modules"].items()):
                 if not hasattr(cls, name):
@@ -201,6 +202,17 @@ class Copies:
                     f"{module}: its forward sets {type(copy).__name__}.{name}, a parameter or a submodule, which its"
                     " tiles cannot follow. Set a plain attribute instead, or lt_tiled.untile() the module."
                 )
+
+
+def call_with(copy: nn.Module, forward: Callable[[Tensor], Tensor]) -> str:
+    """Let a copy run another forward, and return the attribute that is set for it.
+
+    Without hooks it is the attribute that ``nn.Module.compile`` sets, which is called directly.
+    """
+    hooked = any(copy.__dict__[kind] for kind in HOOKS) or torch_module._has_any_global_hook()
+    place = "forward" if hooked or copy._compiled_call_impl is not None else "_compiled_call_impl"
+    copy.__dict__[place] = forward
+    return place
 
 
 def _product(transposed: Tensor, input: Tensor) -> Tensor:
