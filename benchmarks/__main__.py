@@ -30,6 +30,7 @@ from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.engines import ROWS, engines
 from benchmarks.faults import faults
+from benchmarks.host import host
 from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.offload import offload
@@ -100,6 +101,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "engines": lambda: engines(everyone, rows),
         "costs": lambda: costs(everyone, few if quick else Size()),
         "step_time": lambda: step_time(everyone, device, rounds, quick),
+        "host": lambda: host(everyone, 9 if quick else 25),
         "checks": lambda: checks(device, rounds, quick),
         "loss": lambda: loss(device, sizes, rounds=rounds),
         "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -40,7 +41,7 @@ def turned(call: TiledCall) -> list[bool]:
 
     if call.compiled is not None or not call.copied:
         return [False] * len(call.weights)
-    pairs = ((w.tensor, w.places) for w in call.weights)
+    pairs: Iterable[tuple[Any, Any]] = ((w.tensor, w.places) for w in call.weights)
     return [
         t.dim() == 2 and not is_traceable_wrapper_subclass(t) and all(linear(*place) for place in places)
         for t, places in pairs
@@ -69,12 +70,9 @@ class Backward:
         leaves = [s.leaf for s in (*sums, *wholes)]
         self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
         self._copies = Copies(call.work, call.weights, sums) if call.copied else None
-        self._function = self._in_mode if self._copies is None else self._copies.function
+        mode = partial(_in_mode, call, sums)
+        self._function = mode if self._copies is None else self._copies.function
         self._last, self._compiles = self._last_linear(), call.compiled is not None
-
-    def _in_mode(self, *args: Any, **kwargs: Any) -> Any:
-        with substituted(self.call.weights, self.sums):
-            return self.call.work.function(*args, **kwargs)
 
     def _last_linear(self) -> LastLinear | None:
         index = self.call.patch.learned.last.get(self.call.key)
@@ -85,7 +83,7 @@ class Backward:
         sums = places.get((part, "weight")), places.get((part, "bias"))
         return LastLinear(self._copies.of(part), sums, self.call.autocast.dtype)
 
-    def run(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def run(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Run all tiles.
 
         Args:
@@ -102,13 +100,23 @@ class Backward:
             repeat(None) if gradient is None else tile_gradients(gradient, kind, call.shape, bounds)
             for gradient, kind in zip(gradients, kinds, strict=True)
         ]
-        with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
-            tiles = call.tiles(call.leaves(inputs, self.wholes))
-            for tile, own, into in zip(tiles, _rows(given), _rows(parts)):  # noqa: B905
-                self._tile(tile, list(own), into)
-        if self._copies is not None:
-            self._copies.check(call.patch.name)
+        try:
+            with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
+                tiles = call.tiles(call.leaves(inputs, self.wholes))
+                for tile, own, into in zip(tiles, _rows(given), _rows(parts)):  # noqa: B905
+                    self._tile(tile, list(own), into)
+            if self._copies is not None:
+                self._copies.check(call.patch.name)
+        finally:
+            self._end()
         return results
+
+    def _end(self) -> None:
+        """Leave no cycle of references, which would keep weights until Python collects garbage."""
+        if self._last is not None:
+            self._last.end()
+        if self._copies is not None:
+            self._copies.end()
 
     def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
         """Recompute a tile and differentiate it.
@@ -199,6 +207,11 @@ class Backward:
         return True
 
 
+def _in_mode(call: TiledCall, sums: Sequence[GradientSum], *args: Any, **kwargs: Any) -> Any:
+    with substituted(call.weights, sums):
+        return call.work.function(*args, **kwargs)
+
+
 def _leaves(output: Any) -> list[Any]:
     return [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
 
@@ -231,7 +244,7 @@ class LastLinear:
 
     def end(self) -> bool:
         """Let the copy compute again; return whether this tile had a stand-in."""
-        del self._linear.__dict__[self._place]
+        self._linear.__dict__.pop(self._place, None)
         seen, self._input = self._input is not None, None
         return seen
 
@@ -245,7 +258,7 @@ class LastLinear:
             self._output = self._stand_ins[key] = self._stand_in(input)
         return self._output
 
-    def _stand_in(self, input: Tensor) -> _StandIn:
+    def _stand_in(self, input: Any) -> _StandIn:
         dtype = self._dtype or input.dtype
         wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
         if wrapped or self._weight.dtype != dtype or input.dtype == torch.float64 != dtype:
@@ -291,14 +304,15 @@ class LastLinear:
             return []
         slope = rows.mm(self._weight).view(input.shape)
         # An edge, not the input, which is not needed any more.
-        edge = GradientEdge(input.grad_fn, input.output_nr)
+        node: Any = input.grad_fn
+        edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
         return [(edge, slope if self._dtype is None else slope.to(input.dtype))]
 
 
 class _StandIn(Tensor):
     """A tensor without a value, which notes each use."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     read = False
 
     @classmethod

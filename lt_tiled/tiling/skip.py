@@ -92,8 +92,7 @@ class LastProjectionSkip(TorchDispatchMode):
 def hooked(tensor: Tensor) -> bool:
     """Whether a hook on a tensor's gradient may read its value."""
     # The hooks of register_multi_grad_hook (FlopCounterMode, FSDP2) wait for the gradient and read no value.
-    hooks = tensor._backward_hooks
-    return bool(hooks) and any(hook.__module__ != "torch.autograd.graph" for hook in hooks.values())
+    return any(hook.__module__ != "torch.autograd.graph" for hook in (tensor._backward_hooks or {}).values())
 
 
 _linear = F.linear  # DeepSpeed replaces it
@@ -117,8 +116,7 @@ class NotesLinear(Substituted):
         """Return the index among the work's parts of the linear module whose output is one of these."""
         if self.last is None or sum(output is self.last[1] for output in outputs) != 1:
             return None
-        plain = (type(part) is nn.Linear and "forward" not in part.__dict__ for part in work.parts())
-        held = [(p._parameters, p.__dict__) if is_plain else () for p, is_plain in zip(work.parts(), plain, strict=True)]
-        weight = self.last[0]
-        found = [i for i, holders in enumerate(held) if any(entry(holder, "weight") is weight for holder in holders)]
+        plain = [type(part) is nn.Linear and "forward" not in part.__dict__ for part in work.parts()]
+        holders = ((p._parameters, p.__dict__) if ok else () for p, ok in zip(work.parts(), plain, strict=True))
+        found = [i for i, held in enumerate(holders) if any(entry(h, "weight") is self.last[0] for h in held)]
         return found[0] if len(found) == 1 else None

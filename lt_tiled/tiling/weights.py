@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,13 +94,10 @@ class Substituted(TorchFunctionMode):
         return type(value)(map(self._instead, value)) if type(value) in (list, tuple) else value
 
 
-ModeType = TypeVar("ModeType", bound=Substituted)
-
-
 @contextmanager
 def substituted(
-    weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor], kind: type[ModeType] = Substituted
-) -> Iterator[ModeType]:
+    weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor], kind: type[Substituted] = Substituted
+) -> Iterator[Any]:
     """Let the modules' code compute with other leaves in place of their weights, as they are now."""
     plain = [leaf.leaf if isinstance(leaf, GradientSum) else leaf for leaf in leaves]
     pairs = zip(present(weights), plain, strict=True)
@@ -143,11 +140,14 @@ class Copies:
     def __init__(self, work: Work, weights: Sequence[Weight], sums: Sequence[GradientSum]) -> None:
         self._parts = set(work.parts())
         places = [(place, total) for weight, total in zip(weights, sums, strict=True) for place in weight.places]
-        self._leaves = {place: total.leaf.t() if total.turned else total.leaf for place, total in places}
+        with torch.enable_grad():  # code that reads the weight itself gets a view of its leaf
+            self._leaves = {place: total.leaf.t() if total.turned else total.leaf for place, total in places}
         self._turned = {owner: total.leaf for (owner, _), total in places if total.turned}
         self._made: dict[nn.Module, nn.Module] = {}
         self._direct: list[tuple[nn.Module, str]] = []
         """The parameters and submodules that stand among a copy's attributes too."""
+        self._bound: list[tuple[nn.Module, str]] = []
+        """The attributes that are methods of their copy."""
         self.function = self._on_copies(work.function)
 
     def of(self, module: nn.Module) -> nn.Module:
@@ -173,6 +173,7 @@ class Copies:
                 held[name] = self._leaves[module, name]
             elif isinstance(value, MethodType) and value.__self__ is module:
                 held[name] = MethodType(value.__func__, copy)
+                self._bound.append((copy, name))
         if module in self._turned:  # what F.linear does, but that it transposes the weight for each tile
             call_with(copy, partial(_product, self._turned[module]))
         if cls.__getattr__ is nn.Module.__getattr__:  # which takes ten times as long as an attribute
@@ -188,6 +189,11 @@ class Copies:
         if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
             return MethodType(function.__func__, self.of(function.__self__))
         return self.of(function) if isinstance(function, nn.Module) else function
+
+    def end(self) -> None:
+        """Take away what makes the copies refer to themselves."""
+        for copy, name in self._bound:
+            copy.__dict__.pop(name, None)
 
     def check(self, module: str) -> None:
         """Refuse code that sets a parameter or a submodule, which the attributes of a copy would not follow.
@@ -314,7 +320,7 @@ def gradient_sums(
     tensors: Sequence[Tensor], accumulate: str, turned: Sequence[bool] = ()
 ) -> Iterator[list[GradientSum]]:
     """Return a sum for each tensor, closed at the end."""
-    sums = [GradientSum(t, accumulate, turn) for t, turn in zip_longest(tensors, turned, fillvalue=False)]
+    sums = [GradientSum(t, accumulate, turn) for t, turn in zip(tensors, turned or repeat(False), strict=False)]
     try:
         yield sums
     finally:

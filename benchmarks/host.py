@@ -1,0 +1,84 @@
+"""What a tile costs the host: ``python -m benchmarks --only host``.
+
+Process time of Python, torch's dispatcher and autograd for one tile, forward and backward. The MLP is so small that its
+arithmetic takes next to nothing. On a GPU the host must be ahead of the device, or small tiles wait for it. Rounds are
+interleaved, and figures are medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from benchmarks.peers import Peer, tile_with
+from benchmarks.sheet import Cell, Sheet, machine, reason
+from benchmarks.step_time import interleaved
+
+FEW, MANY = 64, 256
+HIDDEN, TOKENS = 16, 4
+"""The tile: 4 tokens of an MLP of 16 x 48."""
+
+
+def host(everyone: list[Peer], rounds: int = 25) -> list[Sheet]:
+    """One row for each peer at hand."""
+    title = f"host time of a tile, forward and backward: a Llama MLP of {HIDDEN} x {3 * HIDDEN}, {TOKENS} tokens a tile"
+    headings = ["", f"{FEW} tiles [µs]", f"{MANY} tiles [µs]", "one tile more [µs]", "relative to lt_tiled"]
+    sheet = Sheet("host", title, headings)
+    names = [peer.name for peer in everyone if peer.tile is not None]
+    ways: dict[str, Callable[[], float]] = {}
+    for name in names:
+        try:
+            of_peer = {f"{name} {tiles}": step_of(name, tiles) for tiles in (FEW, MANY)}
+            for step in of_peer.values():
+                step()
+            ways |= of_peer
+        except Exception as error:  # a peer may raise anything
+            sheet.notes.append(f"{name}: {reason(error)}.")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = interleaved(ways, rounds)
+    finally:
+        torch.set_num_threads(threads)
+    found = {name: per_tile(times, name) for name in names if f"{name} {FEW}" in ways}
+    for name, (few, many, more) in found.items():
+        others = [figures[2] for other, figures in found.items() if other != name]
+        least = more <= min(others) if others else None
+        ratio = f"{more / found['lt_tiled'][2]:.2f}"
+        sheet.add(name, f"{few:.0f}", f"{many:.0f}", Cell(f"{more:.0f}", least), ratio)
+    sheet.notes.insert(
+        0,
+        f"Process time, medians of {rounds} interleaved rounds, {machine(torch.device('cpu'))}. A tile's share of a"
+        " call in so many tiles, and the slope between the two, which leaves out what is done once for each call;"
+        " ✓ least.",
+    )
+    return [sheet]
+
+
+def per_tile(times: dict[str, list[float]], name: str) -> tuple[float, float, float]:
+    """Return microseconds per tile of a call in few tiles and in many, and of one tile more."""
+    few, many = (statistics.median(times[f"{name} {tiles}"]) * 1e6 for tiles in (FEW, MANY))
+    return few / FEW, many / MANY, (many - few) / (MANY - FEW)
+
+
+def step_of(name: str, tiles: int) -> Callable[[], float]:
+    """Return a function that runs one forward and backward in so many tiles and returns its seconds."""
+    torch.manual_seed(0)
+    mlp = LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=1))
+    tile_with(name, mlp, tiles)
+    x = torch.randn(1, tiles * TOKENS, HIDDEN, requires_grad=True)
+    return partial(_seconds, mlp, x, torch.randn_like(x))
+
+
+def _seconds(mlp: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> float:
+    mlp.zero_grad(set_to_none=True)
+    x.grad = None
+    start = time.process_time()
+    mlp(x).backward(gradient)
+    return time.process_time() - start
