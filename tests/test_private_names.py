@@ -93,7 +93,7 @@ def unused_torch_function() -> bool:
 def global_hook() -> bool:
     has = nn.modules.module._has_any_global_hook
     with torch.utils.module_tracker.ModuleTracker():
-        inside = has()
+        inside = bool(has())
     return inside and not has()
 
 

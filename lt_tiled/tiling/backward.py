@@ -36,8 +36,9 @@ def turned(call: TiledCall) -> list[bool]:
     last = None if index is None else call.work.parts()[index]
 
     def linear(owner: nn.Module, name: str) -> bool:
-        alone = type(owner) is nn.Linear and name == "weight" and entry(owner._parameters, "bias") is None
-        return alone and owner is not last and "forward" not in owner.__dict__
+        if type(owner) is not nn.Linear or owner is last or "forward" in owner.__dict__:
+            return False
+        return name == "weight" and name in owner._parameters and entry(owner._parameters, "bias") is None
 
     if call.compiled is not None or not call.copied:
         return [False] * len(call.weights)
@@ -105,8 +106,6 @@ class Backward:
                 tiles = call.tiles(call.leaves(inputs, self.wholes))
                 for tile, own, into in zip(tiles, _rows(given), _rows(parts)):  # noqa: B905
                     self._tile(tile, list(own), into)
-            if self._copies is not None:
-                self._copies.check(call.patch.name)
         finally:
             self._end()
         return results
@@ -235,6 +234,7 @@ class LastLinear:
     ) -> None:
         weight: Any = linear.weight
         self._linear, self._sums, self._dtype = linear, sums, dtype
+        self._own = _held(linear)
         self._weight = weight.detach() if dtype is None else weight.detach().to(dtype)
         self._trains = any(total is not None for total in sums)
         self._stand_ins: dict[Any, _StandIn] = {}
@@ -249,7 +249,7 @@ class LastLinear:
         return seen
 
     def _forward(self, input: Tensor) -> Tensor:
-        if self._input is not None:
+        if self._input is not None or any(a is not b for a, b in zip(_held(self._linear), self._own, strict=True)):
             raise CannotSkip
         self._input = input
         key = input.shape, input.dtype, input.requires_grad
@@ -307,6 +307,11 @@ class LastLinear:
         node: Any = input.grad_fn
         edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
         return [(edge, slope if self._dtype is None else slope.to(input.dtype))]
+
+
+def _held(linear: nn.Module) -> list[Any]:
+    """Return what a linear module holds, in whose place functional_call puts others."""
+    return [holder.get(name) for holder in (linear._parameters, linear.__dict__) for name in ("weight", "bias")]
 
 
 class _StandIn(Tensor):

@@ -21,6 +21,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
@@ -144,8 +145,6 @@ class Copies:
             self._leaves = {place: total.leaf.t() if total.turned else total.leaf for place, total in places}
         self._turned = {owner: total.leaf for (owner, _), total in places if total.turned}
         self._made: dict[nn.Module, nn.Module] = {}
-        self._direct: list[tuple[nn.Module, str]] = []
-        """The parameters and submodules that stand among a copy's attributes too."""
         self._bound: list[tuple[nn.Module, str]] = []
         """The attributes that are methods of their copy."""
         self.function = self._on_copies(work.function)
@@ -174,13 +173,9 @@ class Copies:
             elif isinstance(value, MethodType) and value.__self__ is module:
                 held[name] = MethodType(value.__func__, copy)
                 self._bound.append((copy, name))
-        if module in self._turned:  # what F.linear does, but that it transposes the weight for each tile
-            call_with(copy, partial(_product, self._turned[module]))
-        if cls.__getattr__ is nn.Module.__getattr__:  # which takes ten times as long as an attribute
-            for name, value in (*held["_parameters"].items(), *held["_modules"].items()):
-                if not hasattr(cls, name):
-                    held[name] = value
-                    self._direct.append((copy, name))
+        if module in self._turned:
+            forward = partial(_product, held["_parameters"], self._leaves[module, "weight"], self._turned[module])
+            call_with(copy, forward)
 
     def _on_copies(self, function: Any) -> Any:
         """Return a function that reaches its modules through its arguments, on the copies."""
@@ -195,20 +190,6 @@ class Copies:
         for copy, name in self._bound:
             copy.__dict__.pop(name, None)
 
-    def check(self, module: str) -> None:
-        """Refuse code that sets a parameter or a submodule, which the attributes of a copy would not follow.
-
-        Raises:
-            RuntimeError: If there is one.
-        """
-        for copy, name in self._direct:
-            holder = copy._parameters if name in copy._parameters else copy._modules
-            if name in copy.__dict__ and copy.__dict__[name] is not holder.get(name):
-                raise RuntimeError(
-                    f"{module}: its forward sets {type(copy).__name__}.{name}, a parameter or a submodule, which its"
-                    " tiles cannot follow. Set a plain attribute instead, or lt_tiled.untile() the module."
-                )
-
 
 def call_with(copy: nn.Module, forward: Callable[[Tensor], Tensor]) -> str:
     """Let a copy run another forward, and return the attribute that is set for it.
@@ -221,8 +202,11 @@ def call_with(copy: nn.Module, forward: Callable[[Tensor], Tensor]) -> str:
     return place
 
 
-def _product(transposed: Tensor, input: Tensor) -> Tensor:
-    return torch.matmul(input, transposed)
+def _product(parameters: dict[str, Any], weight: Tensor, turned: Tensor, input: Tensor) -> Tensor:
+    """Do what a linear module does, without transposing its weight for each tile."""
+    if parameters["weight"] is weight and parameters["bias"] is None:
+        return torch.matmul(input, turned)
+    return F.linear(input, parameters["weight"], parameters["bias"])  # functional_call puts others there
 
 
 def can_copy(work: Work) -> bool:

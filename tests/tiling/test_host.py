@@ -1,0 +1,184 @@
+"""What a tile costs the host, in exact counts, and the copies of modules that save it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_tiled import tile
+from lt_tiled.tiling.state import TiledPatch
+from tests.models import GatedMLP, H, PlainMLP
+from tests.parity import FP32, gradients, randn, reference, worst
+
+
+def step(module: nn.Module, tiles: int) -> Callable[[], None]:
+    """Return a training step in so many tiles of four tokens, after two that learn."""
+    module, x = tile(module, num_shards=tiles, self_check=False), randn(1, 4 * tiles, H)
+
+    def run() -> None:
+        module(x).sum().backward()
+
+    run()
+    run()
+    return run
+
+
+def calls(run: Callable[[], None]) -> int:
+    """Count the functions that Python calls, its own and those of torch and other C code."""
+    counted = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def operations(run: Callable[[], None]) -> int:
+    """Count torch's operations."""
+    counted = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal counted
+            counted += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        run()
+    return counted
+
+
+def per_tile(count: Callable[[Callable[[], None]], int], module: Callable[[], nn.Module]) -> float:
+    """Return what one tile more counts."""
+    few, many = (count(step(module(), tiles)) for tiles in (8, 24))
+    return (many - few) / 16
+
+
+def test_calls_of_a_tile() -> None:
+    """One tile more of a gated MLP is at most 88 functions that Python calls, forward and backward: DeepSpeed's tile
+    calls more, and a mode that sees each operation would call twice as many.
+    """
+    assert per_tile(calls, GatedMLP) <= 88
+
+
+def test_operations_of_a_tile() -> None:
+    """One tile more is at most 51 of torch's operations, forward and backward, views among them."""
+    assert per_tile(operations, GatedMLP) <= 51
+
+
+def test_nothing_refers_to_itself() -> None:
+    """After a step no copy of a module is left, also without Python's garbage collection."""
+    module = GatedMLP()
+    run = step(module, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        run()
+        assert sum(type(value) is GatedMLP for value in gc.get_objects()) == 1
+    finally:
+        gc.enable()
+
+
+class Counts(GatedMLP):
+    """Counts its calls in an attribute."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+def test_attributes_of_the_recompute_are_lost() -> None:
+    """What a module sets on itself in the forward pass stays, and the recompute does not set it once more."""
+    module = tile(Counts(), num_shards=4, self_check=False)
+    x = randn(1, 40, H)
+    for steps in (1, 2):
+        gradients(module, x)
+        assert module.count == 4 * steps
+
+
+@pytest.mark.parametrize("how", ["closure", "bound", "other weight"])
+def test_code_that_reaches_its_modules_otherwise(how: str) -> None:
+    """A submodule with a forward of its own, as a function or a method, and a weight that other code reads, get the
+    untiled gradients.
+    """
+    torch.manual_seed(0)
+    m, x = GatedMLP(), randn(1, 40, H)
+    up, plain = m.up, m.up.forward
+    if how == "closure":
+        m.up.forward = lambda t: plain(t) * 2  # type: ignore[method-assign]
+    elif how == "bound":
+        m.up.forward = plain  # type: ignore[method-assign]
+    else:
+        m.act = lambda t: F.silu(t) * up.weight.square().mean()  # type: ignore[assignment]
+    true = gradients(m, x)  # of no copy, whose functions would be those of the module
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+
+
+class Swaps(GatedMLP):
+    """Calls its projections with other weights than their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.func.functional_call(self.gate, {"weight": self.up.weight * 2}, x)
+        return torch.func.functional_call(self.down, {"weight": self.down.weight * 3}, F.silu(h))
+
+
+def test_weights_that_are_swapped_inside() -> None:
+    """Weights that the module's own code gives to its projections for a call are those that it computes with."""
+    torch.manual_seed(0)
+    m, x = Swaps(), randn(1, 40, H)
+    true = reference(m, x)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "bias", "both", "all others"])
+def test_gradients_of_the_last_projection(frozen: str) -> None:
+    """Its weight and its bias have the untiled gradients, each of them trained or not."""
+    torch.manual_seed(0)
+    m, x = PlainMLP(), randn(2, 20, H)
+    m.fc2.weight.requires_grad_(frozen not in ("weight", "both"))
+    m.fc2.bias.requires_grad_(frozen not in ("bias", "both"))
+    m.fc1.requires_grad_(frozen != "all others")
+    true = reference(m, x)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+    assert list(m.__dict__[TiledPatch.attribute].learned.last.values()) == [3]
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_last_projection_under_autocast(weights: torch.dtype) -> None:
+    """Under autocast the gradients are as near to float64 as the untiled module's, whose rounding they have."""
+    torch.manual_seed(0)
+    m, x = GatedMLP().to(weights), randn(1, 40, H)
+    true = reference(m, x)
+
+    def call(x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m(x).float()
+
+    untiled = worst(gradients(m, x, call=call), true)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x, call=call), true) < 1.5 * untiled
+    assert len(m.__dict__[TiledPatch.attribute].learned.last) == 1
