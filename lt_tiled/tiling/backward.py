@@ -234,7 +234,9 @@ class LastLinear:
     ) -> None:
         weight: Any = linear.weight
         self._linear, self._sums, self._dtype = linear, sums, dtype
-        self._own = _held(linear)
+        # Where functional_call puts other tensors; FSDP with use_orig_params=False has views among the attributes.
+        self._holder = linear._parameters if "weight" in linear._parameters else linear.__dict__
+        self._own = self._holder.get("weight"), self._holder.get("bias")
         self._weight = weight.detach() if dtype is None else weight.detach().to(dtype)
         self._trains = any(total is not None for total in sums)
         self._stand_ins: dict[Any, _StandIn] = {}
@@ -249,7 +251,9 @@ class LastLinear:
         return seen
 
     def _forward(self, input: Tensor) -> Tensor:
-        if self._input is not None or any(a is not b for a, b in zip(_held(self._linear), self._own, strict=True)):
+        weight, bias = self._own
+        own = self._holder.get("weight") is weight and self._holder.get("bias") is bias
+        if self._input is not None or not own:
             raise CannotSkip
         self._input = input
         key = input.shape, input.dtype, input.requires_grad
@@ -307,11 +311,6 @@ class LastLinear:
         node: Any = input.grad_fn
         edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
         return [(edge, slope if self._dtype is None else slope.to(input.dtype))]
-
-
-def _held(linear: nn.Module) -> list[Any]:
-    """Return what a linear module holds, in whose place functional_call puts others."""
-    return [holder.get(name) for holder in (linear._parameters, linear.__dict__) for name in ("weight", "bias")]
 
 
 class _StandIn(Tensor):

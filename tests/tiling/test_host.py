@@ -70,8 +70,8 @@ def per_tile(count: Callable[[Callable[[], None]], int], module: Callable[[], nn
 
 
 def test_calls_of_a_tile() -> None:
-    """One tile more of a gated MLP is at most 88 functions that Python calls, forward and backward: DeepSpeed's tile
-    calls more, and a mode that sees each operation would call twice as many.
+    """One tile more of a gated MLP is at most 88 functions that Python calls, forward and backward, of torch and of its
+    own; modes and hooks that see each operation or saved tensor would be several for each.
     """
     assert per_tile(calls, GatedMLP) <= 88
 
