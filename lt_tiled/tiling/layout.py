@@ -66,7 +66,9 @@ MIN_TILE_TOKENS = 1024
 Bounds = tuple[int, int]
 
 
-def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, intermediate_size: int | None = None) -> list[Bounds]:
+def tile_bounds(
+    tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int, int] | None = None
+) -> list[Bounds]:
     """Cut tokens into tiles of one size, except for a shorter last one.
 
     ``"auto"`` uses ``ceil(4 * intermediate_size / hidden_size)`` tiles: the widest tensor of a tile is then a quarter
@@ -75,11 +77,12 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, intermediate_size
     Sequence Training does (arXiv:2506.13996). No tile has fewer than :data:`MIN_TILE_TOKENS` tokens. Every tile has
     two or more: one does not show the layout of an output, and the compiler treats sizes of one apart.
     """
+    rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head sees several for each token
     if tiling.tile_tokens is not None:
-        size = tiling.tile_tokens
+        size = tiling.tile_tokens * rows
     else:
-        auto = ceil(4 * intermediate_size / hidden_size) if intermediate_size else ceil(tokens / hidden_size)
-        shards = max(1, min(auto, tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
+        auto = ceil(8 * widths[1] / widths[0]) if widths else ceil(tokens / hidden_size)
+        shards = max(1, min(auto, tokens // (MIN_TILE_TOKENS * rows))) if tiling.num_shards == "auto" else tiling.num_shards
         size = ceil(tokens / shards)
     size = max(size, 2)
     cuts = [*range(0, tokens, size), tokens] if tokens else [0, 0]

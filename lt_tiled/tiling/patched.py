@@ -38,7 +38,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     module, name = tileable.module, tileable.name
     if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
-    parts = _parts(module, tileable.parts)
+    parts = tileable.roots()
     for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
         if reason := depends_on_others(part):
             raise ValueError(
@@ -50,10 +50,11 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         tileable.method,
         tileable.parts,
         below=parts_below(module) if tileable.method == "forward" else (),
-        widths=feed_forward_widths(*parts),
+        widths=tileable.norm_widths or feed_forward_widths(*parts),
         weight_bytes=sum(weight_bytes(part) for part in parts),
-        has_norm_before=bool(tileable.before),
-        has_norm_after=bool(tileable.after),
+        before=bool(tileable.before),
+        after=bool(tileable.after),
+        guessed=tileable.norm_widths is not None,
     )
     patch = TiledPatch(found, tiling, needs, owner)
     set_patch(module, patch, tiled_method(tileable.method))
@@ -64,10 +65,6 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
         set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
     return patch
-
-
-def _parts(module: nn.Module, names: tuple[str, ...] | None) -> tuple[nn.Module, ...]:
-    return (module,) if names is None else tuple(module.get_submodule(name) for name in names)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -103,8 +100,8 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[place]
-        if not patch.active or patch.learned.untiled:
-            return patch.inner(self, *args, **kwargs)
+        if not patch.active or patch.learned.untiled or (patch.found.guessed and torch.compiler.is_compiling()):
+            return patch.inner(self, *args, **kwargs)  # the compiler fuses a norm anyway
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise _not_through_tiles(patch.name, "torch.export and torch.jit")
         return _call(self, patch, args, kwargs)
@@ -115,7 +112,7 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(partial(patch.inner, module), _parts(module, patch.found.parts), whole=patch.found.parts is None)
+    work = Work(partial(patch.inner, module), patch.found.roots(module), whole=patch.found.parts is None)
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
@@ -133,14 +130,20 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
             return work.function(*args, **kwargs)
         _refuse_transforms(patch.name, work)
         try:
-            if patch.tiling.self_check and not made[0].checked:
+            checks = _is_real(made) if patch.found.guessed else patch.tiling.self_check
+            if checks and not made[0].checked:
                 check_position_wise(*made)
         except NotPositionWiseError as error:
+            if patch.found.guessed:
+                if patch.needs.same_order:
+                    raise _cannot_fall_back(patch.name, "it", error) from error
+                patch.learned.untiled = True
+                return work.function(*args, **kwargs)
             if not patch.found.below or patch.needs.same_order:
                 raise
             _tile_below(module, patch, str(error))
             return work.function(*args, **kwargs)
-    if patch.found.has_norm_after and not kwargs and _may_defer(made, patch):
+    if patch.found.after and not kwargs and _may_defer(made, patch):
         deferred = defer(*made)
         if deferred is not None:
             return deferred
@@ -193,11 +196,11 @@ def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
     warn(f"{reason} {instead}")
 
 
-# Norms next to an MLP
+# Neighbors: norms next to an MLP, and projections behind a norm
 
 
 class NormPatch(Patch):
-    """On a norm next to a tiled module."""
+    """On a norm next to a tiled module, or on a projection behind a tiled norm."""
 
     attribute = "_lt_tiled_norm"
 
@@ -273,10 +276,22 @@ def _with_neighbor(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs:
     return made
 
 
-def _check_with_norm(made: Call) -> bool:
-    """Run the self-check, once, on a call with a norm in it; if it fails, no such call is tried again.
+def _cannot_fall_back(name: str, what: str, error: Exception) -> NotPositionWiseError:
+    return NotPositionWiseError(
+        f"{name}: {what} cannot run in its tiles, and the engine needs the same order of gradients on all ranks: name"
+        f" the modules to tile, as in Tiling(targets=...). ({error})"
+    )
 
-    That the norm may run in the tiles is a guess, so it is checked whatever the policy says. The check is not counted
+
+def _is_real(made: Call) -> bool:
+    """Whether a call runs on real tensors: fake ones have no values to compare."""
+    return type(made[1][0]) in (Tensor, nn.Parameter)
+
+
+def _check_with_norm(made: Call) -> bool:
+    """Run the self-check, once, on a call with a neighbor in it; if it fails, no such call is tried again.
+
+    That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not counted
     as work of the step, and fake tensors, which have no values, are not checked.
 
     Returns:
@@ -287,15 +302,12 @@ def _check_with_norm(made: Call) -> bool:
         return False
     _refuse_transforms(call.patch.name, call.work)
     try:
-        if type(inputs[0]) in (Tensor, nn.Parameter) and not call.checked:
+        if _is_real(made) and not call.checked:
             with hidden_from_modes(inputs[0]):
                 check_position_wise(*made)
     except Exception as error:  # the norm runs untiled
         if call.patch.needs.same_order:
-            raise NotPositionWiseError(
-                f"{call.patch.name}: a norm next to it cannot run in its tiles, and the engine needs the same order of"
-                f" gradients on all ranks: name the modules to tile, as in Tiling(targets=...). ({error})"
-            ) from error
+            raise _cannot_fall_back(call.patch.name, "what is next to it", error) from error
         call.patch.learned.refused.add(call.work.key)
         return False
     return True

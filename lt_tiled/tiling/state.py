@@ -34,8 +34,16 @@ class Found:
     widths: tuple[int, int] | None = None
     """``hidden_size`` and ``intermediate_size``."""
     weight_bytes: int = 0
-    has_norm_before: bool = False
-    has_norm_after: bool = False
+    before: bool = False
+    """Whether a norm before it may run in its tiles."""
+    after: bool = False
+    """Whether a norm, or a projection, that takes its output may run in its tiles."""
+    guessed: bool = False
+    """Whether it is a norm that nobody named: it stays untiled where it cannot be tiled."""
+
+    def roots(self, module: nn.Module) -> tuple[nn.Module, ...]:
+        """Return the modules that run in tiles."""
+        return (module,) if self.parts is None else tuple(module.get_submodule(name) for name in self.parts)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import Tiling, tile, untile
-from lt_tiled.modules.feed_forward import find_tileable
+from lt_tiled.modules.targets import find_tileable
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import FP32, gradients, randn, reference, worst

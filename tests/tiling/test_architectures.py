@@ -12,7 +12,7 @@ from torch import nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.feed_forward import find_tileable
+from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Flops
 from lt_tiled.report import Report, pattern
 from tests.architectures import ARCHITECTURES, Architecture
