@@ -95,12 +95,11 @@ def _failed_import(module: str) -> str:
     try:
         import_module(module)  # again, because jsonargparse keeps nothing but the message
     except Exception as error:
-        frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_users(frame)]
-        places = [f"{frame.f_code.co_filename}:{line}: " for frame, line in frames[-1:]]
+        places = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__) if _is_users(f)]
         if isinstance(error, SyntaxError):
-            places = [f"{error.filename}:{error.lineno}: "]
+            places.append((str(error.filename), error.lineno or 0))
         if places:
-            return f"{places[0]}{type(error).__name__}: {getattr(error, 'msg', error)}"
+            return "{}:{}: ".format(*places[-1]) + f"{type(error).__name__}: {getattr(error, 'msg', error)}"
     return ""
 
 
@@ -120,15 +119,15 @@ def registered_name(strategy: str) -> str:
     names = ["auto", *StrategyRegistry.available_strategies()]
     classes = {StrategyRegistry[name]["strategy"].__name__: name for name in sorted(names[1:], key=len, reverse=True)}
     if strategy in classes or strategy.lower() in names:
-        return classes.get(strategy, strategy)
+        return str(classes.get(strategy, strategy))
     module, _, name = strategy.rpartition(".")
     near = did_you_mean(name, {*names, *_names(Strategy)})
     raise ValueError((module and _failed_import(module)) or f"there is no strategy {strategy!r}{near}")
 
 
 def refuse_pipe(path: Any) -> None:
-    """Raise ``ArgumentError`` for a named pipe, which would be waited for."""
-    if Path(path).is_fifo():
+    """Raise ``ArgumentError`` for a named pipe, which would be waited for; that of ``<(command)`` has a writer."""
+    if Path(path).is_fifo() and not str(path).startswith("/dev/fd/"):
         raise ArgumentError(None, f"{path} is a named pipe: write what it gives to a file.")
 
 
@@ -230,8 +229,6 @@ def needs_no_traceback(error: Exception) -> bool:
         return needs_no_traceback(error.__cause__)
     if _checkpoint(error):
         return raised_in in ("torch", "lightning", "fsspec", "deepspeed", "lt_tiled")
-    if raised_in == "lightning" and isinstance(error, TypeError):
-        return True
-    refused = isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException))
+    kinds = (ValueError, OSError, ImportError, MisconfigurationException, *[TypeError] * (raised_in == "lightning"))
     libraries = ("lightning", "jsonargparse", "transformers", "fsspec", "deepspeed", "pydantic")
-    return refused and raised_in in ("lt_tiled", *libraries)
+    return isinstance(error, kinds) and raised_in in ("lt_tiled", *libraries)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lt_tiled._bad_input import registered_name
-from tests.test_cli import RUN, STRATEGY, stopped
+from tests.test_cli import RUN, STRATEGY, config, stopped
 
 SIZES = "hidden_size: 8, intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 1"
 
@@ -101,10 +101,14 @@ def test_what_is_no_checkpoint(make: Any, message: str, capsys: pytest.CaptureFi
 
 
 def test_pipes_are_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """A named pipe as a checkpoint or configuration is refused, because reading it would wait for a writer."""
+    """A named pipe as a checkpoint or configuration is refused, as it would wait for a writer; ``<(command)`` works."""
     os.mkfifo("pipe")
     assert ends(capsys, 2, RUN, "--ckpt_path=pipe") == "pipe is a named pipe: write what it gives to a file."
     assert "pipe is a named pipe" in ends(capsys, 2, RUN, "--config=pipe")
+    reader, writer = os.pipe()
+    os.write(writer, b"trainer: {max_steps: 3}")
+    os.close(writer)
+    assert config(capsys, *STRATEGY[:2], f"--config=/dev/fd/{reader}")["trainer"]["max_steps"] == 3
 
 
 @pytest.mark.parametrize(

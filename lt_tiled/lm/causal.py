@@ -102,12 +102,13 @@ class CausalLM(LightningModule):
         trust = {"trust_remote_code": self.hparams["trust_remote_code"]}
         if attention == "flex_attention":
             attention = _flex_attention(self.attn_compile)
+        config = None if path is not None and torch.get_default_device().type != "meta" else self._config()
         try:
-            if path is not None and torch.get_default_device().type != "meta":
+            if config is None:
                 options = {"local_files_only": True, "dtype": torch.get_default_dtype(), **trust}
                 self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **options)
             else:
-                self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention, **trust)
+                self.model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **trust)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -143,7 +144,7 @@ class CausalLM(LightningModule):
             config = AutoConfig.for_model(**given)
         except Exception as error:  # of the checks that each architecture has
             raise ValueError(f"config: {error}") from error
-        heads, groups = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+        heads, groups = getattr(config, "num_attention_heads", 0), given.get("num_key_value_heads") or 1
         if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
             raise ValueError(f"config: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
         plain = type(config)()
