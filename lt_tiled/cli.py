@@ -54,6 +54,8 @@ class TiledCLI(LightningCLI):
         trainer, key = config["trainer"], "strategy"
         if config.get("ckpt_path") is not None:
             refuse_pipe(config["ckpt_path"])
+        if isinstance(trainer, list):
+            self.parser.error(f'Parser key "trainer":\n  {trainer} has no keys such as max_steps.')
         try:
             if isinstance(trainer[key], str):
                 trainer[key] = registered_name(trainer[key])

@@ -143,6 +143,7 @@ def test_a_module_that_cannot_be_imported(
         ("strategy.class_path=TiledDPPStrategy", "strategy: there is no 'TiledDPPStrategy': did you mean 'Tiled"),
         ("callbacks=[MemoryMonitr]", "callbacks: there is no 'MemoryMonitr': did you mean 'MemoryMonitor'?"),
         ("accumulate_grad_batches=0", "accumulate_grad_batches: 0 must be positive."),
+        ("val_check_interval=0", "val_check_interval: 0 must be positive."),
     ],
 )
 def test_a_trainer_argument_that_is_not_there(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,9 +254,13 @@ def test_values_that_are_refused_at_setup(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: " + "[" * 2000, "nested too deeply"), (f"a: {'9' * 5000}", "Exceeds the limit")],
-    ids=["deep", "long number"],
+    [
+        ("a: " + "[" * 2000, "nested too deeply"),
+        (f"a: {'9' * 5000}", "Exceeds the limit"),
+        (f"{RUN.partition('trainer:')[0]}trainer: []\n", "trainer: [] has no keys such as max_steps."),
+    ],
+    ids=["deep", "long number", "list"],
 )
-def test_yaml_without_measure(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Values that Python cannot read are one line."""
+def test_yaml_that_cannot_be_used(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values that Python cannot read, and a list instead of a mapping, are one line."""
     assert message in ends(capsys, 2, text)
