@@ -140,11 +140,13 @@ class Checkpointing:
                 raise ValueError(f"{name}={value!r} has no effect with {where}")
             if value is not None and name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
-        if self.disk_budget is not None and parse_bytes(self.disk_budget, "") < parse_bytes(self.min_bytes, ""):
-            raise ValueError(
-                f"disk_budget={self.disk_budget!r} has no room for one block input of min_bytes={self.min_bytes!r}:"
-                " raise disk_budget or lower min_bytes."
-            )
+        for name in ["disk_budget", *["cpu_budget"] * (self.offload == "cpu")]:
+            value = getattr(self, name)
+            if value is not None and parse_bytes(value, name) < parse_bytes(self.min_bytes, ""):
+                raise ValueError(
+                    f"{name}={value!r} has no room for one block input of min_bytes={self.min_bytes!r}: raise {name} or"
+                    " lower min_bytes."
+                )
         if self.directory == "":
             raise ValueError("directory='' names no directory: leave it out for the system's temporary directory.")
         if "\0" in str(self.directory):
