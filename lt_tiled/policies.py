@@ -36,14 +36,14 @@ class Tiling:
     """
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
-    """Tiles per call. ``"auto"`` uses ``ceil(4 * intermediate_size / hidden_size)`` tiles of at least 1024 tokens; more
-    would not lower the peak memory."""
+    """Tiles per call. ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles of at least 1024 tokens;
+    more would hardly lower the peak memory."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the MLP of each block), a class name or path glob (``model.layers.*.mlp``) of modules or of their
-    methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function that takes a module's path
-    and the module and returns whether to tile it."""
+    """``"auto"`` (the MLP of each block, and norms), ``"mlp"`` (no norms but those next to an MLP), a class name or
+    path glob (``model.layers.*.mlp``) of modules or of their methods (``BertLayer.feed_forward_chunk``), or a list of
+    these. In Python also a function that takes a module's path and the module and returns whether to tile it."""
     accumulate: Literal["float32", "param"] = "float32"
     """The dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer,
     but its rounding error grows with the number of tiles."""

@@ -74,7 +74,9 @@ class Report:
     @classmethod
     def of(cls, model: nn.Module) -> Report:
         """Return the report of a model."""
-        tiled, norms, blocks, losses, offloaded = [], [], [], [], None
+        tiled: list[TiledModule] = []
+        norms: list[TiledModule] = []
+        blocks, losses, offloaded = [], [], None
         for path, module in [("", model), *walk(model)]:
             for patch in get_patches(module, TiledPatch):
                 if not patch.learned.untiled:

@@ -32,7 +32,7 @@ class Tileable:
     after: tuple[nn.Module, ...] = ()
     """Norms that take this module's output, or projections if it is a norm itself."""
     norm_widths: tuple[int, int] | None = None
-    """Of a norm that nobody named: the hidden size of its block, and four times that, for its float32 intermediates."""
+    """Of a norm that nobody named: the hidden size of its block, and three times that for float32 intermediates."""
 
     def roots(self) -> tuple[nn.Module, ...]:
         """Return the modules that run in tiles."""
@@ -55,6 +55,7 @@ class Tileable:
 
 
 def find_feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Tileable]:
+    """Yield the MLPs in a block, with the norms next to them; ``top`` for a model without blocks."""
     before, after = ((), ()) if top else _norms_next_to_mlp(root)
     method = next((name for name in _METHODS if callable(getattr(type(root), name, None))), None)
     if method is not None:
@@ -83,6 +84,7 @@ ALBERT and Longformer.
 
 
 def unwrapped_children(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a module's children with their names; those that are compiled or FSDP units without the wrapper."""
     return [(name, unwrapped(child)) for name, child in root.named_children()]
 
 

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from lt_tiled.modules.feed_forward import POST, Tileable, unwrapped_children, feed_forward_widths, is_norm, mixes_tokens, projection_sizes
+from lt_tiled.modules.feed_forward import (
+    POST,
+    Tileable,
+    feed_forward_widths,
+    is_norm,
+    mixes_tokens,
+    projection_sizes,
+    unwrapped_children,
+)
 from lt_tiled.modules.find import find_blocks, walk
 
 
@@ -25,7 +33,7 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     for path, norm in norms:
         if id(norm) not in taken and not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
             parent, after = behind.get(id(norm), (None, ()))
-            made.append(Tileable.of_module(path, norm, parent=parent, after=after, norm_widths=(hidden, 4 * hidden)))
+            made.append(Tileable.of_module(path, norm, parent=parent, after=after, norm_widths=(hidden, 3 * hidden)))
     return made
 
 

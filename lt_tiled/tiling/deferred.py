@@ -2,9 +2,10 @@
 
 NOTE [Deferred]
 A module that may be tiled together with its neighbor (a norm before an MLP or before the projections of attention, an
-MLP with a norm after it, a head with its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits on first use. If its first use is the
-neighbor, both run in the same tiles, and what is between them is never there in full. Any other use computes the
-module's own value and goes on with that, so the block's own code decides and a wrong guess costs only the saving.
+MLP with a norm after it, a head with its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits
+on first use. If its first use is the neighbor, both run in the same tiles, and what is between them is never there in
+full. Any other use computes the module's own value and goes on with that, so the block's own code decides and a wrong
+guess costs only the saving.
 A :class:`DeferredCall` has its place in the autograd graph from the beginning: code that goes past Python's operators
 (a custom autograd Function, hooks of engines) gets the right values and gradients too.
 """
@@ -230,7 +231,11 @@ def _getters(*names: str) -> set[Any]:
 
 
 _METADATA = _getters("shape", "dtype", "device", "ndim", "layout") | {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.__len__,
 }
 _READS = _getters("requires_grad", "grad_fn", "is_leaf", "grad")
 _OF_THE_GRADIENT = _READS | {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward}

@@ -291,8 +291,8 @@ def _is_real(made: Call) -> bool:
 def _check_with_norm(made: Call) -> bool:
     """Run the self-check, once, on a call with a neighbor in it; if it fails, no such call is tried again.
 
-    That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not counted
-    as work of the step, and fake tensors, which have no values, are not checked.
+    That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not
+    counted as work of the step, and fake tensors, which have no values, are not checked.
 
     Returns:
         Whether the call may run.
