@@ -31,10 +31,15 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     norms = ((path, m) for path, m in walk(model) if is_norm(m) and not any(True for _ in m.children()))
     made = []
     for path, norm in norms:
-        if id(norm) not in taken and not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+        if id(norm) not in taken and not is_one_kernel(norm):
             parent, after = behind.get(id(norm), (None, ()))
             made.append(Tileable.of_module(path, norm, parent=parent, after=after, norm_widths=(hidden, 3 * hidden)))
     return made
+
+
+def is_one_kernel(norm: nn.Module) -> bool:
+    """Whether a norm holds no more than its output."""
+    return isinstance(norm, nn.LayerNorm | nn.RMSNorm)
 
 
 def _first(block: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:

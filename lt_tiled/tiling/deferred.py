@@ -59,9 +59,6 @@ class Deferred(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Deferred))
         joined = first.joined(func, args, kwargs)
         if joined is not NotImplemented:
@@ -134,7 +131,10 @@ class DeferredCall(Deferred):
         return deferred
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what is asked of the gradient from this tensor's own place in the graph, which all uses share."""
+        """Answer what needs no value, and what is asked of the gradient from this tensor's own place in the graph."""
+        if func in _METADATA and self._value is None:  # whose shape might be changed in place
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func not in _OF_THE_GRADIENT or self._changed():
             return NotImplemented
         if func not in _READS and not (func is Tensor.register_hook and _tracks(args[1])):

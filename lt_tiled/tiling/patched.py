@@ -17,6 +17,7 @@ from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import walk
+from lt_tiled.modules.norms import is_one_kernel
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
@@ -241,16 +242,17 @@ _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle loo
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     work = Work(partial(patch.inner, module), (module,), patch.key)
-    if patch.after:
-        made = _with_neighbor(work, patch.mlp, args, kwargs)
-        return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made)
+    if patch.after and (made := _with_neighbor(work, patch.mlp, args, kwargs)) is not None:
+        return run_tiled(*made)
     args, kwargs = values((args, kwargs))
-    if not kwargs and work.key not in patch.mlp.learned.refused:
+    alone = not (patch.mlp.found.guessed or is_one_kernel(module))
+    if not kwargs and work.key not in patch.mlp.learned.refused and (alone or not patch.after):
         made = TiledCall.of(work, patch.mlp, args, kwargs)
-        if made is not None and _may_defer(made, patch.mlp) and _check_with_norm(made):
-            deferred = defer(*made)
-            if deferred is not None:
-                return deferred
+        defers = made is not None and not patch.after and _may_defer(made, patch.mlp)
+        if made is not None and (alone or defers) and _check_with_norm(made):
+            deferred = defer(*made) if defers else None
+            if deferred is not None or alone:
+                return run_tiled(*made) if deferred is None else deferred
     return patch.inner(module, *args, **kwargs)
 
 

@@ -34,7 +34,7 @@ class PythonNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """``use`` says what is added to its output beside the projections of its input."""
+    """``use`` says what it does with its input before the projections, and adds to its output."""
 
     def __init__(self, use: Use) -> None:
         super().__init__()
@@ -45,8 +45,9 @@ class Attention(nn.Module):
     def forward(self, n: Tensor) -> Tensor:
         assert n.shape[-1] == n.size(-1) == H and n.dim() == n.ndim == 3 and n.dtype.is_floating_point
         self.met.append(isinstance(n, DeferredCall) and n._data is None)
+        added = self.use(n)
         attended = F.scaled_dot_product_attention(self.q(n), self.k(n), self.v(n), is_causal=True)
-        return self.o(attended) + self.use(n)
+        return self.o(attended) + added
 
 
 class Block(nn.Module):
@@ -78,7 +79,7 @@ def norms(model: nn.Module) -> list[TiledPatch]:
     [
         lambda n: n.new_zeros(()),
         lambda n: n,
-        lambda n: n.clone().mul_(2),
+        lambda n: n.mul_(2),
         lambda n: n.detach() * 3,
         lambda n: n.sum(1, keepdim=True),
     ],
@@ -140,3 +141,19 @@ def test_a_norm_whose_weights_are_freed_runs_in_tiles_of_its_own() -> None:
         assert worst(gradients(model, x), true) <= 1e-10
         assert [row.tiles for row in prepared.report().norms] == [4, 4]
         assert not any(met for block in model for met in block.attention.met)
+
+
+def test_the_shape_after_a_change_in_place() -> None:
+    """A norm's output tells its shape without being computed, and the shape that a change in place gave it."""
+    shapes = []
+
+    def use(n: Tensor) -> Tensor:
+        n.unsqueeze_(0)
+        shapes.append(tuple(n.shape))
+        return n.squeeze_(0)
+
+    model, x = blocks(use), tokens()
+    true = reference(model, x)
+    with prepare(model, tiling=TILES):
+        assert worst(gradients(model, x), true) <= 1e-10
+    assert set(shapes) == {(1, *x.shape)}
