@@ -15,22 +15,11 @@ from lt_tiled.modules.patch import get_patches
 from lt_tiled.tiling.deferred import DeferredCall
 from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 from tests.meters import flops
-from tests.models import GatedMLP, H
+from tests.models import GatedMLP, H, PythonNorm
 from tests.parity import gradients, randn, reference, worst
 
 TILES = Tiling(num_shards=4)
 Use = Callable[[Tensor], Tensor]
-
-
-class PythonNorm(nn.Module):
-    """A norm in several operations, as transformers writes it."""
-
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.weight, self.dim = nn.Parameter(torch.rand(H)), dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(self.dim, keepdim=True) + 1e-6)
 
 
 class Attention(nn.Module):
