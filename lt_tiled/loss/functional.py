@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.loss.autograd import Count, LossTiles, Reduction, linear
+from lt_tiled.loss.autograd import Count, LossTiles, Reduction
 from lt_tiled.loss.cross_entropy import CrossEntropy, shifted
+from lt_tiled.loss.products import linear
 
 
 def tiled_linear_cross_entropy(
