@@ -89,7 +89,7 @@ class TiledTokenAccuracy(_TiledMetric):
     def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
         labels, rows = labels.reshape(-1), hidden.reshape(-1, hidden.shape[-1])
         hits = torch.zeros((), dtype=torch.int64, device=labels.device)
-        for low, high in loss_bounds(self.num_shards, len(labels), len(weight), hidden.dtype):
+        for low, high in loss_bounds(self.num_shards, *rows.shape):
             best = F.linear(rows[low:high], weight, bias).topk(min(self.top_k, len(weight)), -1).indices
             right = (best == labels[low:high, None]).any(-1)
             hits += (right & (labels[low:high] != self.ignore_index)).sum()

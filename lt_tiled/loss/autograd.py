@@ -18,23 +18,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import MIN_TILE_TOKENS, Bounds, tile_bounds
+from lt_tiled.tiling.layout import Bounds, tile_bounds
 from lt_tiled.tiling.recompute import AutocastState, RandomState, random_state_kept
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
 
-TILE_BYTES = 2**28
-"""Bytes of one tile of logits under ``num_shards="auto"``."""
+MIN_LOSS_TOKENS = 512
+"""Fewer rows make the sums of weight gradients, which each tile reads and writes, take longer than the products."""
 
 
-def loss_bounds(num_shards: int | Literal["auto"], tokens: int, vocab_size: int, dtype: torch.dtype) -> list[Bounds]:
-    """Cut the tokens of a loss, with ``"auto"`` by the size of a tile's logits of this dtype."""
-    if num_shards != "auto":
-        return tile_bounds(Tiling(num_shards), tokens, 1)
-    return tile_bounds(
-        Tiling(tile_tokens=max(MIN_TILE_TOKENS, TILE_BYTES // max(vocab_size * dtype.itemsize, 1))), tokens, 1
-    )
+def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[Bounds]:
+    """Cut the tokens of a loss, with ``"auto"`` into tiles of half as many tokens as ``hidden_size``, at least 512.
+
+    Such tiles do not raise the peak. In 16 bits a tile of ``t`` tokens holds at most 2 times its ``2 t V`` bytes of
+    logits, in whose memory the gradient is formed. When the tiles are done, the float32 sum of the weight's gradient,
+    which is alive all the time, is rounded to a copy of ``2 V H`` bytes: more, if ``t`` is at most ``H / 2``.
+    """
+    size = max(MIN_LOSS_TOKENS, hidden_size // 2)
+    return tile_bounds(Tiling(tile_tokens=size) if num_shards == "auto" else Tiling(num_shards), tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class LossTiles:
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(_wide(hidden))
         autocast = AutocastState.now(hidden.device)
-        bounds = loss_bounds(self.num_shards, len(flat_labels), vocab_size, autocast.dtype or hidden.dtype)
+        bounds = loss_bounds(self.num_shards, len(flat_labels), hidden.shape[-1])
         places = self._places(flat.detach(), flat_labels, bounds)
         call = _LossCall(self, head, places, flat_labels, divisor, autocast, torch.is_grad_enabled())
         try:

@@ -51,7 +51,7 @@ class CrossEntropy:
             labels: ``[t]``.
             factor: ``[t]`` in float32 or float64, the dtype of the losses; zero where a label does not count.
         """
-        size = max(1, -(-len(logits) // PARTS))
+        size = max(-(-len(logits) // PARTS), PART_LOGITS // logits.shape[-1], 1)
         factors = [None] * PARTS if factor is None else factor.split(size)
         parts = zip(logits.split(size), labels.split(size), factors, strict=False)
         return torch.cat([self._part(*part) for part in parts])
@@ -91,7 +91,9 @@ class CrossEntropy:
 
 
 PARTS = 8
-"""A tile's losses are computed in so many parts: the float32 temporaries of one are alive at a time."""
+PART_LOGITS = 2**20
+"""Losses are computed in parts of a tile, at most 8 and of at least 2**20 logits: only the temporaries of one part,
+two float32 copies (three with a cap), are alive at a time, and stay in the caches of a CPU."""
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:

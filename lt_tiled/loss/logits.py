@@ -180,7 +180,7 @@ class DeferredLogits(Deferred):
 
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            bounds = loss_bounds(patch.num_shards, len(rows), vocab_size, self.call.autocast.dtype or hidden.dtype)
+            bounds = loss_bounds(patch.num_shards, *rows.shape)
             patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
             tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             if patch.plain(head) and not steps and reduction != "none":
