@@ -39,6 +39,27 @@ def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int
     return tile_bounds(Tiling(tile_tokens=size) if num_shards == "auto" else Tiling(num_shards), tokens, 1)
 
 
+Place = slice | Tensor
+"""A tile's tokens: a run of them, or their indices."""
+
+
+def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[Place]:
+    """Return each tile's tokens: those whose label counts, and those whose nan or inf spoils the gradients as in torch.
+
+    Their number is read once, where it can be: simulations, captures and compiled code have all tokens in their tiles.
+    """
+    bounds = loss_bounds(num_shards, *hidden.shape)
+    plain = type(hidden) in (Tensor, nn.Parameter) and type(counted) is Tensor and not hidden.is_meta
+    capturing = counted.is_cuda and torch.cuda.is_current_stream_capturing()
+    if plain and not capturing and not torch.compiler.is_compiling():
+        least, most = hidden.aminmax(dim=-1)  # nan, if there is one
+        rows = (counted | ~(least.isfinite() & most.isfinite())).nonzero().squeeze(-1)
+        if len(rows) < len(counted):
+            size = bounds[0][1] - bounds[0][0]
+            return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))
+    return [slice(low, high) for low, high in bounds]
+
+
 @dataclass(frozen=True)
 class LossTiles:
     """How a loss is computed in tiles, for any head that gives logits.
@@ -86,8 +107,7 @@ class LossTiles:
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(_wide(hidden))
         autocast = AutocastState.now(hidden.device)
-        bounds = loss_bounds(self.num_shards, len(flat_labels), hidden.shape[-1])
-        places = self._places(flat.detach(), flat_labels, bounds)
+        places = loss_places(self.num_shards, flat.detach(), self.kind.counted(flat_labels))
         call = _LossCall(self, head, places, flat_labels, divisor, autocast, torch.is_grad_enabled())
         try:
             loss: Tensor = _TiledLoss.apply(call, flat, *weights)
@@ -95,20 +115,6 @@ class LossTiles:
             self._name_wrong_label(labels, vocab_size, error)
             raise
         return loss.view(labels.shape) if self.reduction == "none" else loss
-
-    def _places(self, hidden: Tensor, labels: Tensor, bounds: Sequence[Bounds]) -> list[Place]:
-        """Return each tile's tokens: those whose label counts, and those whose nan or inf spoils the gradients.
-
-        Their number is read once, except where that cannot be: then all tokens are in the tiles.
-        """
-        capturing = labels.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        unread = type(hidden) not in (Tensor, nn.Parameter) or type(labels) is not Tensor or hidden.is_meta
-        if not (unread or capturing or torch.compiler.is_compiling()):
-            least, most = hidden.aminmax(dim=-1)  # nan, if there is one
-            rows = (self.kind.counted(labels) | ~(least.isfinite() & most.isfinite())).nonzero().squeeze(-1)
-            if len(rows) < len(labels):
-                return list(rows.tensor_split(max(1, math.ceil(len(rows) / (bounds[0][1] - bounds[0][0])))))
-        return [slice(low, high) for low, high in bounds]
 
     def _name_wrong_label(self, labels: Tensor, vocab_size: int, error: Exception) -> None:
         if labels.device.type != "cpu":
@@ -129,10 +135,6 @@ class LossTiles:
             return counted
         given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
         return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
-
-
-Place = slice | Tensor
-"""A tile's tokens: a run of them, or their indices."""
 
 
 @dataclass
