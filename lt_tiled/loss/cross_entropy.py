@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +52,8 @@ class CrossEntropy:
             labels: ``[t]``.
             factor: ``[t]`` in float32 or float64, the dtype of the losses; zero where a label does not count.
         """
-        size = max(-(-len(logits) // PARTS), PART_LOGITS // logits.shape[-1], 1)
-        factors = [None] * PARTS if factor is None else factor.split(size)
+        size = max(len(logits) // PARTS, min(len(logits) // 3, PART_LOGITS // logits.shape[-1]), 1)
+        factors = repeat(None) if factor is None else factor.split(size)
         parts = zip(logits.split(size), labels.split(size), factors, strict=False)
         return torch.cat([self._part(*part) for part in parts])
 
@@ -92,8 +93,8 @@ class CrossEntropy:
 
 PARTS = 8
 PART_LOGITS = 2**20
-"""Losses are computed in parts of a tile, at most 8 and of at least 2**20 logits: only the temporaries of one part,
-two float32 copies (three with a cap), are alive at a time, and stay in the caches of a CPU."""
+"""A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits: only the temporaries of one part, two
+float32 copies (three with a cap), are alive at a time, and fit into the caches of a CPU."""
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:

@@ -211,7 +211,7 @@ def test_the_host_reads_one_number(reduction: Any) -> None:
 
 def peak_in_logits(dtype: torch.dtype, **options: Any) -> float:
     """The peak of a loss whose hidden states and weights want no gradient of their own memory, in tiles of logits."""
-    tokens, tile, vocab = 1024, 256, 32768
+    tokens, tile, vocab = 1024, 256, options.pop("vocab", 32768)
     hidden, weight = randn(tokens, 4, dtype=dtype), randn(vocab, 4, seed=1, dtype=dtype)
     labels = torch.arange(tokens) % vocab
     labels[: options.pop("ignored", 0)] = -100
@@ -227,6 +227,7 @@ def peak_in_logits(dtype: torch.dtype, **options: Any) -> float:
         (torch.bfloat16, {"logit_softcap": 3.0, "logit_scale": 0.5}, 1.8),
         (torch.bfloat16, {"z_loss": 1e-2, "label_smoothing": 0.1}, 1.6),
         (torch.bfloat16, {"ignored": 512}, 1.6),
+        (torch.bfloat16, {"vocab": 2048}, 2.5),
     ],
     ids=str,
 )
