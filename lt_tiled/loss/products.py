@@ -66,7 +66,7 @@ class LinearTile:
         return self._sums
 
     def close(self) -> None:
-        """Do nothing: no hooks are held."""
+        """Do nothing: there are no hooks."""
 
 
 def _sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
