@@ -58,7 +58,7 @@ class Tiling:
     ``{mode: max-autotune}``."""
     loss: bool | PositiveInt = False
     """Compute the loss of transformers models that are called with labels in tiles, without the full logits: ``True``
-    for tiles of a fixed size in bytes, or the number of tiles. ``output.logits`` raises when it is used."""
+    for tiles that do not raise the peak, or the number of tiles. ``output.logits`` raises when it is used."""
 
     def __post_init__(self) -> None:
         check_count("num_shards", self.num_shards, "auto")
