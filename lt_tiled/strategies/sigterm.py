@@ -54,7 +54,7 @@ def _has_ended(process: int) -> bool:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return True
-    return state in ("Z", "X")  # nobody has waited for it yet
+    return state in ("Z", "X")  # a zombie
 
 
 class Sigterm:

@@ -39,7 +39,7 @@ class Found:
     after: bool = False
     """Whether a norm, or a projection, that takes its output may run in its tiles."""
     guessed: bool = False
-    """Whether it is a norm that nobody named: it stays untiled where it cannot be tiled."""
+    """Whether it is a norm that the policy does not name: it stays untiled where it cannot be tiled."""
 
     def roots(self, module: nn.Module) -> tuple[nn.Module, ...]:
         """Return the modules that run in tiles."""
