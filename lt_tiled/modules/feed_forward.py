@@ -31,8 +31,8 @@ class Tileable:
     """Norms whose output goes into this module."""
     after: tuple[nn.Module, ...] = ()
     """Norms that take this module's output, or projections if it is a norm itself."""
-    norm_widths: tuple[int, int] | None = None
-    """Of a norm that the policy does not name: the block's hidden size, and three times that for float32 intermediates."""
+    norm_of: int | None = None
+    """Of a norm that the policy does not name: the hidden size of its block."""
 
     def roots(self) -> tuple[nn.Module, ...]:
         """Return the modules that run in tiles."""

@@ -33,7 +33,7 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     for path, norm in norms:
         if id(norm) not in taken and not is_one_kernel(norm):
             parent, after = behind.get(id(norm), (None, ()))
-            made.append(Tileable.of_module(path, norm, parent=parent, after=after, norm_widths=(hidden, 3 * hidden)))
+            made.append(Tileable.of_module(path, norm, parent=parent, after=after, norm_of=hidden))
     return made
 
 

@@ -51,11 +51,11 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         tileable.method,
         tileable.parts,
         below=parts_below(module) if tileable.method == "forward" else (),
-        widths=tileable.norm_widths or feed_forward_widths(*parts),
+        widths=(norm_of, norm_of) if (norm_of := tileable.norm_of) else feed_forward_widths(*parts),
         weight_bytes=sum(weight_bytes(part) for part in parts),
         before=bool(tileable.before),
         after=bool(tileable.after),
-        guessed=tileable.norm_widths is not None,
+        guessed=norm_of is not None,
     )
     patch = TiledPatch(found, tiling, needs, owner)
     set_patch(module, patch, tiled_method(tileable.method))
