@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
             "head_dim": 256,
             "sliding_window": TOKENS + 1,  # sdpa would make a mask of all scores
         },
-        1.41,
+        1.37,
     ),
 }
 
@@ -67,6 +68,7 @@ def test_floor(name: str) -> None:
     with torch.device("meta"):
         module = CausalLM(config)
     settings = {"strategy": TiledSingleDeviceStrategy(), "accelerator": "cpu", "precision": "bf16-true"}
-    found = plan(make_job(module, TextFiles(seq_len=2048), settings), TOKENS)
+    job = make_job(module, TextFiles(seq_len=2048), settings)
+    found = plan(job, TOKENS, replace(job.settings, loss=16))  # its tiles take long to simulate, and are not the peak
     weights = ("weights", "gradients", "optimizer")
     assert sum(nbytes for part, nbytes in found.parts.items() if part not in weights) <= bound * floor(config)
