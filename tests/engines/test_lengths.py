@@ -32,14 +32,15 @@ class Layer(nn.Module):
 
     def __init__(self, norms: bool) -> None:
         super().__init__()
-        self.input_norm = PythonNorm() if norms else nn.Identity()
-        self.attention = Gate() if norms else nn.Identity()
+        if norms:
+            self.input_norm, self.attention = PythonNorm(), Gate()
         self.pre_mlp_norm = nn.LayerNorm(H) if norms else nn.Identity()
         self.mlp = GatedMLP()
         self.post_mlp_norm = nn.RMSNorm(H) if norms else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x))
+        if hasattr(self, "attention"):
+            x = x + self.attention(self.input_norm(x))
         return x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
 
 
