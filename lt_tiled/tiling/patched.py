@@ -62,7 +62,8 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     for after, norms in ((False, tileable.before), (True, tileable.after)):
         for index, norm in enumerate(norms):
             if get_patch(norm, NormPatch) is None:
-                set_patch(norm, NormPatch(after, index, patch, owner), _norm_forward)
+                alone = not (found.guessed or is_one_kernel(norm))
+                set_patch(norm, NormPatch(after, index, patch, owner, alone), _norm_forward)
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
         set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
     return patch
@@ -205,8 +206,10 @@ class NormPatch(Patch):
 
     attribute = "_lt_tiled_norm"
 
-    def __init__(self, after: bool, index: int, mlp: TiledPatch, owner: object) -> None:
+    def __init__(self, after: bool, index: int, mlp: TiledPatch, owner: object, alone: bool) -> None:
         self.after, self.key, self.mlp, self.owner = after, ("norm", after, index), mlp, owner
+        self.alone = alone
+        """Whether it runs in tiles of its own where it cannot share its neighbor's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -245,13 +248,12 @@ def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwarg
     if patch.after and (made := _with_neighbor(work, patch.mlp, args, kwargs)) is not None:
         return run_tiled(*made)
     args, kwargs = values((args, kwargs))
-    alone = not (patch.mlp.found.guessed or is_one_kernel(module))
-    if not kwargs and work.key not in patch.mlp.learned.refused and (alone or not patch.after):
+    if not kwargs and work.key not in patch.mlp.learned.refused and (patch.alone or not patch.after):
         made = TiledCall.of(work, patch.mlp, args, kwargs)
         defers = made is not None and not patch.after and _may_defer(made, patch.mlp)
-        if made is not None and (alone or defers) and _check_with_norm(made):
+        if made is not None and (patch.alone or defers) and _check_with_norm(made):
             deferred = defer(*made) if defers else None
-            if deferred is not None or alone:
+            if deferred is not None or patch.alone:
                 return run_tiled(*made) if deferred is None else deferred
     return patch.inner(module, *args, **kwargs)
 
