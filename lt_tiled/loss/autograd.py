@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lt_tiled.loss.cross_entropy import CrossEntropy
+from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, tile_bounds
@@ -105,7 +105,7 @@ class LossTiles:
             )
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
-        divisor = divisor.to(_wide(hidden))
+        divisor = divisor.to(wide_dtype(hidden))
         autocast = AutocastState.now(hidden.device)
         places = loss_places(self.num_shards, flat.detach(), self.kind.counted(flat_labels))
         call = _LossCall(self, head, places, flat_labels, divisor, autocast, torch.is_grad_enabled())
@@ -151,12 +151,14 @@ class _LossCall:
     random: RandomState | None = None
     """The generators' state before the forward pass."""
 
-    def scale(self, hidden: Tensor) -> Tensor:
-        """Return what each token's gradient is multiplied by before it is rounded."""
-        if (self.autocast.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
-            return _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1)
+    def scales(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what each token's gradient is multiplied by before it is rounded, and in the backward pass."""
         # No label counts: the loss is nan, and the gradients are zeros, as untiled.
-        return 1 / self.divisor.where(self.divisor != 0, 1.0)
+        divisor = self.divisor.where(self.divisor != 0, 1.0)
+        if (self.autocast.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
+            scale = _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1)
+            return scale, 1 / (scale * divisor)
+        return 1 / divisor, torch.ones_like(divisor)
 
     def run(
         self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool], incoming: Tensor | None = None
@@ -170,7 +172,7 @@ class _LossCall:
             incoming: The gradient of each token's loss.
         """
         per_token = self.tiles.reduction == "none"
-        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=_wide(hidden))
+        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide_dtype(hidden))
         slope = torch.zeros_like(hidden) if wants[0] else None
         plain = self.head is linear and not any(is_traceable_wrapper_subclass(t) for t in (hidden, *weights))
         kind = LinearTile if plain else GraphTile
@@ -204,11 +206,9 @@ class _TiledLoss(torch.autograd.Function):
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
             call.random = RandomState.now(hidden.device) if any(ctx.wants) else None
             return call.run(hidden, weights, [False] * len(ctx.wants))[0]
-        scale = call.scale(hidden)
+        scale, ctx.factor = call.scales(hidden)
         loss, gradients = call.run(hidden, weights, ctx.wants, scale.expand(len(call.labels)))
         ctx.dtypes = [t.dtype for t in (hidden, *weights)]
-        half = (call.autocast.dtype or hidden.dtype) == torch.float16
-        ctx.factor = 1 / (scale * call.divisor.where(call.divisor != 0, 1.0)) if half else torch.ones_like(scale)
         # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range for it.
         for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
             if gradient is not None and dtype == torch.bfloat16:
@@ -235,11 +235,6 @@ class _TiledLoss(torch.autograd.Function):
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (None, *scaled)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which losses are computed."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

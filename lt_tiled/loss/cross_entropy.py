@@ -58,7 +58,7 @@ class CrossEntropy:
         return torch.cat([self._part(*part) for part in parts])
 
     def _part(self, logits: Tensor, labels: Tensor, factor: Tensor | None) -> Tensor:
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(logits)
         counted = self.counted(labels)
         chosen = labels.where(counted, 0)[:, None]
         values = logits if self.logit_scale == 1.0 else logits.to(wide) * self.logit_scale
@@ -95,6 +95,11 @@ PARTS = 8
 PART_LOGITS = 2**20
 """A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits: only the temporaries of one part, two
 float32 copies (three with a cap), are alive at a time, and fit into the caches of a CPU."""
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which losses are computed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lt_tiled.tiling.recompute import AutocastState, SavedCounter
-from lt_tiled.tiling.weights import gradient_sums
+from lt_tiled.tiling.weights import gradient_sums, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
@@ -34,7 +34,7 @@ class LinearTile:
         self._dtype, self._wants_rows = autocast.dtype, wants[0]
         self._weight, *self._bias = (self._cast(w.detach()) for w in weights)
         self._sums = [
-            torch.zeros(w.shape, dtype=_sum_dtype(w.dtype, accumulate), device=w.device) if wanted else None
+            torch.zeros(w.shape, dtype=sum_dtype(w.dtype, accumulate), device=w.device) if wanted else None
             for w, wanted in zip(weights, wants[1:], strict=True)
         ]
         self._rows = self._buffer = self._weight[:0]
@@ -67,10 +67,6 @@ class LinearTile:
 
     def close(self) -> None:
         """Do nothing: there are no hooks."""
-
-
-def _sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
-    return torch.float32 if accumulate == "float32" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -34,10 +34,6 @@ class Tileable:
     norm_of: int | None = None
     """Of a norm that the policy does not name: the hidden size of its block."""
 
-    def roots(self) -> tuple[nn.Module, ...]:
-        """Return the modules that run in tiles."""
-        return (self.module,) if self.parts is None else tuple(self.module.get_submodule(name) for name in self.parts)
-
     @classmethod
     def of_module(cls, path: str, module: nn.Module, **fields: Any) -> Tileable:
         """Return a whole module."""

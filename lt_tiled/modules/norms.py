@@ -16,6 +16,7 @@ from lt_tiled.modules.feed_forward import (
     unwrapped_children,
 )
 from lt_tiled.modules.find import find_blocks, walk
+from lt_tiled.modules.patch import roots
 
 
 def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
@@ -24,9 +25,11 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     Norms in Python hold several float32 tensors of the size of the hidden states. ``nn.LayerNorm`` and ``nn.RMSNorm``
     are one kernel and are left out.
     """
-    taken = {id(part) for t in found for root in (*t.roots(), *t.before, *t.after) for part in root.modules()}
+    taken = {
+        id(part) for t in found for root in (*roots(t.module, t.parts), *t.before, *t.after) for part in root.modules()
+    }
     behind = {id(norm): (block, projections) for _, block in find_blocks(model) for norm, projections in _first(block)}
-    sizes = (feed_forward_widths(*t.roots()) for t in found)
+    sizes = (feed_forward_widths(*roots(t.module, t.parts)) for t in found)
     hidden = next((hidden for hidden, _ in filter(None, sizes)), 1)
     norms = ((path, m) for path, m in walk(model) if is_norm(m) and not any(True for _ in m.children()))
     made = []

@@ -18,7 +18,7 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.norms import is_one_kernel
-from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, set_patch
+from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
@@ -39,7 +39,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     module, name = tileable.module, tileable.name
     if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
-    parts = tileable.roots()
+    parts, norm_of = roots(module, tileable.parts), tileable.norm_of
     for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
         if reason := depends_on_others(part):
             raise ValueError(
@@ -51,7 +51,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         tileable.method,
         tileable.parts,
         below=parts_below(module) if tileable.method == "forward" else (),
-        widths=(norm_of, norm_of) if (norm_of := tileable.norm_of) else feed_forward_widths(*parts),
+        widths=feed_forward_widths(*parts) if norm_of is None else (norm_of, norm_of),
         weight_bytes=sum(weight_bytes(part) for part in parts),
         before=bool(tileable.before),
         after=bool(tileable.after),
@@ -114,7 +114,7 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(partial(patch.inner, module), patch.found.roots(module), whole=patch.found.parts is None)
+    work = Work(partial(patch.inner, module), roots(module, patch.found.parts), whole=patch.found.parts is None)
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
@@ -248,14 +248,16 @@ def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwarg
     if patch.after and (made := _with_neighbor(work, patch.mlp, args, kwargs)) is not None:
         return run_tiled(*made)
     args, kwargs = values((args, kwargs))
-    if not kwargs and work.key not in patch.mlp.learned.refused and (patch.alone or not patch.after):
-        made = TiledCall.of(work, patch.mlp, args, kwargs)
-        defers = made is not None and not patch.after and _may_defer(made, patch.mlp)
-        if made is not None and (patch.alone or defers) and _check_with_norm(made):
-            deferred = defer(*made) if defers else None
-            if deferred is not None or patch.alone:
-                return run_tiled(*made) if deferred is None else deferred
-    return patch.inner(module, *args, **kwargs)
+    tries = not kwargs and work.key not in patch.mlp.learned.refused and (patch.alone or not patch.after)
+    made = TiledCall.of(work, patch.mlp, args, kwargs) if tries else None
+    if made is None:
+        return patch.inner(module, *args, **kwargs)
+    defers = not patch.after and _may_defer(made, patch.mlp)
+    if not (defers or patch.alone) or not _check_with_norm(made):
+        return patch.inner(module, *args, **kwargs)
+    if defers and (deferred := defer(*made)) is not None:
+        return deferred
+    return run_tiled(*made) if patch.alone else patch.inner(module, *args, **kwargs)
 
 
 def _may_defer(made: Call, patch: TiledPatch) -> bool:

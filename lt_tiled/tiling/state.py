@@ -41,10 +41,6 @@ class Found:
     guessed: bool = False
     """Whether it is a norm that the policy does not name: it stays untiled where it cannot be tiled."""
 
-    def roots(self, module: nn.Module) -> tuple[nn.Module, ...]:
-        """Return the modules that run in tiles."""
-        return (module,) if self.parts is None else tuple(module.get_submodule(name) for name in self.parts)
-
 
 @dataclass
 class Learned:

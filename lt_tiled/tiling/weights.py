@@ -106,6 +106,11 @@ def substituted(weights: Sequence[Weight], leaves: Sequence[GradientSum | Tensor
         mode.end()
 
 
+def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
+    """Return the dtype in which gradients of a dtype are summed."""
+    return torch.float32 if accumulate == "float32" and dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 class GradientSum:
     """Sums one tensor's gradients over the tiles while autograd produces them.
 
@@ -116,8 +121,7 @@ class GradientSum:
 
     def __init__(self, tensor: Tensor, accumulate: str) -> None:
         self.dtype = tensor.dtype
-        wide = accumulate == "float32" and tensor.dtype in (torch.bfloat16, torch.float16)
-        self.sum_dtype = torch.float32 if wide else tensor.dtype
+        self.sum_dtype = sum_dtype(tensor.dtype, accumulate)
         self.sum: Tensor | None = None
         self.leaf = tensor.detach().requires_grad_()
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)

@@ -87,7 +87,7 @@ def test_whatever_attention_does_with_the_norms_output(use: Use, checkpointed: b
 
 
 def test_the_projections_cost_nothing_more() -> None:
-    """The norm's output is not there in full, and a step has the FLOPs of the untiled one."""
+    """A step whose projections run in the norm's tiles has the FLOPs of the untiled one."""
     model, x = blocks(), tokens()
 
     def step() -> None:
