@@ -44,15 +44,19 @@ RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
     ),
     (
         "+ tiled MLP",
-        {"loss": "auto", "tiling": Tiling(tile_tokens=TILE), "checkpointing": Checkpointing(offload="cpu")},
+        {
+            "loss": "auto",
+            "tiling": Tiling(tile_tokens=TILE, targets="mlp"),
+            "checkpointing": Checkpointing(offload="cpu"),
+        },
         True,
         "1.2M",
     ),
     (
-        "+ tiled norms",
+        "+ tiled norms (the default)",
         {
             "loss": "auto",
-            "tiling": Tiling(tile_tokens=TILE, targets=["auto", "*norm*"]),
+            "tiling": Tiling(),
             "checkpointing": Checkpointing(offload="cpu"),
         },
         True,

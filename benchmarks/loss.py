@@ -2,9 +2,9 @@
 
 Every way computes the mean cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are relative, of
 the worse gradient, against float64; FLOPs and peak are exact, and times are medians of interleaved rounds, relative to
-full logits. Peers that are not installed, or need another device, are named: DeepSpeed (``pip install deepspeed``), Cut
-Cross-Entropy (``cut-cross-entropy`` and ``triton``; on a CPU its ``torch_compile`` implementation), Liger
-(``liger-kernel``, on a GPU).
+full logits of all tokens. Peers that are not installed, or need another device, are named: DeepSpeed (``pip install
+deepspeed``), Cut Cross-Entropy (``cut-cross-entropy`` and ``triton``; on a CPU its ``torch_compile`` implementation),
+Liger (``liger-kernel``, on a GPU).
 """
 
 from __future__ import annotations
@@ -203,31 +203,46 @@ def costs(
 ) -> Sheet:
     """FLOPs and peak of one forward and backward, and the time over that of full logits in the same round."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    inputs = drawn(*sizes, dtype, device)
-    runs = {name: partial(gradients, loss, inputs, 1.0) for name, loss in ways.items() if not isinstance(loss, str)}
+    usable = {name: loss for name, loss in ways.items() if not isinstance(loss, str)}
+    cases = {"": drawn(*sizes, dtype, device), HALF: drawn(*sizes, dtype, device, ignore=sizes[0] // 2)}
+    runs = {n + case: partial(gradients, f, inputs, 1.0) for n, f in usable.items() for case, inputs in cases.items()}
     times = interleaved({name: partial(seconds_of, run, device) for name, run in runs.items()}, rounds)
     logits = 4 * sizes[0] * sizes[2]
     size = f"{sizes[0]} tokens of {sizes[1]}, a vocabulary of {sizes[2]}"
     title = f"the loss: {size}, {str(dtype)[6:]}, {tiles} tiles, forward and backward"
-    sheet = Sheet("loss_costs", title, ["", "FLOPs", "peak / logits", "time, median", "range"])
+    headings = ["", "FLOPs", "time, median", "range", "peak / logits", "peak / tile, bfloat16"]
+    sheet = Sheet("loss_costs", title, [*headings, "FLOPs, half ignored", "time, half ignored"])
     sheet.notes = [
-        f"FLOPs and time relative to full logits, peak relative to the {logits / 2**20:.0f} MiB of float32 logits;"
-        f" {rounds} rounds, {machine(device)}."
+        f"FLOPs and time relative to full logits of all tokens; peak relative to the {logits / 2**20:.0f} MiB of"
+        f" float32 logits, and to one tile of bfloat16 logits with hidden states of 4; {rounds} rounds,"
+        f" {machine(device)}."
     ]
-    base = flops(runs["full logits"])
-    unseen = "inside a kernel"
-    for name, run in runs.items():
+    base, unseen = flops(runs["full logits"]), "inside a kernel"
+    narrow = drawn(sizes[0], 4, sizes[2], torch.bfloat16, device)
+    tile = 2 * sizes[0] * sizes[2] / tiles
+    for name, loss in usable.items():
         compiled = name == "Cut Cross-Entropy"
         hidden = compiled and device.type == "cpu"
-        for leaf in inputs[:2]:
-            leaf.grad = None
-        peak = 0 if hidden else peak_bytes(run) if device.type == "cpu" else device_peak(run, device)
-        of = ratios(times, name, "full logits")
+        peaks = [0.0 if hidden else peak_of(partial(gradients, loss, i, 1.0), i, device) for i in (cases[""], narrow)]
+        of, half = (ratios(times, name + case, "full logits") for case in cases)
         sheet.add(
             name,
-            unseen if compiled else f"{flops(run) / base:.2f}",
-            unseen if hidden else f"{peak / logits:.2f}",
+            unseen if compiled else f"{flops(runs[name]) / base:.2f}",
             f"{statistics.median(of):.2f}",
             spread(of),
+            unseen if hidden else f"{peaks[0] / logits:.2f}",
+            unseen if hidden else f"{peaks[1] / tile:.1f}",
+            unseen if compiled else f"{flops(runs[name + HALF]) / base:.2f}",
+            f"{statistics.median(half):.2f}",
         )
     return sheet
+
+
+HALF = ", half ignored"
+
+
+def peak_of(run: Callable[[], object], inputs: tuple[Tensor, Tensor, Tensor], device: torch.device) -> float:
+    """The peak of a run that begins without gradients."""
+    for leaf in inputs[:2]:
+        leaf.grad = None
+    return peak_bytes(run) if device.type == "cpu" else device_peak(run, device)

@@ -7,16 +7,19 @@ import sys
 from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
+from textwrap import shorten
 from traceback import walk_tb
+from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import get_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lt_tiled.errors import did_you_mean
 
@@ -39,6 +42,7 @@ class Parser(LightningArgumentParser):
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         self.files.append(Path(path).absolute())
+        refuse_pipe(path)
         try:
             return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
@@ -67,7 +71,7 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
         at = values[0]
         types = next((line for line in reversed(lines[:at]) if line.lstrip().startswith("Subtypes: ")), "")
         value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
-        named = re.fullmatch(r"(?:{'class_path': ')?(\w+)('.*)?", value)
+        named = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
         classes = [getattr(sys.modules.get(m), n, int) for m, n in re.findall(r"<class '([\w.]+)\.(\w+)'>", types)]
         reason = f"{value!r} is none of {types.partition(': ')[2]}"
         if named and (near := did_you_mean(named[1], {name for kind in classes for name in _names(kind)})):
@@ -77,13 +81,54 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
         if _indent(line) < indent:
             indent = _indent(line)
             keys[:0] = [key for found in re.findall(r'Parser key "(.+)":$', line) for key in found.split(".")]
-    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
+    if found := re.match(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
         reason = f"{found[1]} has no {_near(found[2], dir(sys.modules.get(found[1])))}"
-    if found := re.search(r"invalid strategy name: `strategy='(.+?)'`", reason):
-        reason = f"there is no strategy {_near(found[1], StrategyRegistry.available_strategies())}"
+    for module in re.findall(r"(?:class_path'?:? '|Given value: )([A-Za-z_][\w.]*)\.[A-Z]\w*\b", text):
+        reason = _failed_import(module) or reason
     path = [*keys, *(key for found in re.findall(r"unknown key '([\w.]+)'", reason) for key in found.split("."))]
     place = next(filter(None, (_find(file, path) for file in files)), "") if path else ""
     return f"{place}{'.'.join(keys)}{': ' if keys else ''}{_line(reason)}"
+
+
+def _failed_import(module: str) -> str:
+    """Return where the import of a module fails in code that is not installed, and why, or an empty string."""
+    try:
+        import_module(module)  # again, because jsonargparse keeps nothing but the message
+    except Exception as error:
+        places = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__) if _is_users(f)]
+        if isinstance(error, SyntaxError):
+            places.append((str(error.filename), error.lineno or 0))
+        if places:
+            return "{}:{}: ".format(*places[-1]) + f"{type(error).__name__}: {getattr(error, 'msg', error)}"
+    return ""
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether the code of a frame is neither of Python nor of an installed package."""
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    known = package in sys.stdlib_module_names or package == "lt_tiled"
+    return not known and "site-packages" not in Path(frame.f_code.co_filename).parts
+
+
+def registered_name(strategy: str) -> str:
+    """Return the registered name of a strategy, also for the name of its class.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    names = ["auto", *StrategyRegistry.available_strategies()]
+    classes = {StrategyRegistry[name]["strategy"].__name__: name for name in sorted(names[1:], key=len, reverse=True)}
+    if strategy in classes or strategy.lower() in names:
+        return str(classes.get(strategy, strategy))
+    module, _, name = strategy.rpartition(".")
+    near = did_you_mean(name, {*names, *_names(Strategy)})
+    raise ValueError((module and _failed_import(module)) or f"there is no strategy {strategy!r}{near}")
+
+
+def refuse_pipe(path: Any) -> None:
+    """Raise ``ArgumentError`` for a named pipe, which would be waited for; that of ``<(command)`` has a writer."""
+    if Path(path).is_fifo() and not str(path).startswith("/dev/fd/"):
+        raise ArgumentError(None, f"{path} is a named pipe: write what it gives to a file.")
 
 
 def _names(kind: type) -> set[str]:
@@ -96,8 +141,8 @@ def _indent(line: str) -> int:
 
 
 def _line(text: str) -> str:
-    """Return the text as one line, with types as they are written."""
-    return re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.", r"\1", " ".join(text.split()))
+    """Return the text as one line that is not endless, with types as they are written."""
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.", r"\1", shorten(text, 1000, placeholder=" ..."))
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -132,18 +177,46 @@ def load_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: If there are such.
     """
-    nodes = [yaml.compose(text, yaml.SafeLoader)]
+    try:
+        nodes = [yaml.compose(text, yaml.SafeLoader)]
+    except RecursionError:
+        raise yaml.YAMLError("its lists and mappings are nested too deeply.") from None
     for node in nodes:  # which grows: aliases are expanded, as jsonargparse does where it copies what was loaded
         if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value]
-            if twice := [key for i, (key, _) in enumerate(node.value) if key.value in keys[:i]]:
+            keys = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # there may be several <<
+            if twice := [key for i, key in enumerate(keys) if key.value in [k.value for k in keys[:i]]]:
                 raise yaml.YAMLError(f"line {twice[0].start_mark.line + 1}: {twice[0].value!r} is there a second time.")
             nodes += [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
         if len(nodes) > len(text) + 10_000:
             raise yaml.YAMLError(f"its aliases (*name) expand to more than {len(nodes)} values: write fewer of them.")
-    return _load_yaml(text)
+    try:
+        return _load_yaml(text)
+    except ValueError as error:  # such as a number of 5000 digits
+        raise yaml.YAMLError(str(error)) from error
+
+
+def message(error: Exception) -> str:
+    """Return the message for an error that needs no traceback: one line, unless lt_tiled wrote several."""
+    text = str(error)
+    if checkpoint := _checkpoint(error):
+        return _line(f"ckpt_path {str(checkpoint)!r} cannot be loaded: {type(error).__name__}: {text}")
+    if any(sign in text for sign in ('Parser key "', "Does not validate against")):
+        return explain(text)
+    return text if type(error).__module__ == "lt_tiled.errors" else _line(text)
+
+
+def _checkpoint(error: Exception) -> Any:
+    """Return the path of the checkpoint that Lightning was loading, or ``None``."""
+    for frame, _ in walk_tb(error.__traceback__):
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if (module, function) == ("lightning.pytorch.cli", "_parse_ckpt_path"):
+            return frame.f_locals.get("ckpt_path")
+        loads = function.lstrip("_").startswith(("resume", "restore"))
+        if loads and module == "lightning.pytorch.trainer.connectors.checkpoint_connector":
+            return frame.f_locals["self"].trainer.ckpt_path
+    return None
 
 
 def needs_no_traceback(error: Exception) -> bool:
@@ -154,5 +227,8 @@ def needs_no_traceback(error: Exception) -> bool:
     *_, raised_in = (name for name in packages if name not in sys.stdlib_module_names)  # which says what it opens
     if raised_in == "jsonargparse" and isinstance(error.__cause__, Exception):  # of a class in the configuration
         return needs_no_traceback(error.__cause__)
-    refused = isinstance(error, (ValueError, OSError, ImportError, MisconfigurationException))
-    return refused and raised_in in ("lt_tiled", "lightning", "jsonargparse", "transformers", "fsspec")
+    if _checkpoint(error):
+        return raised_in in ("torch", "lightning", "fsspec", "deepspeed", "lt_tiled")
+    kinds = (ValueError, OSError, ImportError, MisconfigurationException, *[TypeError] * (raised_in == "lightning"))
+    libraries = ("lightning", "jsonargparse", "transformers", "fsspec", "deepspeed", "pydantic")
+    return isinstance(error, kinds) and raised_in in ("lt_tiled", *libraries)

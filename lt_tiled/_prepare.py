@@ -19,9 +19,9 @@ from lt_tiled.checkpointing import (
 )
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
-from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import Checkpointing, LossShards, Tiers, Tiling, as_checkpointing, as_loss, as_tiling
 from lt_tiled.report import Report

@@ -18,7 +18,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
-from lt_tiled._bad_input import Parser, explain, load_yaml, needs_no_traceback
+from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.planner.command import run_plan
 
@@ -47,6 +47,23 @@ class TiledCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
         self.parser.epilog = parser.epilog = "--debug, anywhere, shows the traceback of an error."
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse what Lightning would find late, or wait for."""
+        config = self.config[self.config["subcommand"]]
+        trainer, key = config["trainer"], "strategy"
+        if config.get("ckpt_path") is not None:
+            refuse_pipe(config["ckpt_path"])
+        if isinstance(trainer, list):
+            self.parser.error(f'Parser key "trainer":\n  {trainer} has no keys such as max_steps.')
+        try:
+            if isinstance(trainer[key], str):
+                trainer[key] = registered_name(trainer[key])
+            for key in ("accumulate_grad_batches", "val_check_interval"):
+                if trainer[key] == 0:
+                    raise ValueError("0 must be positive.")
+        except ValueError as error:
+            self.parser.error(f'Parser key "trainer.{key}":\n  {error}')
 
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
@@ -106,10 +123,7 @@ def main(args: ArgsType = None) -> None:
         typed = isinstance(error, ArgumentError)
         if debug or not (typed or needs_no_traceback(error)):
             raise
-        text = str(error)
-        if not typed:
-            signs = ('Parser key "', "Does not validate against", "invalid strategy name")
-            text = f"{explain(text) if any(sign in text for sign in signs) else text}\n--debug shows the traceback."
+        text = str(error) if typed else f"{message(error)}\n--debug shows the traceback."
         print(f"{f'lt-tiled {command}'.strip()}: error: {text}", file=sys.stderr)
         raise SystemExit(2 if typed else 1) from None
 

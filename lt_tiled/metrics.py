@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
-from lt_tiled.loss.autograd import loss_bounds
+from lt_tiled.loss.autograd import loss_places
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.functional import check_shapes, tiled_token_logprobs
 from lt_tiled.policies import check_count
@@ -89,10 +89,10 @@ class TiledTokenAccuracy(_TiledMetric):
     def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
         labels, rows = labels.reshape(-1), hidden.reshape(-1, hidden.shape[-1])
         hits = torch.zeros((), dtype=torch.int64, device=labels.device)
-        for low, high in loss_bounds(self.num_shards, len(labels), len(weight)):
-            best = F.linear(rows[low:high], weight, bias).topk(min(self.top_k, len(weight)), -1).indices
-            right = (best == labels[low:high, None]).any(-1)
-            hits += (right & (labels[low:high] != self.ignore_index)).sum()
+        counted = labels != self.ignore_index
+        for place in loss_places(self.num_shards, rows, counted):
+            best = F.linear(rows[place], weight, bias).topk(min(self.top_k, len(weight)), -1).indices
+            hits += ((best == labels[place, None]).any(-1) & counted[place]).sum()
         return hits
 
     def compute(self) -> Tensor:

@@ -36,14 +36,14 @@ class Tiling:
     """
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
-    """Tiles per call. ``"auto"`` uses ``ceil(4 * intermediate_size / hidden_size)`` tiles of at least 1024 tokens; more
-    would not lower the peak memory."""
+    """Tiles per call. ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles of at least 1024 tokens;
+    more would hardly lower the peak memory."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the MLP of each block), a class name or path glob (``model.layers.*.mlp``) of modules or of their
-    methods (``BertLayer.feed_forward_chunk``), or a list of these. In Python also a function that takes a module's path
-    and the module and returns whether to tile it."""
+    """``"auto"`` (the MLP of each block, and norms), ``"mlp"`` (no norms but those next to an MLP), a class name or
+    path glob (``model.layers.*.mlp``) of modules or of their methods (``BertLayer.feed_forward_chunk``), or a list of
+    these. In Python also a function that takes a module's path and the module and returns whether to tile it."""
     accumulate: Literal["float32", "param"] = "float32"
     """The dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer,
     but its rounding error grows with the number of tiles."""
@@ -58,7 +58,7 @@ class Tiling:
     ``{mode: max-autotune}``."""
     loss: bool | PositiveInt = False
     """Compute the loss of transformers models that are called with labels in tiles, without the full logits: ``True``
-    for tiles of a fixed size in bytes, or the number of tiles. ``output.logits`` raises when it is used."""
+    for tiles that do not raise the peak, or the number of tiles. ``output.logits`` raises when it is used."""
 
     def __post_init__(self) -> None:
         check_count("num_shards", self.num_shards, "auto")
@@ -140,11 +140,13 @@ class Checkpointing:
                 raise ValueError(f"{name}={value!r} has no effect with {where}")
             if value is not None and name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
-        if self.disk_budget is not None and parse_bytes(self.disk_budget, "") < parse_bytes(self.min_bytes, ""):
-            raise ValueError(
-                f"disk_budget={self.disk_budget!r} has no room for one block input of min_bytes={self.min_bytes!r}:"
-                " raise disk_budget or lower min_bytes."
-            )
+        for name in ["disk_budget", *["cpu_budget"] * (self.offload == "cpu")]:
+            value = getattr(self, name)
+            if value is not None and parse_bytes(value, name) < parse_bytes(self.min_bytes, ""):
+                raise ValueError(
+                    f"{name}={value!r} has no room for one block input of min_bytes={self.min_bytes!r}: raise {name} or"
+                    " lower min_bytes."
+                )
         if self.directory == "":
             raise ValueError("directory='' names no directory: leave it out for the system's temporary directory.")
         if "\0" in str(self.directory):

@@ -63,35 +63,40 @@ class Report:
     """The tiled modules, the blocks with activation checkpointing and the tiled losses of a model."""
 
     tiled: tuple[TiledModule, ...]
+    """MLPs, and what a policy names."""
     blocks: tuple[RecomputedBlock, ...]
     losses: tuple[TiledLoss, ...] = ()
+    norms: tuple[TiledModule, ...] = ()
+    """Norms that ``targets="auto"`` found apart from MLPs."""
     offloaded: OffloadStats | None = None
     """What was offloaded so far, if anything is."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
         """Return the report of a model."""
-        tiled, blocks, losses, offloaded = [], [], [], None
+        tiled: list[TiledModule] = []
+        norms: list[TiledModule] = []
+        blocks, losses, offloaded = [], [], None
         for path, module in [("", model), *walk(model)]:
             for patch in get_patches(module, TiledPatch):
                 if not patch.learned.untiled:
                     found, method = patch.found, "" if patch.method == "forward" else f".{patch.method}"
-                    where = (path + method).lstrip(".")
-                    row = TiledModule(where, found.kind, *patch.learned.largest, found.widths, found.weight_bytes)
-                    tiled.append(row)
+                    where, sizes = (path + method).lstrip("."), None if found.guessed else found.widths
+                    row = TiledModule(where, found.kind, *patch.learned.largest, sizes, found.weight_bytes)
+                    (norms if found.guessed else tiled).append(row)
             if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
                 losses.append(TiledLoss(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
                 blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
-        return cls(tuple(tiled), tuple(blocks), tuple(losses), offloaded)
+        return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded)
 
     def summary(self) -> str:
         """Return one line with the number of modules of each class."""
         parts = []
         for what, rows in (
-            ("tiles", self.tiled),
+            ("tiles", (*self.tiled, *self.norms)),
             ("tiles the loss of", self.losses),
             ("applies activation checkpointing to", self.blocks),
         ):
@@ -115,7 +120,7 @@ class Report:
         table.add_column("where", overflow="fold")
         table.add_column("tokens", justify="right", no_wrap=True)
         table.add_column("tiles", justify="right", no_wrap=True)
-        for what, rows in (("tiled", self.tiled), ("tiled loss", self.losses)):
+        for what, rows in (("tiled", (*self.tiled, *self.norms)), ("tiled loss", self.losses)):
             alike = Counter((pattern(row.path), row.kind, row.tokens, row.tiles) for row in rows)
             for (path, kind, tokens, tiles), count in alike.items():
                 calls = (str(tokens), str(tiles)) if tokens else ("-", "never tiled")

@@ -50,7 +50,7 @@ class Architecture:
     finds: dict[str, str]
     """Path, with stars for numbers, to class."""
     inputs: Callable[[Any], dict[str, torch.Tensor]] | None = None
-    error: float = 1e-9
+    error: float = 1e-7
     """Relative, in float64; more where the model computes a part in float32 whatever its weights are."""
     more_flops: str = ""
     """Why tiling adds FLOPs to a step with activation checkpointing, where it does: mostly because the recompute of a
@@ -166,7 +166,7 @@ def _qwen3_vl_images(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _causal(
-    name: str, mlp: str, path: str = "model.layers.*.mlp", error: float = 1e-9, more_flops: str = "", **fields: Any
+    name: str, mlp: str, path: str = "model.layers.*.mlp", error: float = 1e-7, more_flops: str = "", **fields: Any
 ) -> Architecture:
     fields, finds = {**_SIZES, **fields}, {path: mlp}
     return Architecture(f"{name}ForCausalLM", f"{name}Config", fields, finds, error=error, more_flops=more_flops)

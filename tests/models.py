@@ -79,6 +79,17 @@ class RoutedMLP(nn.Module):
         return out.view_as(x), logits if self.flat else logits.view(*x.shape[:-1], -1)
 
 
+class PythonNorm(nn.Module):
+    """A norm in several operations, as transformers writes it."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.weight, self.dim = nn.Parameter(torch.rand(H)), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(self.dim, keepdim=True) + 1e-6)
+
+
 class Block(nn.Module):
     """Causal attention and an MLP, each with a residual."""
 

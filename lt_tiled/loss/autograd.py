@@ -6,35 +6,58 @@ The weights are inputs of the autograd Function and their gradients are returned
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lt_tiled.loss.cross_entropy import CrossEntropy
+from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
+from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import MIN_TILE_TOKENS, Bounds, tile_bounds
-from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, random_state_kept
-from lt_tiled.tiling.weights import gradient_sums
+from lt_tiled.tiling.layout import Bounds, tile_bounds
+from lt_tiled.tiling.recompute import AutocastState, RandomState, random_state_kept
 
 Reduction = Literal["mean", "sum", "none"]
-Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
 Count = Tensor | float | Literal["global"] | None
 
-TILE_LOGITS = 2**28
-"""Entries of one tile of logits under ``num_shards="auto"``: 1 GiB in float32."""
+MIN_LOSS_TOKENS = 512
+"""Fewer rows make the sums of weight gradients, which each tile reads and writes, take longer than the products."""
 
 
-def loss_bounds(num_shards: int | Literal["auto"], tokens: int, vocab_size: int) -> list[Bounds]:
-    """Cut the tokens of a loss, with ``"auto"`` by the size of a tile's logits."""
-    if num_shards != "auto":
-        return tile_bounds(Tiling(num_shards), tokens, 1)
-    return tile_bounds(Tiling(tile_tokens=max(MIN_TILE_TOKENS, TILE_LOGITS // max(vocab_size, 1))), tokens, 1)
+def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[Bounds]:
+    """Cut the tokens of a loss, with ``"auto"`` into tiles of half as many tokens as ``hidden_size``, at least 512.
+
+    Such tiles do not raise the peak. In 16 bits a tile of ``t`` tokens holds at most 2 times its ``2 t V`` bytes of
+    logits, in whose memory the gradient is formed. When the tiles are done, the float32 sum of the weight's gradient,
+    which is alive all the time, is rounded to a copy of ``2 V H`` bytes: more, if ``t`` is at most ``H / 2``.
+    """
+    size = max(MIN_LOSS_TOKENS, hidden_size // 2)
+    return tile_bounds(Tiling(tile_tokens=size) if num_shards == "auto" else Tiling(num_shards), tokens, 1)
+
+
+Place = slice | Tensor
+"""A tile's tokens: a run of them, or their indices."""
+
+
+def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[Place]:
+    """Return each tile's tokens: those whose label counts, and those whose nan or inf spoils the gradients as in torch.
+
+    Their number is read once, where it can be: simulations, captures and compiled code have all tokens in their tiles.
+    """
+    bounds = loss_bounds(num_shards, *hidden.shape)
+    plain = type(hidden) in (Tensor, nn.Parameter) and type(counted) is Tensor and not hidden.is_meta
+    capturing = counted.is_cuda and torch.cuda.is_current_stream_capturing()
+    if plain and not capturing and not torch.compiler.is_compiling():
+        least, most = hidden.aminmax(dim=-1)  # nan, if there is one
+        rows = (counted | ~(least.isfinite() & most.isfinite())).nonzero().squeeze(-1)
+        if len(rows) < len(counted):
+            size = bounds[0][1] - bounds[0][0]
+            return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))
+    return [slice(low, high) for low, high in bounds]
 
 
 @dataclass(frozen=True)
@@ -81,11 +104,11 @@ class LossTiles:
                 " no gradient."
             )
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-        bounds = loss_bounds(self.num_shards, len(flat_labels), vocab_size)
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
-        divisor = divisor.to(_wide(hidden))
+        divisor = divisor.to(wide_dtype(hidden))
         autocast = AutocastState.now(hidden.device)
-        call = _LossCall(self, head, bounds, flat_labels, divisor, autocast, torch.is_grad_enabled())
+        places = loss_places(self.num_shards, flat.detach(), self.kind.counted(flat_labels))
+        call = _LossCall(self, head, places, flat_labels, divisor, autocast, torch.is_grad_enabled())
         try:
             loss: Tensor = _TiledLoss.apply(call, flat, *weights)
         except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
@@ -120,7 +143,7 @@ class _LossCall:
 
     tiles: LossTiles
     head: Head
-    bounds: list[Bounds]
+    places: list[Place]
     labels: Tensor
     divisor: Tensor
     autocast: AutocastState
@@ -128,10 +151,14 @@ class _LossCall:
     random: RandomState | None = None
     """The generators' state before the forward pass."""
 
-    def scale(self, hidden: Tensor) -> Tensor | None:
-        """Return a factor that keeps float16 gradients in range until the backward pass."""
-        dtype = self.autocast.dtype or hidden.dtype
-        return _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1) if dtype == torch.float16 else None
+    def scales(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what each token's gradient is multiplied by before it is rounded, and in the backward pass."""
+        # No label counts: the loss is nan, and the gradients are zeros, as untiled.
+        divisor = self.divisor.where(self.divisor != 0, 1.0)
+        if (self.autocast.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
+            scale = _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1)
+            return scale, 1 / (scale * divisor)
+        return 1 / divisor, torch.ones_like(divisor)
 
     def run(
         self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool], incoming: Tensor | None = None
@@ -145,46 +172,30 @@ class _LossCall:
             incoming: The gradient of each token's loss.
         """
         per_token = self.tiles.reduction == "none"
-        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=_wide(hidden))
+        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide_dtype(hidden))
         slope = torch.zeros_like(hidden) if wants[0] else None
-        learn = [w for w, wanted in zip(weights, wants[1:], strict=True) if wanted]
-        with gradient_sums(learn, self.tiles.accumulate) as sums:
-            targets = [s.leaf for s in sums]
-            own = iter(targets)
-            leaves = [next(own) if wanted else w.detach() for w, wanted in zip(weights, wants[1:], strict=True)]
-            for low, high in self.bounds:
-                rows = hidden[low:high].detach().requires_grad_(wants[0])
-                inputs = [*([rows] if wants[0] else []), *targets]
-                given = None if incoming is None else incoming[low:high, None]
-                loss, parts = self._tile(rows, leaves, self.labels[low:high], inputs, given)
+        plain = self.head is linear and not any(is_traceable_wrapper_subclass(t) for t in (hidden, *weights))
+        kind = LinearTile if plain else GraphTile
+        tile = kind(self.head, weights, wants, self.tiles.accumulate, self.autocast)
+        try:
+            for place in self.places:
+                rows, labels = hidden[place], self.labels[place]
+                factor = None
+                if any(wants) and incoming is not None:
+                    factor = incoming[place].to(losses.dtype).where(self.tiles.kind.counted(labels), 0.0)
+                logits = tile.logits(rows)
+                loss = self.tiles.kind.of(logits, labels, factor)
                 if per_token:
-                    losses[low:high] = loss
+                    losses[place] = loss
                 else:
                     losses += loss.sum()
-                if slope is not None and parts[0] is not None:
-                    slope[low:high] = parts[0]
-                del parts
-        if self.autocast.dtype is not None:
-            torch.clear_autocast_cache()  # it holds casts of the leaves
-        totals = iter([torch.zeros_like(w) if s.sum is None else s.sum for w, s in zip(learn, sums, strict=True)])
-        found = [next(totals) if wanted else None for wanted in wants[1:]]
-        return losses, [slope, *found]
-
-    def _tile(
-        self, rows: Tensor, leaves: Sequence[Tensor], labels: Tensor, inputs: Sequence[Tensor], incoming: Tensor | None
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Run one tile; return the loss of each token and the gradients of the inputs. Its logits are freed then."""
-        with torch.set_grad_enabled(bool(inputs)), SavedCounter():
-            logits = self.head(rows.view_as(rows), leaves)
-        values = logits.detach()
-        if values.dtype != _wide(values) or self.head is not linear:  # another head may save its output
-            values = values.to(_wide(values), copy=True)
-        loss, gradient = self.tiles.kind.of(values, labels, bool(inputs))
-        if gradient is None:
-            return loss, ()
-        if incoming is not None:
-            gradient.mul_(incoming)
-        return loss, torch.autograd.grad(logits, inputs, gradient.to(logits.dtype), allow_unused=True)
+                part = None if factor is None else tile.backward(logits)
+                if slope is not None and part is not None:
+                    slope[place] = part.to(slope.dtype)
+                del logits, part
+            return losses, [slope, *tile.totals()]
+        finally:
+            tile.close()
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -195,18 +206,13 @@ class _TiledLoss(torch.autograd.Function):
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
             call.random = RandomState.now(hidden.device) if any(ctx.wants) else None
             return call.run(hidden, weights, [False] * len(ctx.wants))[0]
-        scale = call.scale(hidden)
-        incoming = None if scale is None else scale.expand(len(call.labels))
-        loss, gradients = call.run(hidden, weights, ctx.wants, incoming)
+        scale, ctx.factor = call.scales(hidden)
+        loss, gradients = call.run(hidden, weights, ctx.wants, scale.expand(len(call.labels)))
         ctx.dtypes = [t.dtype for t in (hidden, *weights)]
-        # No label counts: the loss is nan, and the gradients are zeros, as untiled.
-        factor = 1 / call.divisor.where(call.divisor != 0, 1.0) / (1.0 if scale is None else scale)
         # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range for it.
-        ctx.factors = [factor] * len(gradients)
         for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
-            if gradient is not None and gradient.dtype != dtype == torch.bfloat16:
-                gradients[index] = _scaled(gradient, factor, torch.bfloat16)
-                ctx.factors[index] = torch.ones_like(factor)
+            if gradient is not None and dtype == torch.bfloat16:
+                gradients[index] = gradient.to(dtype)
         ctx.save_for_backward(*gradients)
         return loss / call.divisor
 
@@ -225,15 +231,10 @@ class _TiledLoss(torch.autograd.Function):
             pairs = zip(gradients, (hidden, *weights), strict=True)
             return (None, *(None if g is None else g.to(t.dtype) for g, t in pairs))
         scaled = (
-            None if g is None else _scaled(g, incoming * factor, dtype)
-            for g, factor, dtype in zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
+            None if g is None else _scaled(g, incoming * ctx.factor, dtype)
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (None, *scaled)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which losses are computed."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,8 +252,3 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 _ROWS = 4096
 _HALF_SCALE = 2.0**15
 """What gradient scalers begin with: the gradient of a label is then at most half of float16's largest number."""
-
-
-def linear(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Apply a head that is a weight, with a bias if there is one."""
-    return F.linear(hidden, *weights)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import repeat
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,50 +44,62 @@ class CrossEntropy:
         """Return which labels count."""
         return labels != self.ignore_index
 
-    def of(self, logits: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of each token, and its gradient for the logits.
+    def of(self, logits: Tensor, labels: Tensor, factor: Tensor | None = None) -> Tensor:
+        """Return the loss of each token, ``[t]``, zero where a label does not count.
 
         Args:
-            logits: ``[t, V]`` in float32 or float64. Overwritten: the derivative is written in their place.
+            logits: ``[t, V]``. With a factor, overwritten by the gradient of the losses for them, times the factor.
             labels: ``[t]``.
-            differentiate: Whether the derivative is wanted.
-
-        Returns:
-            ``[t]``, zero where a label does not count, and ``[t, V]``.
+            factor: ``[t]`` in float32 or float64, the dtype of the losses; zero where a label does not count.
         """
+        size = max(len(logits) // PARTS, min(len(logits) // 3, PART_LOGITS // logits.shape[-1]), 1)
+        factors = repeat(None) if factor is None else factor.split(size)
+        parts = zip(logits.split(size), labels.split(size), factors, strict=False)
+        return torch.cat([self._part(*part) for part in parts])
+
+    def _part(self, logits: Tensor, labels: Tensor, factor: Tensor | None) -> Tensor:
+        wide = wide_dtype(logits)
         counted = self.counted(labels)
         chosen = labels.where(counted, 0)[:, None]
-        if self.logit_scale != 1.0:
-            logits.mul_(self.logit_scale)
-        slope: Tensor | None = None
+        values = logits if self.logit_scale == 1.0 else logits.to(wide) * self.logit_scale
+        bent: Tensor | None = None
         if self.logit_softcap is not None:
-            logits.div_(self.logit_softcap).tanh_()
-            slope = 1 - logits.square() if differentiate else None
-            logits.mul_(self.logit_softcap)
-        highest = logits.amax(-1, keepdim=True)
-        logits.sub_(highest)
-        picked = logits.gather(-1, chosen).squeeze(-1)
-        mean = logits.mean(-1) if self.label_smoothing else picked
-        total = logits.exp_().sum(-1, keepdim=True)
-        normaliser = total.log().squeeze(-1)  # less the highest
-        whole = normaliser + highest.squeeze(-1)
-        smooth = self.label_smoothing  # not by lerp: a logit of -inf, less another, is nan
-        loss = normaliser - ((1 - smooth) * picked + smooth * mean if smooth else picked)
-        if self.z_loss:
+            bent = (values.to(wide) / self.logit_softcap).tanh_()
+            values = bent * self.logit_softcap
+        whole = values.to(wide).logsumexp(-1) if self.z_loss else None
+        logs = values.log_softmax(-1, dtype=wide)
+        del values
+        smooth = self.label_smoothing
+        loss = -logs.gather(-1, chosen).squeeze(-1)
+        if smooth:
+            loss = (1 - smooth) * loss - smooth * logs.mean(-1)
+        if whole is not None:
             loss = loss + self.z_loss * whole.square()
         loss = loss.where(counted, 0.0)
-        if not differentiate:
-            return loss, None
-        factor = (1 + 2 * self.z_loss * whole[:, None]) / total
-        gradient = logits.mul_(factor)
-        gradient.scatter_add_(-1, chosen, gradient.new_full(chosen.shape, self.label_smoothing - 1))
-        if self.label_smoothing:
-            gradient.sub_(self.label_smoothing / gradient.shape[-1])
-        if slope is not None:
-            gradient.mul_(slope)
-        if self.logit_scale != 1.0:
-            gradient.mul_(self.logit_scale)
-        return loss, gradient.mul_(counted[:, None])  # as in torch, nan stays nan where a label does not count
+        if factor is None:
+            return loss
+        gradient = logs.exp_()
+        if whole is not None:
+            gradient.mul_(1 + 2 * self.z_loss * whole[:, None])
+        gradient.scatter_add_(-1, chosen, gradient.new_full(chosen.shape, smooth - 1))
+        if smooth:
+            gradient.sub_(smooth / gradient.shape[-1])
+        if bent is not None:
+            gradient.mul_(bent.square_().neg_().add_(1))
+        # As in torch, nan stays nan where a label does not count.
+        torch.mul(gradient, (factor * self.logit_scale)[:, None], out=logits)
+        return loss
+
+
+PARTS = 8
+PART_LOGITS = 2**20
+"""A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits: only the temporaries of one part, two
+float32 copies (three with a cap), are alive at a time, and fit into the caches of a CPU."""
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which losses are computed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.loss.autograd import Count, LossTiles, Reduction, linear
+from lt_tiled.loss.autograd import Count, LossTiles, Reduction
 from lt_tiled.loss.cross_entropy import CrossEntropy, shifted
+from lt_tiled.loss.products import linear
 
 
 def tiled_linear_cross_entropy(
@@ -38,8 +39,8 @@ def tiled_linear_cross_entropy(
         weight: ``[V, H]``, as of ``nn.Linear``.
         labels: Integers of shape ``[...]``.
         bias: ``[V]``.
-        num_shards: Tiles; with ``"auto"`` the logits of a tile have :data:`~lt_tiled.loss.autograd.TILE_LOGITS`
-            entries, of at least 1024 tokens.
+        num_shards: Tiles; with ``"auto"`` a tile has half as many tokens as ``H``, at least 512, and does not raise the
+            peak: see :func:`~lt_tiled.loss.autograd.loss_bounds`. Tokens whose label does not count are left out.
         ignore_index: The label of tokens that do not count.
         label_smoothing: As of ``torch.nn.functional.cross_entropy``.
         reduction: ``"mean"`` over the labels that count, ``"sum"``, or ``"none"`` for one loss per token.

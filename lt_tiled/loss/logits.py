@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
+from lt_tiled.loss.products import linear
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.recompute import AutocastState, ModuleState, training_set, version_of
@@ -178,6 +179,13 @@ class DeferredLogits(Deferred):
             steps = steps[:-1]
 
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            bounds = loss_bounds(patch.num_shards, *rows.shape)
+            patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
+            tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
+            if patch.plain(head) and not steps and reduction != "none":
+                plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
+                return tiles.loss(linear, rows, target, plain, vocab_size)
             work = Work(head.forward, (head,))
             modes = [(part, part.training) for part in work.parts()]
             weights = trainable_weights(work) if torch.is_grad_enabled() else []
@@ -196,10 +204,6 @@ class DeferredLogits(Deferred):
                     patch.checked = True
                 return found
 
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            bounds = loss_bounds(patch.num_shards, len(rows), vocab_size)
-            patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
-            tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             return tiles.loss(logits, rows, target, [w.tensor for w in weights], vocab_size)
 
         with torch.set_grad_enabled(self.grad_mode and torch.is_grad_enabled()):

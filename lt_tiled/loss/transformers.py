@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from lt_tiled._log import inform, warn
@@ -58,6 +59,11 @@ class HeadPatch(SharedPatch):
         copy: Any = super().__deepcopy__(memo)
         copy.learned = Learned(self.learned.largest)
         return copy
+
+    def plain(self, head: nn.Module) -> bool:
+        """Whether the head computes what its weight and bias say, which are tensors of torch."""
+        own = self.replaced is None and type(head).forward is nn.Linear.forward
+        return own and not any(is_traceable_wrapper_subclass(p) for p in head.parameters())
 
     @property
     def num_shards(self) -> LossShards:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, has_class, has_forward, outermost, unwrapped, walk
-from lt_tiled.policies import Tiling
+from lt_tiled.modules.find import has_forward, unwrapped, walk
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,19 @@ class Tileable:
     before: tuple[nn.Module, ...] = ()
     """Norms whose output goes into this module."""
     after: tuple[nn.Module, ...] = ()
-    """Norms that take this module's output."""
+    """Norms that take this module's output, or projections if it is a norm itself."""
+    norm_of: int | None = None
+    """Of a norm that the policy does not name: the hidden size of its block."""
+
+    @classmethod
+    def of_module(cls, path: str, module: nn.Module, **fields: Any) -> Tileable:
+        """Return a whole module."""
+        return cls(path, module, type(module).__name__, **fields)
+
+    @classmethod
+    def of_method(cls, path: str, module: nn.Module, method: str, **fields: Any) -> Tileable:
+        """Return a method of a module."""
+        return cls(f"{path}.{method}".lstrip("."), module, f"{type(module).__name__}.{method}", method, **fields)
 
     @property
     def name(self) -> str:
@@ -41,89 +50,27 @@ class Tileable:
         return self.kind if self.path == self.kind else f"{self.path} ({self.kind})"
 
 
-def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
-    """Return the modules that the policy names, or with ``"auto"`` the MLP of every block.
-
-    Raises:
-        ValueError: If a target matches nothing.
-        NothingFoundError: If ``"auto"`` finds nothing.
-    """
-    targets = tiling.targets
-    if callable(targets):
-        return [_whole(path, m) for path, m in find_named(model, targets, "Tiling")]
-    names = [name for name in ([targets] if isinstance(targets, str) else targets) if name != "auto"]
-    methods = {name: _methods(model, name) for name in names}
-    modules = [name for name in names if not methods[name]]
-    named = [_whole(path, m) for path, m in find_named(model, modules, "Tiling")] if modules else []
-    found = [*named, *(method for several in methods.values() for method in several)]
-    return found if targets != "auto" and "auto" not in targets else _with_feed_forwards(model, found)
-
-
-def _whole(path: str, module: nn.Module) -> Tileable:
-    return Tileable(path, module, type(module).__name__)
-
-
-def _method(path: str, module: nn.Module, method: str, **fields: Any) -> Tileable:
-    return Tileable(f"{path}.{method}".lstrip("."), module, f"{type(module).__name__}.{method}", method, **fields)
-
-
-def _methods(model: nn.Module, target: str) -> list[Tileable]:
-    """Return the methods that a target such as ``BertLayer.feed_forward_chunk`` names, unless it names modules."""
-    everything = list(walk(model))
-    owner, _, method = target.rpartition(".")
-    if not owner or any(fnmatchcase(path, target) for path, _ in everything):
-        return []
-    owners = [(path, m) for path, m in everything if has_class(m, (owner,)) or fnmatchcase(path, owner)]
-    return [_method(path, m, method) for path, m in owners if callable(getattr(type(m), method, None))]
-
-
-def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
-    """Return the blocks' MLPs and what else is named, without what is inside of something else."""
-    roots = find_blocks(model) or [("", model)]
-    found = [tileable for path, root in roots for tileable in _feed_forwards(root, path, top=root is model)]
-    if not found:
-        raise NothingFoundError(
-            f"Tiling found no MLP in {type(model).__name__} (a child of a block with linear layers from hidden_size to"
-            " intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'),"
-            " or pass tiling=False."
-        )
-    heads = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
-    taken = {id(t.module) for t in named}
-    unique = {
-        (id(t.module), t.method): t
-        for t in [*found, *named]
-        if id(t.module) in heads and (t in named or id(t.module) not in taken)
-    }
-    return [
-        replace(
-            t,
-            before=tuple(m for m in t.before if id(m) not in taken),
-            after=tuple(m for m in t.after if id(m) not in taken),
-        )
-        for t in unique.values()
-    ]
-
-
-def _feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Tileable]:
+def find_feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterator[Tileable]:
+    """Yield the MLPs in a block, with the norms next to them; ``top`` for a model without blocks."""
     before, after = ((), ()) if top else _norms_next_to_mlp(root)
     method = next((name for name in _METHODS if callable(getattr(type(root), name, None))), None)
     if method is not None:
         apart = method != "feed_forward_chunk"  # the others leave the norms to the block
-        parts = tuple(n for n, m in _children(root) if not (_mixes_tokens(n, m) or (apart and _is_norm(m))))
+        parts = tuple(n for n, m in unwrapped_children(root) if not (mixes_tokens(n, m) or (apart and is_norm(m))))
         if feed_forward_widths(*(root.get_submodule(n) for n in parts)) is not None:
-            yield _method(path, root, method, parts=parts, parent=root, before=before)
+            yield Tileable.of_method(path, root, method, parts=parts, parent=root, before=before)
             return
-    for name, child in _children(root):
+    for name, child in unwrapped_children(root):
         below = f"{path}.{name}" if path else name
-        if _mixes_tokens(name, child):
+        if mixes_tokens(name, child):
             continue
         inside = list(walk(child))
         container = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if not container and _widens(child) and not any(_mixes_tokens(p.rpartition(".")[2], m) for p, m in inside):
+        if not container and _widens(child) and not any(mixes_tokens(p.rpartition(".")[2], m) for p, m in inside):
             parent = root if before or after else None
             yield Tileable(below, child, type(child).__name__, parent=parent, before=before, after=after)
         else:
-            yield from _feed_forwards(child, below)
+            yield from find_feed_forwards(child, below)
 
 
 _METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
@@ -132,13 +79,14 @@ ALBERT and Longformer.
 """
 
 
-def _children(root: nn.Module) -> list[tuple[str, nn.Module]]:
+def unwrapped_children(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a module's children with their names; those that are compiled or FSDP units without the wrapper."""
     return [(name, unwrapped(child)) for name, child in root.named_children()]
 
 
 _PRE = re.compile(r"pre.*(feed|ffw?|mlp)|(^|_)(ffn?|mlp|feed_?forward)_(layer)?norm|ln_mlp", re.IGNORECASE)
 _SECOND = re.compile(r"post_attention|(norm|ln)_?[23]$|layernorm_after|final_layer_norm", re.IGNORECASE)
-_POST = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
+POST = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
 
 
 def _norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
@@ -146,26 +94,26 @@ def _norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[n
 
     A guess that only costs a recompute of the norm where it is wrong: what the block does with an output decides.
     """
-    norms = [(name, m) for name, m in _children(block) if _is_norm(m)]
-    after = tuple(m for name, m in norms if _POST.search(name))
-    before = tuple(m for name, m in norms if _PRE.search(name) and not _POST.search(name))
+    norms = [(name, m) for name, m in unwrapped_children(block) if is_norm(m)]
+    after = tuple(m for name, m in norms if POST.search(name))
+    before = tuple(m for name, m in norms if _PRE.search(name) and not POST.search(name))
     if not before and len(norms) > len(after) + 1 and getattr(block, "norm_first", True):
         before = tuple(m for name, m in norms if _SECOND.search(name) and m not in after)[-1:]
     return before, after
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Whether the module is a norm over the last dimension; not a batch or instance norm."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, _NormBase | nn.GroupNorm)
 
 
 def parts_below(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of a mixture's experts, routed and shared: what can be tiled without the router."""
-    children = _children(module)
+    children = unwrapped_children(module)
     if not any(name == "experts" for name, _ in children):
         return ()
     routed = [name for name, m in children if name == "experts" and has_forward(m)]
-    lists = [f"{name}.{n}" for name, c in children if isinstance(c, nn.ModuleList) for n, _ in _children(c)]
+    lists = [f"{name}.{n}" for name, c in children if isinstance(c, nn.ModuleList) for n, _ in unwrapped_children(c)]
     others = [(name, m) for name, m in children if name != "experts" and not isinstance(m, nn.ModuleList)]
     return (*routed, *lists, *(name for name, m in others if _widens(m)))
 
@@ -191,7 +139,7 @@ def _drops_samples(module: nn.Module) -> bool:
     return any(kind in type(module).__name__ for kind in ("DropPath", "StochasticDepth"))
 
 
-def _mixes_tokens(name: str, module: nn.Module) -> bool:
+def mixes_tokens(name: str, module: nn.Module) -> bool:
     """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms, shifts."""
     shifts = nn.ConstantPad1d | nn.ConstantPad2d  # RWKV's
     if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | shifts) or depends_on_others(module) is not None:
@@ -216,15 +164,15 @@ def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
 
 def _projections(module: nn.Module) -> Iterator[tuple[int, int]]:
     """Yield the sizes of the projections in a module; an adapted one (LoRA) counts as the one that it adapts."""
-    widths = _widths(module)
-    if widths is not None:
-        yield widths
+    sizes = projection_sizes(module)
+    if sizes is not None:
+        yield sizes
     else:
         for child in module.children():
             yield from _projections(child)
 
 
-def _widths(module: nn.Module) -> tuple[int, int] | None:
+def projection_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Return input and output size of a projection: ``nn.Linear``, JetMoE's experts, Hugging Face's ``Conv1D``."""
     for names in (("in_features", "out_features"), ("input_size", "output_size"), ("nx", "nf")):
         first, second = (getattr(module, name, None) for name in names)

@@ -6,7 +6,7 @@ The replacement is a bound method of the same name that reaches its state, the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
@@ -72,6 +72,11 @@ class SharedPatch(Patch):
         copy = super().__deepcopy__(memo)
         copy.__dict__["owners"] = dict(self.owners)
         return copy
+
+
+def roots(module: nn.Module, parts: Sequence[str] | None) -> tuple[nn.Module, ...]:
+    """Return the parts of a module with these paths, or the module itself if there are none to choose."""
+    return (module,) if parts is None else tuple(module.get_submodule(path) for path in parts)
 
 
 def place_of(kind: type[Patch], method: str = "forward") -> str:

@@ -59,6 +59,8 @@ def run_plan(
     limit = None if memory is None else parse_bytes(memory, "memory")
     if find is not None and limit is None:
         raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
+    if output is not None and find is None:
+        raise ValueError(f"output={output!r} is for what find finds: pass --find, too.")
     if find == "max-seq" and seq is not None:
         raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
     if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):

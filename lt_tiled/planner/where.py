@@ -12,9 +12,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.feed_forward import find_tileable
 from lt_tiled.modules.find import find_blocks, plain_name, unwrapped
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import split_arguments
@@ -39,9 +39,9 @@ class Whereabouts(ExitStack):
         self._paths = {id(unwrapped(m)): plain_name(path) for path, m in model.named_modules()}
         self._blocks = {id(m) for _, m in find_blocks(model)}
         self._parts = {id(m): "attention" for _, block in find_blocks(model) for m in block.modules()}
-        mlps = [m for _, m, _ in tiled_patches(model)]
+        mlps = [m for _, m, patch in tiled_patches(model) if not patch.found.guessed]
         with suppress(NothingFoundError):
-            mlps += [m for t in find_tileable(model, Tiling()) for m in (t.module, *t.before, *t.after)]
+            mlps += [m for t in find_tileable(model, Tiling(targets="mlp")) for m in (t.module, *t.before, *t.after)]
         self._parts |= {id(part): "MLP" for m in mlps for part in m.modules()}
         self._past_blocks = False
         self._stack: list[int] = []

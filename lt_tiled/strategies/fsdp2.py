@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import plain_name
-from lt_tiled.policies import Tiling
+from lt_tiled.policies import Tiling, check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
 from lt_tiled.strategies.blocks import blocks_to_shard
 from lt_tiled.tiling.patched import tiled_patches
@@ -36,6 +36,7 @@ class _FSDP2(TiledStrategy):
         """Choose the ``"auto"`` sizes. The parents' sizes would leave a model that has no plan unsharded."""
         ranks, data, tensor = self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size
         for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
+            check_count(name, size, "auto")
             if size != "auto" and ranks % size:
                 raise ValueError(f"{name}={size} does not divide the {ranks} ranks: choose a divisor.")
         if tensor == "auto":

@@ -43,9 +43,10 @@ def end_with_launcher() -> None:
     first = int(os.environ.get(_FIRST, 0)) if "LOCAL_RANK" in os.environ else 0
     if not first:
         os.environ[_FIRST] = str(os.getpid())  # which the ranks that Lightning starts inherit
-    if first == os.getppid() or torch.distributed.is_torchelastic_launched():
+    by_torchrun = torch.distributed.is_torchelastic_launched()
+    if first == os.getppid() or by_torchrun:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if first and _has_ended(first):
+    if first and not by_torchrun and _has_ended(first):
         raise RuntimeError(f"Process {first}, which started this rank, has ended.")
 
 
@@ -54,7 +55,7 @@ def _has_ended(process: int) -> bool:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return True
-    return state in ("Z", "X")  # nobody has waited for it yet
+    return state in ("Z", "X")  # a zombie
 
 
 class Sigterm:

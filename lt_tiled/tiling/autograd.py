@@ -114,7 +114,7 @@ def _apply(call: TiledCall, inputs: list[Tensor], traces: list[Trace], like: Any
     # Where no argument wants a gradient, an empty leaf ties the anchor into the graph.
     link = None if any(call.wants_grad) else torch.empty(0, device=call.device, requires_grad=True)
     told: list[Tensor] = []
-    if call.patch.found.has_norm_before or call.patch.found.has_norm_after:
+    if call.patch.found.before or call.patch.found.after:
         told = [torch.empty(0, zlib.crc32(repr(call.work.key).encode()), dtype=torch.uint8)]  # no context's dtype
     edges = Anchor.apply(call.wants_grad, link, *told, *inputs)
     return TiledFunction.apply(call, inputs, traces, like, *edges, *(weight.tensor for weight in call.weights))

@@ -1,10 +1,11 @@
 """A tensor that is computed on first use.
 
 NOTE [Deferred]
-A module that may be tiled together with its neighbor (the norm before an MLP, an MLP with a norm after it, a head with
-its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits on first use. If its first use is the
-neighbor, both run in the same tiles, and what is between them is never there in full. Any other use computes the
-module's own value and goes on with that, so the block's own code decides and a wrong guess costs only the saving.
+A module that may be tiled together with its neighbor (a norm before an MLP or before the projections of attention, an
+MLP with a norm after it, a head with its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits
+on first use. If its first use is the neighbor, both run in the same tiles, and what is between them is never there in
+full. Any other use computes the module's own value and goes on with that, so the block's own code decides and a wrong
+guess costs only the saving.
 A :class:`DeferredCall` has its place in the autograd graph from the beginning: code that goes past Python's operators
 (a custom autograd Function, hooks of engines) gets the right values and gradients too.
 """
@@ -109,6 +110,8 @@ class DeferredCall(Deferred):
     """The trace of the call once it ran; the call's node shares the list."""
     taken: bool
     """Whether a neighbor runs this call's work in its own tiles."""
+    again: bool
+    """Whether several neighbors may: the work has no matrix product."""
     _data: Tensor | None
     _value: Tensor | None
     _node: Any
@@ -121,20 +124,24 @@ class DeferredCall(Deferred):
         deferred: DeferredCall = cls.like(shape, dtype, call.device)
         deferred.call, deferred.inputs, deferred.traces, deferred.taken = call, inputs, traces, False
         deferred.versions, deferred.modules = [t._version for t in inputs], call.module_state()
+        deferred.again = call.patch.found.guessed
         deferred._data = deferred._value = deferred._node = None
         if (unused := _unused.get()) is not None:
             unused.append(weakref.ref(deferred))
         return deferred
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what is asked of the gradient from this tensor's own place in the graph, which all uses share."""
+        """Answer what needs no value, and what is asked of the gradient from this tensor's own place in the graph."""
+        if func in _METADATA and self._value is None:  # whose shape might be changed in place
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func not in _OF_THE_GRADIENT or self._changed():
             return NotImplemented
         if func not in _READS and not (func is Tensor.register_hook and _tracks(args[1])):
             if self.taken:
                 raise RuntimeError(
-                    f"{self.call.patch.name}: a norm took its output into its own tiles, so there is no gradient of it."
-                    " Ask for it before the norm runs, or remove the module from Tiling(targets=...)."
+                    f"{self.call.patch.name}: its output went into the tiles of what follows, so there is no gradient"
+                    " of it. Ask for it before that runs, or remove the module from Tiling(targets=...)."
                 )
             self.computed()  # it has a gradient only if no neighbor takes it
         with torch._C.DisableTorchFunctionSubclass():
@@ -186,7 +193,7 @@ class DeferredCall(Deferred):
     def open_for(self, patch: TiledPatch) -> bool:
         """Whether a neighbor of the same MLP can run in the same tiles."""
         same = self.call.patch is patch and self.call.autocast == AutocastState.now(self.call.device)
-        return self._data is None and not self.taken and same and torch.is_grad_enabled()
+        return self._data is None and same and torch.is_grad_enabled() and (self.again or not self.taken)
 
     def then(self, work: Work) -> tuple[Work, tuple[Any, ...]]:
         """Return one work that runs this call's and, on its output, the neighbor's; and this call's arguments.
@@ -223,6 +230,13 @@ def _getters(*names: str) -> set[Any]:
     return {Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__ for name in names}
 
 
+_METADATA = _getters("shape", "dtype", "device", "ndim", "layout") | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+}
 _READS = _getters("requires_grad", "grad_fn", "is_leaf", "grad")
 _OF_THE_GRADIENT = _READS | {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward}
 

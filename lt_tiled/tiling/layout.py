@@ -83,21 +83,24 @@ MIN_TILE_TOKENS = 1024
 Bounds = tuple[int, int]
 
 
-def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, intermediate_size: int | None = None) -> list[Bounds]:
+def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int, int] | None = None) -> list[Bounds]:
     """Cut tokens into tiles of one size, except for a shorter last one.
 
-    ``"auto"`` uses ``ceil(4 * intermediate_size / hidden_size)`` tiles: the widest tensor of a tile is then a quarter
-    as large as the hidden states of all tokens, and more tiles would not lower the peak of a block (``pytest
-    tests/planner/test_auto.py``). Where the size is not known it uses ``ceil(tokens / hidden_size)``, as Arctic Long
-    Sequence Training does (arXiv:2506.13996). No tile has fewer than :data:`MIN_TILE_TOKENS` tokens. Every tile has
-    two or more: one does not show the layout of an output, and the compiler treats sizes of one apart.
+    ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles: the widest tensor of a tile is then a twelfth
+    as large as the hidden states of all tokens. The six such tensors that a gated MLP holds in its backward pass are
+    half as large, so the peak of a block is what attention holds, within 15 % (``pytest tests/planner/test_floor.py``),
+    and each further tile would cost time on the host and save little. Where the size is not known it uses
+    ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). No tile has fewer than
+    :data:`MIN_TILE_TOKENS` tokens. Every tile has two or more: one does not show the layout of an output, and the
+    compiler treats sizes of one apart.
     """
+    rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head sees several for each token
     if tiling.tile_tokens is not None:
-        size = tiling.tile_tokens
+        size = tiling.tile_tokens * rows
     else:
-        auto = ceil(4 * intermediate_size / hidden_size) if intermediate_size else ceil(tokens / hidden_size)
-        shards = max(1, min(auto, tokens // MIN_TILE_TOKENS)) if tiling.num_shards == "auto" else tiling.num_shards
-        size = ceil(tokens / shards)
+        auto = ceil(12 * widths[1] / widths[0]) if widths else ceil(tokens / hidden_size)
+        auto = max(1, min(auto, tokens // (MIN_TILE_TOKENS * rows)))
+        size = ceil(tokens / (auto if tiling.num_shards == "auto" else tiling.num_shards))
     size = max(size, 2)
     cuts = [*range(0, tokens, size), tokens] if tokens else [0, 0]
     if tokens > size and tokens % size == 1:

@@ -17,7 +17,8 @@ from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, set_patch
+from lt_tiled.modules.norms import is_one_kernel
+from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
@@ -38,7 +39,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     module, name = tileable.module, tileable.name
     if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
-    parts = _parts(module, tileable.parts)
+    parts, norm_of = roots(module, tileable.parts), tileable.norm_of
     for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
         if reason := depends_on_others(part):
             raise ValueError(
@@ -50,24 +51,22 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         tileable.method,
         tileable.parts,
         below=parts_below(module) if tileable.method == "forward" else (),
-        widths=feed_forward_widths(*parts),
+        widths=feed_forward_widths(*parts) if norm_of is None else (norm_of, norm_of),
         weight_bytes=sum(weight_bytes(part) for part in parts),
-        has_norm_before=bool(tileable.before),
-        has_norm_after=bool(tileable.after),
+        before=bool(tileable.before),
+        after=bool(tileable.after),
+        guessed=norm_of is not None,
     )
     patch = TiledPatch(found, tiling, needs, owner)
     set_patch(module, patch, tiled_method(tileable.method))
     for after, norms in ((False, tileable.before), (True, tileable.after)):
         for index, norm in enumerate(norms):
             if get_patch(norm, NormPatch) is None:
-                set_patch(norm, NormPatch(after, index, patch, owner), _norm_forward)
+                alone = not (found.guessed or is_one_kernel(norm))
+                set_patch(norm, NormPatch(after, index, patch, owner, alone), _norm_forward)
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
         set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
     return patch
-
-
-def _parts(module: nn.Module, names: tuple[str, ...] | None) -> tuple[nn.Module, ...]:
-    return (module,) if names is None else tuple(module.get_submodule(name) for name in names)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -103,8 +102,8 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[place]
-        if not patch.active or patch.learned.untiled:
-            return patch.inner(self, *args, **kwargs)
+        if not patch.active or patch.learned.untiled or (patch.found.guessed and torch.compiler.is_compiling()):
+            return patch.inner(self, *args, **kwargs)  # the compiler fuses a norm anyway
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise _not_through_tiles(patch.name, "torch.export and torch.jit")
         return _call(self, patch, args, kwargs)
@@ -115,7 +114,7 @@ def tiled_method(name: str) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    work = Work(patch.bound(module), _parts(module, patch.found.parts), whole=patch.found.parts is None)
+    work = Work(patch.bound(module), roots(module, patch.found.parts), whole=patch.found.parts is None)
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
@@ -133,14 +132,20 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
             return work.function(*args, **kwargs)
         _refuse_transforms(patch.name, work)
         try:
-            if patch.tiling.self_check and not made[0].checked:
+            checks = _is_real(made) if patch.found.guessed else patch.tiling.self_check
+            if checks and not made[0].checked:
                 check_position_wise(*made)
         except NotPositionWiseError as error:
+            if patch.found.guessed:
+                if patch.needs.same_order:
+                    raise _cannot_fall_back(patch.name, "it", error) from error
+                patch.learned.untiled = True
+                return work.function(*args, **kwargs)
             if not patch.found.below or patch.needs.same_order:
                 raise
             _tile_below(module, patch, str(error))
             return work.function(*args, **kwargs)
-    if patch.found.has_norm_after and not kwargs and _may_defer(made, patch):
+    if patch.found.after and not kwargs and _may_defer(made, patch):
         deferred = defer(*made)
         if deferred is not None:
             return deferred
@@ -193,16 +198,18 @@ def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
     warn(f"{reason} {instead}")
 
 
-# Norms next to an MLP
+# Neighbors: norms next to an MLP, and projections behind a norm
 
 
 class NormPatch(Patch):
-    """On a norm next to a tiled module."""
+    """On a norm next to a tiled module, or on a projection behind a tiled norm."""
 
     attribute = "_lt_tiled_norm"
 
-    def __init__(self, after: bool, index: int, mlp: TiledPatch, owner: object) -> None:
+    def __init__(self, after: bool, index: int, mlp: TiledPatch, owner: object, alone: bool) -> None:
         self.after, self.key, self.mlp, self.owner = after, ("norm", after, index), mlp, owner
+        self.alone = alone
+        """Whether it runs in tiles of its own where it cannot share its neighbor's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -238,17 +245,19 @@ _norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle loo
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     work = Work(patch.bound(module), (module,), patch.key)
-    if patch.after:
-        made = _with_neighbor(work, patch.mlp, args, kwargs)
-        return patch.inner(module, *args, **kwargs) if made is None else run_tiled(*made)
+    if patch.after and (made := _with_neighbor(work, patch.mlp, args, kwargs)) is not None:
+        return run_tiled(*made)
     args, kwargs = values((args, kwargs))
-    if not kwargs and work.key not in patch.mlp.learned.refused:
-        made = TiledCall.of(work, patch.mlp, args, kwargs)
-        if made is not None and _may_defer(made, patch.mlp) and _check_with_norm(made):
-            deferred = defer(*made)
-            if deferred is not None:
-                return deferred
-    return patch.inner(module, *args, **kwargs)
+    tries = not kwargs and work.key not in patch.mlp.learned.refused and (patch.alone or not patch.after)
+    made = TiledCall.of(work, patch.mlp, args, kwargs) if tries else None
+    if made is None:
+        return patch.inner(module, *args, **kwargs)
+    defers = not patch.after and _may_defer(made, patch.mlp)
+    if not (defers or patch.alone) or not _check_with_norm(made):
+        return patch.inner(module, *args, **kwargs)
+    if defers and (deferred := defer(*made)) is not None:
+        return deferred
+    return run_tiled(*made) if patch.alone else patch.inner(module, *args, **kwargs)
 
 
 def _may_defer(made: Call, patch: TiledPatch) -> bool:
@@ -273,11 +282,23 @@ def _with_neighbor(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs:
     return made
 
 
-def _check_with_norm(made: Call) -> bool:
-    """Run the self-check, once, on a call with a norm in it; if it fails, no such call is tried again.
+def _cannot_fall_back(name: str, what: str, error: Exception) -> NotPositionWiseError:
+    return NotPositionWiseError(
+        f"{name}: {what} cannot run in its tiles, and the engine needs the same order of gradients on all ranks: name"
+        f" the modules to tile, as in Tiling(targets=...). ({error})"
+    )
 
-    That the norm may run in the tiles is a guess, so it is checked whatever the policy says. The check is not counted
-    as work of the step, and fake tensors, which have no values, are not checked.
+
+def _is_real(made: Call) -> bool:
+    """Whether a call runs on real tensors: fake ones have no values to compare."""
+    return type(made[1][0]) in (Tensor, nn.Parameter)
+
+
+def _check_with_norm(made: Call) -> bool:
+    """Run the self-check, once, on a call with a neighbor in it; if it fails, no such call is tried again.
+
+    That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not
+    counted as work of the step, and fake tensors, which have no values, are not checked.
 
     Returns:
         Whether the call may run.
@@ -287,15 +308,12 @@ def _check_with_norm(made: Call) -> bool:
         return False
     _refuse_transforms(call.patch.name, call.work)
     try:
-        if type(inputs[0]) in (Tensor, nn.Parameter) and not call.checked:
+        if _is_real(made) and not call.checked:
             with hidden_from_modes(inputs[0]):
                 check_position_wise(*made)
     except Exception as error:  # the norm runs untiled
         if call.patch.needs.same_order:
-            raise NotPositionWiseError(
-                f"{call.patch.name}: a norm next to it cannot run in its tiles, and the engine needs the same order of"
-                f" gradients on all ranks: name the modules to tile, as in Tiling(targets=...). ({error})"
-            ) from error
+            raise _cannot_fall_back(call.patch.name, "what is next to it", error) from error
         call.patch.learned.refused.add(call.work.key)
         return False
     return True

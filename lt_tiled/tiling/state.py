@@ -33,10 +33,14 @@ class Found:
     below: tuple[str, ...] = ()
     """The paths of a mixture's experts, which are tiled where the mixture as a whole cannot be."""
     widths: tuple[int, int] | None = None
-    """``hidden_size`` and ``intermediate_size``."""
+    """``hidden_size`` and ``intermediate_size``, which are equal for a norm."""
     weight_bytes: int = 0
-    has_norm_before: bool = False
-    has_norm_after: bool = False
+    before: bool = False
+    """Whether a norm before it may run in its tiles."""
+    after: bool = False
+    """Whether a norm, or a projection, that takes its output may run in its tiles."""
+    guessed: bool = False
+    """Whether it is a norm that the policy does not name: it stays untiled where it cannot be tiled."""
 
 
 @dataclass

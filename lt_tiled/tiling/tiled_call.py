@@ -97,7 +97,7 @@ class TiledCall:
             return None
         arguments.refuse_gradients_inside(patch.name)
         shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
-        bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths[1] if widths else None)
+        bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths)
         if len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled()):
             return None
         call = cls(work, patch, inputs, arguments, shape, bounds)

@@ -229,6 +229,11 @@ def _is_plain(module: nn.Module) -> bool:
     return bound and not slots and not isinstance(module, torch.jit.ScriptModule)
 
 
+def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
+    """Return the dtype in which gradients of a dtype are summed."""
+    return torch.float32 if accumulate == "float32" and dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 class GradientSum:
     """Sums one tensor's gradients over the tiles while autograd produces them.
 
@@ -244,8 +249,7 @@ class GradientSum:
 
     def __init__(self, tensor: Tensor, accumulate: str, turned: bool = False) -> None:
         self.dtype = tensor.dtype
-        wide = accumulate == "float32" and tensor.dtype in (torch.bfloat16, torch.float16)
-        self.sum_dtype = torch.float32 if wide else tensor.dtype
+        self.sum_dtype = sum_dtype(tensor.dtype, accumulate)
         self.sum: Tensor | None = None
         self.turned = turned
         # Detached last: autocast keeps its casts of leaves that are no views.

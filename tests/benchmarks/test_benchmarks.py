@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.endurance import cycles, steps
 from benchmarks.endurance import sheet as endurance
+from benchmarks.endurance import usage as endurance_figures
 from benchmarks.host import FEW, MANY, host, per_tile
+from benchmarks.kills import Soak
+from benchmarks.kills import sheet as kills
 from benchmarks.loss import candidates, errors, usable
 from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sheet import Sheet
@@ -61,6 +65,27 @@ def test_endurance(run: Any, count: int, tmp_path: Path, caplog: pytest.LogCaptu
     """Steps, and preparations that are released, leave no memory, descriptor, thread, file or object behind."""
     caplog.set_level(logging.WARNING, "lt_tiled")  # else pytest keeps what is logged
     assert set(verdicts(endurance("", run(str(tmp_path), count)), "at the end")) == {True}
+
+
+@pytest.mark.parametrize("name", endurance_figures("/"))
+def test_endurance_sees_a_leak(name: str) -> None:
+    """A figure that grows, memory by more than is allowed, fails, and it alone."""
+    found = [dict.fromkeys(endurance_figures("/"), 100.0) for _ in range(2)]
+    found[1][name] += 9
+    sheet = endurance("", found)
+    assert verdicts(sheet, name) == [None, False]
+    assert verdicts(sheet, "at the end").count(False) == 1
+
+
+def test_a_kill_and_what_it_leaves(tmp_path: Path) -> None:
+    """Ranks that a signal ends leave nothing, and their losses are the undisturbed run's; another loss is seen."""
+    soak = Soak("ddp", tmp_path, Random(0))
+    soak.once()
+    for name in ("still alive", "left behind", "wrong losses"):
+        assert set(verdicts(kills([soak]), name)) == {True}
+    soak.true[0] = dict.fromkeys(soak.true[0], "0x0.0p+0")
+    assert soak.compare([0, 0], 0, soak.last) > 0
+    assert False in verdicts(kills([soak]), "wrong losses")
 
 
 def test_the_self_check_runs_once() -> None:

@@ -123,14 +123,18 @@ def test_losses(example: str, request: pytest.FixtureRequest) -> None:
 REPORTS = {
     "lora": [
         ("tiled", 2, "LlamaMLP", "2"),
-        ("tiled loss", 1, "PeftModelForCausalLM", "1"),
+        ("tiled", 2, "LlamaRMSNorm", "2"),
+        ("tiled", 1, "LlamaRMSNorm", "2"),
+        ("tiled loss", 1, "PeftModelForCausalLM", "4"),
         ("activation checkpointing", 2, "LlamaDecoderLayer", ""),
     ],
     "gpt": [("tiled", 2, "MLP", "2"), ("activation checkpointing", 2, "Block", "")],
     "llava": [
         ("tiled", 2, "CLIPMLP", "2"),
         ("tiled", 2, "LlamaMLP", "2"),
-        ("tiled loss", 1, "LlavaForConditionalGeneration", "1"),
+        ("tiled", 2, "LlamaRMSNorm", "2"),
+        ("tiled", 1, "LlamaRMSNorm", "2"),
+        ("tiled loss", 1, "LlavaForConditionalGeneration", "5"),
         ("activation checkpointing", 2, "CLIPEncoderLayer", ""),
         ("activation checkpointing", 2, "LlamaDecoderLayer", ""),
     ],
@@ -139,7 +143,7 @@ REPORTS = {
 
 @pytest.mark.parametrize("example", REPORTS)
 def test_report(example: str, request: pytest.FixtureRequest) -> None:
-    """The table names all that was tiled and checkpointed, the MLPs in two tiles, and nothing of the untiled run."""
+    """The table names all that was tiled and checkpointed, MLPs and norms in two tiles, nothing of an untiled run."""
     tiled, untiled = request.getfixturevalue(example)
     assert tiled.report() == REPORTS[example]
     assert untiled.report() == []

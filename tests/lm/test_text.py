@@ -78,7 +78,7 @@ def test_tokenizer(tmp_path: Path) -> None:
             {"paths": "a.txt", "seq_len": 10},
             r"has 27 tokens, 2 sequences of seq_len=10, and needs at least 3",
         ),
-        (b"abc" * 9, {"paths": "a.txt", "seq_len": 1}, r"seq_len=1 must be at least 2"),
+        (b"abc" * 9, {"paths": "a.txt", "seq_len": 1}, r"seq_len=1 must be an integer of at least 2"),
         (b"abc", {"paths": "a.txt", "tokenizer": "none/here"}, r"tokenizer='none/here' is not a directory"),
     ],
 )

@@ -103,7 +103,7 @@ def test_offloaded_bytes_and_bandwidth() -> None:
 def test_longest() -> None:
     """The longest sequence that is found fits, and one that is 3 % longer does not."""
     base = job()
-    memory = 96 * MIB
+    memory = 48 * MIB
     found = longest(base, memory)
     assert found.tokens % 256 == 0
     assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import Tiling, tile, untile
-from lt_tiled.modules.feed_forward import find_tileable
+from lt_tiled.modules.targets import find_tileable
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import FP32, gradients, randn, reference, worst
@@ -24,9 +24,18 @@ def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
 
 
 def test_auto_finds_the_feed_forward_part_of_every_block() -> None:
-    """``auto`` finds the MLPs of a Hugging Face model and of a hand-written one, and no attention."""
-    assert found(tiny_llama()) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    """``auto`` finds the MLPs of a Hugging Face model and of a hand-written one, and no attention; and norms that are
+    no single kernel, without those that run with an MLP, and with the projections behind them.
+    """
+    mlps, norms = [f"model.layers.{i}.mlp" for i in range(2)], [f"model.layers.{i}.input_layernorm" for i in range(2)]
+    assert found(tiny_llama(), "mlp") == mlps
+    assert found(tiny_llama()) == [*mlps, *norms, "model.norm"]
     assert found(TinyLM(3)) == [f"blocks.{i}.mlp" for i in range(3)]
+    model = tiny_llama()
+    behind = {t.path: t.after for t in find_tileable(model, Tiling())}
+    attention = model.model.layers[1].self_attn
+    assert behind["model.layers.1.input_layernorm"][:3] == (attention.q_proj, attention.k_proj, attention.v_proj)
+    assert behind["model.norm"] == ()
 
 
 def test_auto_finds_a_mixture_as_a_whole() -> None:
@@ -45,7 +54,7 @@ def test_auto_leaves_wide_attention_alone() -> None:
     """Attention whose heads are together wider than the hidden states widens and narrows too, and is not taken."""
     model = tiny_llama(head_dim=32)
     assert model.model.layers[0].self_attn.q_proj.out_features > 32
-    assert found(model) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert found(model, "mlp") == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
 @pytest.mark.parametrize(

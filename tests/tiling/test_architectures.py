@@ -12,7 +12,7 @@ from torch import nn
 
 from lt_tiled import Checkpointing, Tiling, prepare
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.feed_forward import find_tileable
+from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Flops
 from lt_tiled.report import Report, pattern
 from tests.architectures import ARCHITECTURES, Architecture
@@ -108,7 +108,7 @@ def row(name: str) -> str:
     """A line of the table."""
     architecture = ARCHITECTURES[name]
     model = architecture.build()
-    found = find_tileable(model, Tiling()) if architecture.finds else []
+    found = find_tileable(model, Tiling(targets="mlp")) if architecture.finds else []
     where = {pattern(t.path): "" for t in found}
     kinds = {t.kind: "" for t in found}
     norms = [{type(m).__name__: "" for t in found for m in getattr(t, place)} for place in ("before", "after")]

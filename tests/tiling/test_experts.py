@@ -57,7 +57,7 @@ def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.Log
         for _ in range(2):
             found = run(model, inputs, output_router_logits=True)
             assert found.keys() == true.keys()
-            assert worst(found, true) <= 1e-8
+            assert worst(found, true) <= 1e-7
         tiled = Report.of(model).tiled
         assert any(row.path.endswith("experts") and row.tiles > 1 for row in tiled)
     assert "Below its router experts" in caplog.text

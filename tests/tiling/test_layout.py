@@ -36,16 +36,24 @@ def test_auto(tokens: int, hidden: int, tiles: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "wide", "tiles"),
-    [(131072, 14336, 14), (2**20, 14336, 14), (131072, 16384, 16), (3000, 14336, 2), (1500, 14336, 1)],
+    [(131072, 14336, 42), (2**20, 14336, 42), (131072, 16384, 48), (3000, 14336, 2), (1500, 14336, 1)],
 )
 def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> None:
-    """``auto`` makes the widest tensor of a feed-forward part's tile a quarter as large as the hidden states, with the
+    """``auto`` makes the widest tensor of a feed-forward part's tile a twelfth as large as the hidden states, with the
     same floor.
     """
-    bounds = tile_bounds(Tiling(), tokens, 4096, wide)
+    bounds = tile_bounds(Tiling(), tokens, 4096, (4096, wide))
     assert len(bounds) == tiles
-    if tokens >= 14 * MIN_TILE_TOKENS:
-        assert 4 * (bounds[0][1] - 1) * wide <= tokens * 4096
+    if tokens >= 42 * MIN_TILE_TOKENS:
+        assert 12 * (bounds[0][1] - 1) * wide <= tokens * 4096
+
+
+@pytest.mark.parametrize("tiling", [Tiling(), Tiling(tile_tokens=4096), Tiling(64)])
+def test_a_norm_of_each_head_has_the_tiles_of_its_block(tiling: Tiling) -> None:
+    """A norm on ``[B, S, heads, head_dim]`` runs in as many tiles as one on ``[B, S, hidden_size]``."""
+    tokens, widths = 2**18, (4096, 4096)
+    whole, of_heads = tile_bounds(tiling, tokens, 4096, widths), tile_bounds(tiling, 32 * tokens, 128, widths)
+    assert len(of_heads) == len(whole) > 1
 
 
 @pytest.mark.parametrize("tiling", [Tiling(7), Tiling(tile_tokens=13), Tiling(1000), Tiling(tile_tokens=1), Tiling()])

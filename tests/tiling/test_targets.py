@@ -164,14 +164,14 @@ def test_the_rest_of_the_block() -> None:
 
 
 def test_memory_of_the_rest_of_the_block() -> None:
-    """Where the MLP is tiled, tiling norms and projections too lowers the peak further (bfloat16, whose norms compute
-    in float32).
+    """Where the MLP is tiled, tiling the other norms too lowers the peak further (bfloat16, whose norms compute in
+    float32).
     """
     model = tiny_llama(hidden_size=64, intermediate_size=128, max_position_embeddings=1024).bfloat16()
     hidden = randn(1, 1024, 64, dtype=torch.bfloat16)
     positions = model.model.rotary_emb(hidden, torch.arange(1024)[None])
     peaks = []
-    for targets in ("auto", ["auto", *REST]):
+    for targets in ("mlp", "auto"):
         with prepare(
             model, tiling=Tiling(tile_tokens=64, targets=targets, self_check=False), checkpointing=Checkpointing()
         ):
