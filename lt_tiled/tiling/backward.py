@@ -82,7 +82,8 @@ class Backward:
         part = self.call.work.parts()[index]
         places = {place: s for weight, s in zip(self.call.weights, self.sums, strict=True) for place in weight.places}
         sums = places.get((part, "weight")), places.get((part, "bias"))
-        return LastLinear(self._copies.of(part), sums, self.call.autocast.dtype)
+        called = part not in self.call.work.modules
+        return LastLinear(self._copies.of(part), sums, self.call.autocast.dtype, called)
 
     def run(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Run all tiles.
@@ -177,6 +178,8 @@ class Backward:
                 with skip:
                     outputs = _leaves(self.call.arguments.call(self._function, tile))
                 skip.check(outputs)
+                if not skip.skipped:  # there is none
+                    learned.saved[key] = None
                 return outputs
             except CannotSkip:
                 learned.saved[key] = None
@@ -227,10 +230,15 @@ class LastLinear:
         linear: A copy of the module.
         sums: Those of the gradients of its weight and its bias, if it has them and they are wanted.
         dtype: Autocast's, where it is enabled.
+        called: Whether the module is called, not its forward.
     """
 
     def __init__(
-        self, linear: nn.Module, sums: tuple[GradientSum | None, GradientSum | None], dtype: torch.dtype | None
+        self,
+        linear: nn.Module,
+        sums: tuple[GradientSum | None, GradientSum | None],
+        dtype: torch.dtype | None,
+        called: bool,
     ) -> None:
         weight: Any = linear.weight
         self._linear, self._sums, self._dtype = linear, sums, dtype
@@ -242,7 +250,7 @@ class LastLinear:
         self._stand_ins: dict[Any, _StandIn] = {}
         self._input: Tensor | None = None
         self._output: _StandIn | None = None
-        self._place = call_with(linear, self._forward)
+        self._place = call_with(linear, self._forward, called)
 
     def end(self) -> bool:
         """Let the copy compute again; return whether this tile had a stand-in."""

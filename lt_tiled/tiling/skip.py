@@ -116,7 +116,10 @@ class NotesLinear(Substituted):
         """Return the index among the work's parts of the linear module whose output is one of these."""
         if self.last is None or sum(output is self.last[1] for output in outputs) != 1:
             return None
-        plain = [type(part) is nn.Linear and "forward" not in part.__dict__ for part in work.parts()]
+        plain = [
+            type(part) is nn.Linear and ("forward" not in part.__dict__ or part in work.modules)
+            for part in work.parts()
+        ]
         holders = ((p._parameters, p.__dict__) if ok else () for p, ok in zip(work.parts(), plain, strict=True))
         found = [i for i, held in enumerate(holders) if any(entry(h, "weight") is self.last[0] for h in held)]
         return found[0] if len(found) == 1 else None

@@ -139,7 +139,7 @@ class Copies:
     """
 
     def __init__(self, work: Work, weights: Sequence[Weight], sums: Sequence[GradientSum]) -> None:
-        self._parts = set(work.parts())
+        self._parts, self._roots = set(work.parts()), set(work.modules)
         places = [(place, total) for weight, total in zip(weights, sums, strict=True) for place in weight.places]
         with torch.enable_grad():  # code that reads the weight itself gets a view of its leaf
             self._leaves = {place: total.leaf.t() if total.turned else total.leaf for place, total in places}
@@ -173,16 +173,20 @@ class Copies:
             elif isinstance(value, MethodType) and value.__self__ is module:
                 held[name] = MethodType(value.__func__, copy)
                 self._bound.append((copy, name))
+        if module in self._roots:
+            held.pop("forward", None)  # the patched one, which makes the tiles
         if module in self._turned:
             forward = partial(_product, held["_parameters"], self._leaves[module, "weight"], self._turned[module])
-            call_with(copy, forward)
+            call_with(copy, forward, called=module not in self._roots)
 
     def _on_copies(self, function: Any) -> Any:
         """Return a function that reaches its modules through its arguments, on the copies."""
         if isinstance(function, partial):
             return partial(self._on_copies(function.func), *map(self._on_copies, function.args), **function.keywords)
         if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
-            return MethodType(function.__func__, self.of(function.__self__))
+            copy = self.of(function.__self__)
+            linear = function.__func__ is nn.Linear.forward  # which call_with may replace
+            return partial(_forward, copy) if linear else MethodType(function.__func__, copy)
         return self.of(function) if isinstance(function, nn.Module) else function
 
     def end(self) -> None:
@@ -191,13 +195,23 @@ class Copies:
             copy.__dict__.pop(name, None)
 
 
-def call_with(copy: nn.Module, forward: Callable[[Tensor], Tensor]) -> str:
+def _forward(copy: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return copy.forward(*args, **kwargs)
+
+
+def call_with(copy: nn.Module, forward: Callable[[Tensor], Tensor], called: bool) -> str:
     """Let a copy run another forward, and return the attribute that is set for it.
 
     Without hooks it is the attribute that ``nn.Module.compile`` sets, which is called directly.
+
+    Args:
+        copy: The copy.
+        forward: What it runs.
+        called: Whether the copy is called, not its forward.
     """
     hooked = any(copy.__dict__[kind] for kind in HOOKS) or torch_module._has_any_global_hook()
-    place = "forward" if hooked or copy._compiled_call_impl is not None else "_compiled_call_impl"
+    direct = called and not hooked and copy._compiled_call_impl is None
+    place = "_compiled_call_impl" if direct else "forward"
     copy.__dict__[place] = forward
     return place
 

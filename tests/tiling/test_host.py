@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_tiled import tile
+from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled.tiling.skip import LastProjectionSkip
 from lt_tiled.tiling.state import TiledPatch
+from tests.architectures import ARCHITECTURES
 from tests.models import GatedMLP, H, PlainMLP
 from tests.parity import FP32, gradients, randn, reference, worst
 
@@ -79,6 +81,17 @@ def test_calls_of_a_tile() -> None:
 def test_operations_of_a_tile() -> None:
     """One tile more is at most 51 of torch's operations, forward and backward, views among them."""
     assert per_tile(operations, GatedMLP) <= 51
+
+
+def test_no_operation_of_a_llama_meets_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on the last projections of MLPs and those behind norms are left out without a mode."""
+    architecture, entered = ARCHITECTURES["Llama"], []
+    net = architecture.build(torch.float32)
+    with prepare(net, tiling=Tiling(num_shards=4), checkpointing=Checkpointing()):
+        net(**architecture.feed(net)).loss.backward()
+        monkeypatch.setattr(LastProjectionSkip, "__enter__", entered.append)
+        net(**architecture.feed(net)).loss.backward()
+    assert entered == []
 
 
 def test_nothing_refers_to_itself() -> None:
