@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import Bounds, tile_bounds
+from lt_tiled.tiling.layout import Bounds, each_tile, tile_bounds
 from lt_tiled.tiling.recompute import AutocastState, RandomState, random_state_kept
 
 Reduction = Literal["mean", "sum", "none"]
@@ -178,7 +178,7 @@ class _LossCall:
         kind = LinearTile if plain else GraphTile
         tile = kind(self.head, weights, wants, self.tiles.accumulate, self.autocast)
         try:
-            for place in self.places:
+            for place in each_tile(self.places):
                 rows, labels = hidden[place], self.labels[place]
                 factor = None
                 if any(wants) and incoming is not None:

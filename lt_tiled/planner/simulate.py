@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
@@ -19,6 +22,7 @@ from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Flops, Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, LossShards, Tiling
+from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
 
 _STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
@@ -135,7 +139,7 @@ def simulate(
         ledger.restart_peak()
         start = ledger.clock
         begin("forward")
-        with Flops() as counter:
+        with Flops() as counter, first_two_tiles(counter):
             with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
                 loss = step()
             forward = counter.total
@@ -154,6 +158,34 @@ def simulate(
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
         return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, counter.total, offloaded)
+
+
+@contextmanager
+def first_two_tiles(counter: Flops) -> Iterator[None]:
+    """Run two tiles of each size alone, and count the FLOPs of all.
+
+    The first tile creates the sums of gradients; later ones of the same size take what the second one takes.
+    """
+
+    def run(rows: Iterable[Any]) -> Iterator[Any]:
+        seen: Counter[Hashable] = Counter()
+        flops: dict[Hashable, int] = {}
+        for row in rows:
+            leaves = tree_leaves(row, is_leaf=lambda leaf: isinstance(leaf, slice))
+            size = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor)) or (row.stop - row.start)
+            seen[size] += 1
+            if seen[size] > 2:
+                counter.total += flops[size]
+                continue
+            before = counter.total
+            yield row
+            flops[size] = counter.total - before
+
+    token = tiles_to_run.set(run)
+    try:
+        yield
+    finally:
+        tiles_to_run.reset(token)
 
 
 def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.tiling.compiled import CannotCompile
-from lt_tiled.tiling.layout import tile_gradients
+from lt_tiled.tiling.layout import each_tile, tile_gradients
 from lt_tiled.tiling.recompute import RandomState, SavedCounter, entry, saves_elsewhere
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
 from lt_tiled.tiling.weights import Copies, GradientSum, call_with, present, substituted
@@ -105,7 +105,7 @@ class Backward:
         try:
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
                 tiles = call.tiles(call.leaves(inputs, self.wholes))
-                for tile, own, into in zip(tiles, _rows(given), _rows(parts)):  # noqa: B905
+                for tile, own, into in each_tile(zip(tiles, _rows(given), _rows(parts))):  # noqa: B905
                     self._tile(tile, list(own), into)
         finally:
             self._end()

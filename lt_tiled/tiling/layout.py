@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,6 +112,17 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int
 def sizes_of(bounds: Sequence[Bounds]) -> list[int]:
     """Return the number of tokens of each tile."""
     return [high - low for low, high in bounds]
+
+
+T = TypeVar("T")
+tiles_to_run: ContextVar[Callable[[Iterable[Any]], Iterable[Any]]] = ContextVar("tiles_to_run")
+"""Set by a simulation, for its own thread: takes what there is for each tile, and returns it for those alone to run."""
+
+
+def each_tile(rows: Iterable[T]) -> Iterable[T]:
+    """Return what there is for each tile: all of it, but in a simulation."""
+    choose = tiles_to_run.get(None)
+    return rows if choose is None else choose(rows)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from lt_tiled.tiling.layout import (
     TokenShape,
     compare_outputs,
     describe_output,
+    each_tile,
     split_arguments,
     tile_bounds,
     whole_output,
@@ -274,7 +275,7 @@ class TiledCall:
                     counts = False
             uncompiled = partial(self.arguments.call, self.work.function)
             run = uncompiled if self.compiled is None else self._run_compiled
-            for index, tile in enumerate(self.tiles([t.detach() for t in inputs])):
+            for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
                 output = self._count_saved(inputs) if counts else run(tile)
                 counts = False
                 if assembly is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from transformers import BatchEncoding
 from lt_tiled import Checkpointing, TiledDDPStrategy, TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.planner import simulate
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import draw_lengths, draw_step
 from lt_tiled.planner.search import cheapest, describe, longest, plan
 from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
-from tests.planner.runs import LLAMA, measured
+from tests.planner.runs import LLAMA, MIXTRAL, measured
 
 MIB = 2**20
 
@@ -86,6 +88,23 @@ def test_flops_are_exact() -> None:
     forward = (plain - head - attention * 7 // 2) // 3
     assert recompute - plain == forward + attention - last
     assert tiled == recompute
+
+
+@pytest.mark.parametrize("tokens", [8192, 8291])
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL])
+def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation that runs two tiles of each size has the parts, the peak and the FLOPs of one that runs all."""
+    base = job(TiledSingleDeviceStrategy(tiling=Tiling(7)), lambda: CausalLM(config))
+
+    def figures() -> Any:
+        run = plan(base, tokens).simulation
+        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
+
+    *two, few = figures()
+    monkeypatch.setattr(simulate, "first_two_tiles", lambda counter: nullcontext())
+    *every, many = figures()
+    assert two == every
+    assert few < many
 
 
 def test_offloaded_bytes_and_bandwidth() -> None:
