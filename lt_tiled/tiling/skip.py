@@ -95,9 +95,6 @@ def hooked(tensor: Tensor) -> bool:
     return any(hook.__module__ != "torch.autograd.graph" for hook in (tensor._backward_hooks or {}).values())
 
 
-_linear = F.linear  # DeepSpeed replaces it
-
-
 class NotesLinear(Substituted):
     """Also notes the weight and the output of the last linear module, until anything uses the output."""
 
@@ -105,7 +102,7 @@ class NotesLinear(Substituted):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        if func is _linear and len(args) == 3:  # as nn.Linear calls it
+        if func is F.linear and len(args) == 3:  # as nn.Linear calls it
             self.last = args[1], result
         elif self.last is not None and any(value is self.last[1] for value in args):
             dropped = func is F.dropout and result is self.last[1]  # of nothing

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lt_tiled
 from lt_tiled import Checkpointing, Tiling
+from lt_tiled.planner.ledger import Flops
 from tests.engines.cells import ENGINES, draw, set_up, strategy
 from tests.engines.conftest import OnRanks
 from tests.models import TinyLM, lm_loss
@@ -37,6 +38,31 @@ def operations(engine: str, shards: int | None, checkpointed: bool) -> dict[str,
     fabric.strategy.release()
     names = [event.name for event in profiled.events()]
     return dict(Counter(name for name in names if name.startswith("c10d::") or name == "aten::_local_scalar_dense"))
+
+
+def flops(engine: str, shards: int | None) -> int:
+    """The FLOPs of a settled step with activation checkpointing."""
+    tiling = None if shards is None else Tiling(shards)
+    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    model, optimizer = set_up(fabric, TinyLM(), engine)
+    ids = draw((2, 32), dist.get_rank())
+    for _ in range(2):
+        with Flops() as counter:
+            fabric.backward(lm_loss(model(ids), ids))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.release()
+    return counter.total
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_flops(engine: str, on_ranks: OnRanks) -> None:
+    """A step in tiles has no more FLOPs than the untiled step, and under every engine those of DDP."""
+    untiled, tiled = (on_ranks(flops, engine, shards) for shards in (None, 4))
+    assert max(tiled) <= min(untiled)
+    assert tiled == on_ranks(flops, "ddp", 4)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
