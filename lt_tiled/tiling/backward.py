@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lt_tiled.tiling.compiled import CannotCompile
 from lt_tiled.tiling.layout import tile_gradients
 from lt_tiled.tiling.recompute import RandomState, SavedCounter, entry, saves_elsewhere
-from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
+from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked, is_plain_linear
 from lt_tiled.tiling.weights import Copies, GradientSum, call_with, present, substituted
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Backward:
         if index is None or self._copies is None:
             return None
         part = self.call.work.parts()[index]
+        if not is_plain_linear(part, self.call.work):  # another module since
+            return None
         places = {place: s for weight, s in zip(self.call.weights, self.sums, strict=True) for place in weight.places}
         sums = places.get((part, "weight")), places.get((part, "bias"))
         called = part not in self.call.work.modules

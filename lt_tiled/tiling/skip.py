@@ -95,6 +95,11 @@ def hooked(tensor: Tensor) -> bool:
     return any(hook.__module__ != "torch.autograd.graph" for hook in (tensor._backward_hooks or {}).values())
 
 
+def is_plain_linear(part: nn.Module, work: Work) -> bool:
+    """Whether a part of a work is a linear module with torch's own forward."""
+    return type(part) is nn.Linear and ("forward" not in part.__dict__ or part in work.modules)
+
+
 _linear = F.linear  # DeepSpeed replaces it
 
 
@@ -116,10 +121,7 @@ class NotesLinear(Substituted):
         """Return the index among the work's parts of the linear module whose output is one of these."""
         if self.last is None or sum(output is self.last[1] for output in outputs) != 1:
             return None
-        plain = [
-            type(part) is nn.Linear and ("forward" not in part.__dict__ or part in work.modules)
-            for part in work.parts()
-        ]
+        plain = [is_plain_linear(part, work) for part in work.parts()]
         holders = ((p._parameters, p.__dict__) if ok else () for p, ok in zip(work.parts(), plain, strict=True))
         found = [i for i, held in enumerate(holders) if any(entry(h, "weight") is self.last[0] for h in held)]
         return found[0] if len(found) == 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled import Checkpointing, Tiling, prepare, tile, untile
 from lt_tiled.tiling.skip import LastProjectionSkip
 from lt_tiled.tiling.state import TiledPatch
 from tests.architectures import ARCHITECTURES
-from tests.models import GatedMLP, H, PlainMLP
+from tests.models import WIDE, GatedMLP, H, PlainMLP
 from tests.parity import FP32, gradients, randn, reference, worst
 
 
@@ -195,3 +195,26 @@ def test_last_projection_under_autocast(weights: torch.dtype) -> None:
     for _ in range(2):
         assert worst(gradients(m, x, call=call), true) < 1.5 * untiled
     assert len(m.__dict__[TiledPatch.attribute].learned.last) == 1
+
+
+class Doubled(nn.Linear):
+    """Returns twice what a linear module returns."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+@pytest.mark.parametrize("how", ["class", "forward", "no weight"])
+def test_another_last_projection(how: str) -> None:
+    """A module in the place of the last projection, or another forward of it, is what later steps compute with."""
+    torch.manual_seed(0)
+    m, x = PlainMLP(WIDE, WIDE), randn(1, 40, WIDE)
+    tile(m, num_shards=4)
+    gradients(m, x)
+    other, fc2 = Doubled(WIDE, WIDE), m.fc2
+    if how == "forward":
+        fc2.forward = MethodType(lambda self, t: nn.Linear.forward(self, t) * 2, fc2)  # type: ignore[method-assign]
+    else:
+        m.fc2 = nn.Identity() if how == "no weight" else other  # type: ignore[assignment]
+    found = gradients(m, x)
+    assert worst(found, gradients(untile(m), x)) < FP32
