@@ -251,13 +251,16 @@ class LastLinear:
         self._trains = any(total is not None for total in sums)
         self._stand_ins: dict[Any, _StandIn] = {}
         self._input: Tensor | None = None
+        self._edge: Any = None
+        """Where the input's graph ends. An edge, because the code may change the input in place afterwards."""
+        self._version = 0
         self._output: _StandIn | None = None
         self._place = call_with(linear, self._forward, called)
 
     def end(self) -> bool:
         """Let the copy compute again; return whether this tile had a stand-in."""
         self._linear.__dict__.pop(self._place, None)
-        seen, self._input = self._input is not None, None
+        seen, self._input, self._edge = self._input is not None, None, None
         return seen
 
     def _forward(self, input: Tensor) -> Tensor:
@@ -265,7 +268,10 @@ class LastLinear:
         own = self._holder.get("weight") is weight and self._holder.get("bias") is bias
         if self._input is not None or not own:
             raise CannotSkip
-        self._input = input
+        self._input, self._version = input, input._version
+        if input.requires_grad:
+            node: Any = input.grad_fn
+            self._edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
         key = input.shape, input.dtype, input.requires_grad
         self._output = self._stand_ins.get(key)
         if self._output is None:
@@ -291,6 +297,8 @@ class LastLinear:
         there = outputs[0] is output if len(outputs) == 1 else sum(leaf is output for leaf in outputs) == 1
         if self._input is None or output is None or not there or output.read:
             raise CannotSkip
+        if self._input._version != self._version and self._sums[0] is not None:
+            raise CannotSkip
         if output._backward_hooks and hooked(output):
             raise CannotSkip
 
@@ -305,7 +313,7 @@ class LastLinear:
         input = self._input
         assert input is not None
         gradient, given[where] = given[where], None
-        self._input = None
+        edge, self._edge, self._input = self._edge, None, None
         if gradient is None:
             return []
         rows, (weight, bias) = gradient.reshape(-1, gradient.shape[-1]), self._sums
@@ -314,12 +322,9 @@ class LastLinear:
             weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
         if bias is not None:
             bias.add(rows.sum(0))
-        if not input.requires_grad:
+        if edge is None:
             return []
         slope = rows.mm(self._weight).view(input.shape)
-        # An edge, not the input, which is not needed any more.
-        node: Any = input.grad_fn
-        edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
         return [(edge, slope if self._dtype is None else slope.to(input.dtype))]
 
 

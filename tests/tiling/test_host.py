@@ -218,3 +218,31 @@ def test_another_last_projection(how: str) -> None:
         m.fc2 = nn.Identity() if how == "no weight" else other  # type: ignore[assignment]
     found = gradients(m, x)
     assert worst(found, gradients(untile(m), x)) < FP32
+
+
+class WritesIntoItsLastInput(GatedMLP):
+    """Changes what it gave to its last projection in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.gate(x)) * self.up(x)
+        y = self.down(h)
+        h.mul_(2)
+        return y
+
+
+def test_last_input_that_is_changed_in_place() -> None:
+    """Behind a frozen last projection, which needs no input in the backward pass, gradients are the untiled ones."""
+    torch.manual_seed(0)
+    m, x = WritesIntoItsLastInput(), randn(1, 40, H)
+    m.down.requires_grad_(False)
+    true = reference(m, x)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+
+
+def test_last_input_that_is_changed_in_place_and_needed() -> None:
+    """Torch's error is raised, as untiled."""
+    m = tile(WritesIntoItsLastInput(), num_shards=4, self_check=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(m, randn(1, 40, H))
