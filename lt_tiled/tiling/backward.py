@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.tiling.compiled import CannotCompile
 from lt_tiled.tiling.layout import tile_gradients
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, entry, saves_elsewhere
+from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, entry, saves_elsewhere
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked, is_plain_linear
 from lt_tiled.tiling.weights import Copies, GradientSum, call_with, present, substituted
 
@@ -281,7 +281,9 @@ class LastLinear:
     def _stand_in(self, input: Any) -> _StandIn:
         dtype = self._dtype or input.dtype
         wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
-        if wrapped or self._weight.dtype != dtype or input.dtype == torch.float64 != dtype:
+        if AutocastState.now(input.device).dtype != self._dtype:  # the module's own code changed it
+            raise CannotSkip
+        if wrapped or dtype.is_complex or self._weight.dtype != dtype or input.dtype == torch.float64 != dtype:
             raise CannotSkip
         edge = torch.empty(0, device=input.device, requires_grad=input.requires_grad or self._trains)
         stand_in: _StandIn = _Unread.apply((*input.shape[:-1], self._weight.shape[0]), dtype, edge)

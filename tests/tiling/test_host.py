@@ -246,3 +246,51 @@ def test_last_input_that_is_changed_in_place_and_needed() -> None:
     m = tile(WritesIntoItsLastInput(), num_shards=4, self_check=False)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(m, randn(1, 40, H))
+
+
+class OwnAutocast(GatedMLP):
+    """Runs its last projection under other settings of autocast than the call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.gate(x)) * self.up(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
+            return self.down(h.float())
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_autocast_inside(outside: bool) -> None:
+    """Autocast that the module's code enables or disables applies to the last projection's gradients too."""
+    torch.manual_seed(0)
+    m, x = OwnAutocast(), randn(1, 40, H)
+
+    def call(x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            return m(x)
+
+    true = gradients(m, x, call=call)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x, call=call), true) < 2e-2
+
+
+class Complex(nn.Module):
+    """Has a last projection of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, WIDE), nn.Linear(WIDE, H, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(torch.complex(h.sin(), h.cos()))
+
+
+def test_complex_last_projection() -> None:
+    """The gradients behind complex weights have the conjugates that torch has."""
+    torch.manual_seed(0)
+    m, x = Complex(), randn(1, 40, H)
+    m.down.requires_grad_(False)
+    true = gradients(m, x, call=lambda x: torch.view_as_real(m(x)))
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x, call=lambda x: torch.view_as_real(m(x))), true) < FP32
