@@ -142,7 +142,12 @@ class Copies:
         self._parts, self._roots = set(work.parts()), set(work.modules)
         places = [(place, total) for weight, total in zip(weights, sums, strict=True) for place in weight.places]
         with torch.enable_grad():  # code that reads the weight itself gets a view of its leaf
-            self._leaves = {place: total.leaf.t() if total.turned else total.leaf for place, total in places}
+            seen = [total.leaf.t() if total.turned else total.leaf for total in sums]
+        for weight, leaf in zip(weights, seen, strict=True):
+            if type(leaf) is Tensor:  # a user's attributes, not those of engines
+                users = {n: v for n, v in weight.tensor.__dict__.items() if not n.startswith(("_", "ds_"))}
+                leaf.__dict__.update(users, _is_param=isinstance(weight.tensor, nn.Parameter))
+        self._leaves = {place: leaf for weight, leaf in zip(weights, seen, strict=True) for place in weight.places}
         self._turned = {owner: total.leaf for (owner, _), total in places if total.turned}
         self._made: dict[nn.Module, nn.Module] = {}
         self._bound: list[tuple[nn.Module, str]] = []

@@ -294,3 +294,26 @@ def test_complex_last_projection() -> None:
     tile(m, num_shards=4)
     for _ in range(2):
         assert worst(gradients(m, x, call=lambda x: torch.view_as_real(m(x))), true) < FP32
+
+
+class ReadsItsWeights(GatedMLP):
+    """Multiplies with an attribute of a weight, and with what its type and its identity tell."""
+
+    def __init__(self) -> None:
+        super().__init__(bias=True)
+        self.up.bias = self.gate.bias
+        self.up.weight.factor = 2.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        tied, parameter = self.up.bias is self.gate.bias, isinstance(self.up.weight, nn.Parameter)
+        return super().forward(x) * getattr(self.up.weight, "factor", 1.0) * (1 + tied) * (1 + parameter)
+
+
+def test_code_that_looks_at_its_weights() -> None:
+    """The recompute's weights have the attributes and the type of the module's, and tied ones are one tensor."""
+    torch.manual_seed(0)
+    m, x = ReadsItsWeights(), randn(1, 40, H)
+    true = gradients(m, x)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
