@@ -60,6 +60,8 @@ class Learned:
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
     last: dict[Hashable, int] = field(default_factory=dict)
     """Which part of the work is the last projection of a tile, where the tile returns its output as it is."""
+    uncopied: set[Hashable] = field(default_factory=set)
+    """What is not recomputed on copies of the modules, because the self-check showed that they compute otherwise."""
     uncompiled: bool = False
     """Whether tiles run uncompiled because they are not one graph."""
     untiled: bool = False

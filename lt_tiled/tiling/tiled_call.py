@@ -121,7 +121,7 @@ class TiledCall:
     @cached_property
     def copied(self) -> bool:
         """Whether its tiles are recomputed on copies of the modules."""
-        return can_copy(self.work)
+        return self.key not in self.patch.learned.uncopied and can_copy(self.work)
 
     @property
     def mode(self) -> Hashable:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -313,6 +314,28 @@ def test_code_that_looks_at_its_weights() -> None:
     """The recompute's weights have the attributes and the type of the module's, and tied ones are one tensor."""
     torch.manual_seed(0)
     m, x = ReadsItsWeights(), randn(1, 40, H)
+    true = gradients(m, x)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+
+
+class KnowsItself(GatedMLP):
+    """Computes with what a table outside has for this very module."""
+
+    table: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
+    default = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.table.get(self, 1.0) if self.default else self.table[self])
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_code_that_tells_a_copy_from_its_module(default: bool) -> None:
+    """The self-check sees that copies compute otherwise, or not at all, and the gradients are the untiled ones."""
+    torch.manual_seed(0)
+    m, x = KnowsItself(), randn(1, 40, H)
+    m.table[m], m.default = 3.0, default
     true = gradients(m, x)
     tile(m, num_shards=4)
     for _ in range(2):
