@@ -41,7 +41,7 @@ class Weight:
     def hooked(self) -> bool:
         """Whether a hook of a user is on its gradient."""
         hooks = (hook for tensor in self.now() for hook in (tensor._backward_hooks or {}).values())
-        return not all(is_of(hook, ("torch.", "deepspeed.")) for hook in hooks)
+        return not all(is_of(hook, ("torch.", "deepspeed.", "lt_tiled.")) for hook in hooks)
 
     def now(self) -> list[Tensor]:
         """Return what stands in the weight's places now, each tensor once: engines swap it."""
@@ -276,8 +276,10 @@ class GradientSum:
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
         self._handle = self.leaf.register_hook(self.add)
 
-    def add(self, gradient: Tensor) -> Tensor:
-        """Add one tile's gradient, or a part of it."""
+    def add(self, gradient: Tensor | None) -> Tensor | None:
+        """Add one tile's gradient, or a part of it; a tiled module inside has none for a weight that it does not use."""
+        if gradient is None:
+            return None
         dense = gradient.layout is torch.strided
         if self.sum is None:
             form: Any = {"memory_format": torch.contiguous_format} if dense and not self.turned else {}

@@ -340,3 +340,26 @@ def test_code_that_tells_a_copy_from_its_module(default: bool) -> None:
     tile(m, num_shards=4)
     for _ in range(2):
         assert worst(gradients(m, x), true) < FP32
+
+
+class Around(nn.Module):
+    """Has an MLP with a weight that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = GatedMLP()
+        self.mlp.unused = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x.sin()).tanh()
+
+
+def test_tiled_module_in_a_tiled_module() -> None:
+    """Both run in tiles, and a weight that is not used has no gradient, as untiled."""
+    torch.manual_seed(0)
+    m, x = Around(), randn(1, 40, H)
+    true = gradients(m, x)
+    tile(m.mlp, num_shards=2, self_check=False)
+    tile(m, num_shards=2, self_check=False)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
