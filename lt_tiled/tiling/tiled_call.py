@@ -120,7 +120,12 @@ class TiledCall:
 
     @cached_property
     def copied(self) -> bool:
-        """Whether its tiles are recomputed on copies of the modules."""
+        """Whether its tiles are recomputed on copies of the modules.
+
+        Not where weights have hooks, because code that reaches a module past its copy would run them for each tile.
+        """
+        if any(weight.hooked() for weight in self.weights):
+            return False
         return self.key not in self.patch.learned.uncopied and can_copy(self.work)
 
     @property

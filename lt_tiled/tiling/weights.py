@@ -241,11 +241,12 @@ def _reaches_by_arguments(function: Any) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether an object of the same class with the same attributes does the same: not so for TorchScript."""
+    """Whether an object of the same class with the same attributes does the same: not so for TorchScript and lists."""
     forward = module.__dict__.get("forward")
     bound = forward is None or (isinstance(forward, MethodType) and forward.__self__ is module)
+    made = type(module).__new__ is object.__new__
     slots = any(base.__dict__.get("__slots__") for base in type(module).__mro__)
-    return bound and not slots and not isinstance(module, torch.jit.ScriptModule)
+    return bound and made and not slots and not isinstance(module, torch.jit.ScriptModule)
 
 
 def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:

@@ -363,3 +363,48 @@ def test_tiled_module_in_a_tiled_module() -> None:
     tile(m, num_shards=2, self_check=False)
     for _ in range(2):
         assert worst(gradients(m, x), true) < FP32
+
+
+class Reaches(GatedMLP):
+    """Reaches a projection through a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = [self.up]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.plain[0](x))
+
+
+def test_hook_on_a_weight_that_is_reached_past_its_copy() -> None:
+    """It runs once, on the gradient of all tiles."""
+    torch.manual_seed(0)
+    m, x = Reaches(), randn(1, 40, H)
+    m.up.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    true = gradients(m, x)
+    tile(m, num_shards=4, self_check=False)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+
+
+class IsAlsoADict(nn.Module, dict[str, float]):
+    """A module of which ``object.__new__`` makes no copy."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.mlp = GatedMLP()
+        self["factor"] = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self["factor"]
+
+
+def test_module_that_is_also_a_dict() -> None:
+    """It has the untiled gradients."""
+    torch.manual_seed(0)
+    m, x = IsAlsoADict(), randn(1, 40, H)
+    true = gradients(m, x)
+    tile(m, num_shards=4, self_check=False)
+    assert worst(gradients(m, x), true) < FP32
