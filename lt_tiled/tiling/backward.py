@@ -14,10 +14,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lt_tiled.modules.patch import get_patches
 from lt_tiled.tiling.compiled import CannotCompile
 from lt_tiled.tiling.layout import tile_gradients
 from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, entry, saves_elsewhere
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked, is_plain_linear
+from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.tiling.weights import Copies, GradientSum, call_with, present, substituted
 
 if TYPE_CHECKING:
@@ -40,7 +42,9 @@ def turned(call: TiledCall) -> list[bool]:
             return False
         return name == "weight" and name in owner._parameters and entry(owner._parameters, "bias") is None
 
-    if call.compiled is not None or not call.copied:
+    # A tiled module inside takes the weights that it finds in its place, not the leaves that linear modules multiply.
+    inside = any(get_patches(part, TiledPatch) for part in call.work.parts() if part not in call.work.modules)
+    if call.compiled is not None or not call.copied or inside:
         return [False] * len(call.weights)
     pairs: Iterable[tuple[Any, Any]] = ((w.tensor, w.places) for w in call.weights)
     return [
