@@ -77,6 +77,8 @@ class Backward:
         self._copies = Copies(call.work, call.weights, sums) if call.copied else None
         mode = partial(_in_mode, call, sums)
         self._function = mode if self._copies is None else self._copies.function
+        plain = call.autocast.dtype is None
+        self._differentiate = _engine.run_backward if plain else partial(_without_autocast, call.autocast)
         self._last, self._compiles = self._last_linear(), call.compiled is not None
 
     def _last_linear(self) -> LastLinear | None:
@@ -139,7 +141,7 @@ class Backward:
         targets = (*[tile[index] for index in self._wanted], *self._targets)
         if roots and targets:
             ends, slopes = zip(*roots)  # noqa: B905
-            found = _engine.run_backward(
+            found = self._differentiate(
                 ends, slopes, False, False, targets, allow_unreachable=True, accumulate_grad=False
             )
         for part, gradient in zip(into, found):  # noqa: B905
@@ -213,6 +215,12 @@ class Backward:
             elif gradient is not None:
                 target.add(gradient)
         return True
+
+
+def _without_autocast(autocast: AutocastState, *args: Any, **kwargs: Any) -> Any:
+    """Differentiate as the untiled backward pass, which runs outside of autocast."""
+    with autocast.disabled():
+        return _engine.run_backward(*args, **kwargs)
 
 
 def _in_mode(call: TiledCall, sums: Sequence[GradientSum], *args: Any, **kwargs: Any) -> Any:

@@ -408,3 +408,30 @@ def test_module_that_is_also_a_dict() -> None:
     true = gradients(m, x)
     tile(m, num_shards=4, self_check=False)
     assert worst(gradients(m, x), true) < FP32
+
+
+class InFloat32(nn.Module):
+    """Disables autocast for its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, WIDE, bias=False), nn.Linear(WIDE, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.down(self.up(x).tanh())
+
+
+def test_backward_pass_of_float32_under_autocast() -> None:
+    """What runs in float32 inside of autocast is differentiated in float32."""
+    torch.manual_seed(0)
+    m, x = InFloat32(), randn(1, 40, H)
+    true = reference(m, x)
+
+    def call(x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m(x)
+
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x, call=call), true) < FP32
