@@ -144,6 +144,9 @@ class Backward:
             found = self._differentiate(
                 ends, slopes, False, False, targets, allow_unreachable=True, accumulate_grad=False
             )
+        for tensor in tile:
+            if tensor._backward_hooks:  # all tiles come from one node, which would call them for each later tile
+                tensor._backward_hooks.clear()
         for part, gradient in zip(into, found):  # noqa: B905
             part.zero_() if gradient is None else part.copy_(gradient)
         for (total, tensor), gradient in zip(self._direct, found[self._own :]):  # noqa: B905

@@ -435,3 +435,22 @@ def test_backward_pass_of_float32_under_autocast() -> None:
     tile(m, num_shards=4)
     for _ in range(2):
         assert worst(gradients(m, x, call=call), true) < FP32
+
+
+class HooksItsInput(GatedMLP):
+    """Doubles the gradient of its input by a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 2)
+        return super().forward(x)
+
+
+def test_hook_on_the_input_of_a_tile() -> None:
+    """It runs once for each tile, on that tile's gradient."""
+    torch.manual_seed(0)
+    m, x = HooksItsInput(), randn(1, 40, H)
+    true = reference(m, x)
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
