@@ -278,7 +278,7 @@ class GradientSum:
         self._handle = self.leaf.register_hook(self.add)
 
     def add(self, gradient: Tensor | None) -> Tensor | None:
-        """Add one tile's gradient, or a part of it; a tiled module inside has none for a weight that it does not use."""
+        """Add one tile's gradient, or a part of it; a tiled module inside has none for a weight it does not use."""
         if gradient is None:
             return None
         dense = gradient.layout is torch.strided
