@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.fsdp._common_utils
 import torch.distributed.fsdp.fully_sharded_data_parallel
-import torch.utils.module_tracker
 import torchmetrics
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.pytorch.cli import LightningCLI
@@ -67,34 +66,11 @@ def current_node() -> bool:
     return torch._C._current_autograd_node() is None and len(seen) == 1
 
 
-def compiled_call() -> bool:
-    linear = nn.Linear(1, 1)
-    before = linear._compiled_call_impl
-    linear.__dict__["_compiled_call_impl"] = lambda x: "instead"  # type: ignore[index]
-    return before is None and linear(torch.ones(1)) == "instead"
-
-
-def engine() -> bool:
-    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    z = x * 2
-    edge = torch.autograd.graph.GradientEdge(z.grad_fn, z.output_nr)
-    run = torch.autograd.Variable._execution_engine.run_backward
-    found = run((edge,), (torch.ones(2),), False, False, (x, y), allow_unreachable=True, accumulate_grad=False)
-    return found[0].tolist() == [2.0, 2.0] and found[1] is None and x.grad is None
-
-
 def unused_torch_function() -> bool:
     class Plain(Tensor):
         __torch_function__ = torch._C._disabled_torch_function_impl
 
     return type(torch.ones(1).as_subclass(Plain) + 1) is Tensor
-
-
-def global_hook() -> bool:
-    has = nn.modules.module._has_any_global_hook
-    with torch.utils.module_tracker.ModuleTracker():
-        inside = bool(has())
-    return inside and not has()
 
 
 def version() -> bool:
@@ -179,7 +155,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_buffers": lambda: set(nn.BatchNorm1d(1)._buffers) == {"running_mean", "running_var", "num_batches_tracked"},
     "_cdata": lambda: (x := torch.ones(2)).untyped_storage()._cdata == x[1:].untyped_storage()._cdata,
     "_checkpoint_wrapped_module": wrapped_by_checkpoint,
-    "_compiled_call_impl": compiled_call,
     "_current_autograd_node": current_node,
     "_cache_enabled": cache_of_parametrizations,
     "_current_level": level_of_dual_numbers,
@@ -187,7 +162,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_disabled_torch_function_impl": unused_torch_function,
     "_dynamo": lambda: torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64}),
     "_dynamo_weak_dynamic_indices": marked_dynamic,
-    "_execution_engine": engine,
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
     "_flat_param": lambda: torch.distributed.fsdp.fully_sharded_data_parallel.FLAT_PARAM == "_flat_param",
     "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),
@@ -196,7 +170,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_get_sequence_nr": lambda: isinstance(torch._C._autograd._get_sequence_nr(), int),
     "_global_forward_hooks": lambda: isinstance(nn.modules.module._global_forward_hooks, dict),
     "_grouped_mm": lambda: aten._grouped_mm.default is not None,
-    "_has_any_global_hook": global_hook,
     "_inductor": lambda: importlib.import_module("torch._inductor.config").patch(fallback_random=True),
     "_local_scalar_dense": lambda: aten._local_scalar_dense.default is not None,
     "_make_wrapper_subclass": lambda: callable(Tensor._make_wrapper_subclass),

@@ -31,9 +31,10 @@ MIN_LOSS_TOKENS = 512
 def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[Bounds]:
     """Cut the tokens of a loss, with ``"auto"`` into tiles of half as many tokens as ``hidden_size``, at least 512.
 
-    Such tiles do not raise the peak. In 16 bits a tile of ``t`` tokens holds at most 2 times its ``2 t V`` bytes of
-    logits, in whose memory the gradient is formed. When the tiles are done, the float32 sum of the weight's gradient,
-    which is alive all the time, is rounded to a copy of ``2 V H`` bytes: more, if ``t`` is at most ``H / 2``.
+    Such tiles do not raise the peak. In 16 bits a tile of ``t`` tokens and at least 2**23 logits holds at most 2 times
+    its ``2 t V`` bytes of logits, in whose memory the gradient is formed. When the tiles are done, the float32 sum of
+    the weight's gradient, which is alive all the time, is rounded to a copy of ``2 V H`` bytes: more, if ``t`` is at
+    most ``H / 2``.
     """
     size = max(MIN_LOSS_TOKENS, hidden_size // 2)
     return tile_bounds(Tiling(tile_tokens=size) if num_shards == "auto" else Tiling(num_shards), tokens, 1)
@@ -173,7 +174,7 @@ class _LossCall:
         """
         per_token = self.tiles.reduction == "none"
         losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide_dtype(hidden))
-        slope = torch.zeros_like(hidden) if wants[0] else None
+        grad_hidden = torch.zeros_like(hidden) if wants[0] else None
         plain = self.head is linear and not any(is_traceable_wrapper_subclass(t) for t in (hidden, *weights))
         kind = LinearTile if plain else GraphTile
         tile = kind(self.head, weights, wants, self.tiles.accumulate, self.autocast)
@@ -190,10 +191,10 @@ class _LossCall:
                 else:
                     losses += loss.sum()
                 part = None if factor is None else tile.backward(logits)
-                if slope is not None and part is not None:
-                    slope[place] = part.to(slope.dtype)
+                if grad_hidden is not None and part is not None:
+                    grad_hidden[place] = part.to(grad_hidden.dtype)
                 del logits, part
-            return losses, [slope, *tile.totals()]
+            return losses, [grad_hidden, *tile.totals()]
         finally:
             tile.close()
 

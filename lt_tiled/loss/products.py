@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lt_tiled.tiling.recompute import AutocastState, SavedCounter
-from lt_tiled.tiling.weights import gradient_sums, sum_dtype
+from lt_tiled.tiling.weights import GradientSum, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
@@ -89,9 +88,8 @@ class GraphTile:
         self, head: Head, weights: Sequence[Tensor], wants: Sequence[bool], accumulate: str, autocast: AutocastState
     ) -> None:
         self._head, self._wants_rows, self._autocast = head, wants[0], autocast
-        self._wants, self._hooks = wants[1:], ExitStack()
-        learn = [w for w, wanted in zip(weights, self._wants, strict=True) if wanted]
-        self._sums = self._hooks.enter_context(gradient_sums(learn, accumulate))
+        self._wants = wants[1:]
+        self._sums = [GradientSum(w, accumulate) for w, wanted in zip(weights, self._wants, strict=True) if wanted]
         leaves = iter([s.leaf for s in self._sums])
         self._leaves = [next(leaves) if wanted else w.detach() for w, wanted in zip(weights, self._wants, strict=True)]
         self._inputs: list[Tensor] = []
@@ -118,8 +116,9 @@ class GraphTile:
         if self._autocast.dtype is not None:
             torch.clear_autocast_cache()  # it holds casts of the leaves
         sums = iter([torch.zeros_like(s.leaf) if s.sum is None else s.sum for s in self._sums])
-        return [next(sums).detach() if wanted else None for wanted in self._wants]
+        return [next(sums) if wanted else None for wanted in self._wants]
 
     def close(self) -> None:
         """Remove the hooks of the sums."""
-        self._hooks.close()
+        for total in self._sums:
+            total.close()

@@ -68,7 +68,7 @@ def find_feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterato
         container = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if not container and _widens(child) and not any(mixes_tokens(p.rpartition(".")[2], m) for p, m in inside):
             parent = root if before or after else None
-            yield Tileable(below, child, type(child).__name__, parent=parent, before=before, after=after)
+            yield Tileable.of_module(below, child, parent=parent, before=before, after=after)
         else:
             yield from find_feed_forwards(child, below)
 
@@ -122,21 +122,12 @@ def depends_on_others(part: nn.Module) -> str | None:
     """Return why a module is not position-wise although a few tokens may not show it."""
     if isinstance(part, _BatchNorm):
         return "whose statistics in training depend on all tokens"
-    if _has_capacity(part):
+    # Switch Transformers' expert_capacity: a router sends its experts a limited number of tokens.
+    if any("capacity" in name and isinstance(value, int | float) for name, value in vars(part).items()):
         return "whose experts have a capacity, so that the result of a token depends on all tokens"
-    if _drops_samples(part):
+    if any(kind in type(part).__name__ for kind in ("DropPath", "StochasticDepth")):  # draw once for each sample
         return "which drops whole samples and would drop tiles"
     return None
-
-
-def _has_capacity(module: nn.Module) -> bool:
-    """Whether a router sends its experts a limited number of tokens (Switch Transformers' ``expert_capacity``)."""
-    return any("capacity" in name and isinstance(value, int | float) for name, value in vars(module).items())
-
-
-def _drops_samples(module: nn.Module) -> bool:
-    """Whether the module is stochastic depth, which draws once for each sample."""
-    return any(kind in type(module).__name__ for kind in ("DropPath", "StochasticDepth"))
 
 
 def mixes_tokens(name: str, module: nn.Module) -> bool:
@@ -156,20 +147,19 @@ def _widens(module: nn.Module) -> bool:
 
 def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
     """Return ``(hidden_size, intermediate_size)`` of an MLP, or ``None`` where its projections do not show them."""
-    widths = [w for module in modules for w in _projections(module)]
+    widths = [w for module in modules for p in projections(module) if (w := projection_sizes(p)) is not None]
     pairs = ((hidden, inner) for inner, hidden in widths if inner > hidden)
     # A projection of twice the size is gate and up in one.
     return next((p for p in pairs if p in widths or (p[0], 2 * p[1]) in widths), None)
 
 
-def _projections(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of the projections in a module; an adapted one (LoRA) counts as the one that it adapts."""
-    sizes = projection_sizes(module)
-    if sizes is not None:
-        yield sizes
+def projections(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the projections in a module; an adapted one (LoRA) counts as the one that it adapts."""
+    if projection_sizes(module) is not None:
+        yield module
     else:
-        for child in module.children():
-            yield from _projections(child)
+        for _, child in unwrapped_children(module):
+            yield from projections(child)
 
 
 def projection_sizes(module: nn.Module) -> tuple[int, int] | None:

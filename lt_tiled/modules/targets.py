@@ -28,7 +28,7 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     names = [name for name in wanted if name not in ("auto", "mlp")]
     methods = {name: _methods(model, name) for name in names}
     modules = [name for name in names if not methods[name]]
-    named = [Tileable.of_module(path, m) for path, m in find_named(model, modules, "Tiling")] if modules else []
+    named = [Tileable.of_module(path, m) for path, m in find_named(model, modules, "Tiling")]
     found = [*named, *(method for several in methods.values() for method in several)]
     if len(names) < len(wanted):
         found = _with_feed_forwards(model, found)

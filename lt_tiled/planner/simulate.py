@@ -123,7 +123,7 @@ def simulate(
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
                 group["foreach"] = True
-        memory = MEMORY[settings.engine.name](settings.engine, model, optimizer, ledger)
+        memory = MEMORY[engine](settings.engine, model, optimizer, ledger)
         stack.enter_context(memory)
 
         def begin(phase: str) -> None:
@@ -162,17 +162,16 @@ def simulate(
 
 @contextmanager
 def first_two_tiles(counter: Flops) -> Iterator[None]:
-    """Run two tiles of each size alone, and count the FLOPs of all.
+    """Run only two tiles of each size, and count the FLOPs of all.
 
-    The first tile creates the sums of gradients; later ones of the same size take what the second one takes.
+    The first tile creates the gradient sums; later ones of its size need the memory and FLOPs of the second.
     """
 
     def run(rows: Iterable[Any]) -> Iterator[Any]:
         seen: Counter[Hashable] = Counter()
         flops: dict[Hashable, int] = {}
         for row in rows:
-            leaves = tree_leaves(row, is_leaf=lambda leaf: isinstance(leaf, slice))
-            size = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor)) or (row.stop - row.start)
+            size = tuple(t.shape for t in tree_leaves(row) if isinstance(t, Tensor)) or (row.stop - row.start)
             seen[size] += 1
             if seen[size] > 2:
                 counter.total += flops[size]

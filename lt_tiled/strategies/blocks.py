@@ -10,7 +10,7 @@ from lt_tiled.checkpointing import find_checkpointable
 from lt_tiled.modules.find import find_blocks, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import Checkpointing
-from lt_tiled.tiling.patched import NormPatch, tiled_patches
+from lt_tiled.tiling.patched import NeighborPatch, tiled_patches
 from lt_tiled.tiling.state import TiledPatch
 
 
@@ -35,7 +35,7 @@ def adapt_to_fsdp_units(model: nn.Module) -> None:
         ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.
     """
     fsdp_units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
-    apart = any(get_patch(unit, NormPatch) or get_patch(unit, TiledPatch) for unit in fsdp_units)
+    apart = any(get_patch(unit, NeighborPatch) or get_patch(unit, TiledPatch) for unit in fsdp_units)
     for path, module, patch in tiled_patches(model):
         patch.needs.defer = patch.needs.defer and not apart
         patch.needs.moves_weights = patch.needs.moves_weights or bool(fsdp_units)

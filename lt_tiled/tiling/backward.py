@@ -4,49 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lt_tiled.tiling.compiled import CannotCompile
+from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.layout import each_tile, tile_gradients
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, entry, saves_elsewhere
+from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, saves_elsewhere
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
-from lt_tiled.tiling.weights import Copies, GradientSum, call_with, present, substituted
+from lt_tiled.tiling.weights import GradientSum, Substituted, paired
 
 if TYPE_CHECKING:
     from lt_tiled.tiling.tiled_call import TiledCall, Trace
-
-_engine = torch.autograd.Variable._execution_engine
-"""What ``torch.autograd.grad`` calls: its own checks take as long as a small tile."""
-
-
-def turned(call: TiledCall) -> list[bool]:
-    """Return for each weight of a call whether its leaf is the transposed weight, as linear modules multiply with it.
-
-    That of the last projection is not, because its products are computed without autograd.
-    """
-    index = call.patch.learned.last.get(call.key)
-    last = None if index is None else call.work.parts()[index]
-
-    def linear(owner: nn.Module, name: str) -> bool:
-        if type(owner) is not nn.Linear or owner is last or "forward" in owner.__dict__:
-            return False
-        return name == "weight" and name in owner._parameters and entry(owner._parameters, "bias") is None
-
-    if call.compiled is not None or not call.copied:
-        return [False] * len(call.weights)
-    pairs: Iterable[tuple[Any, Any]] = ((w.tensor, w.places) for w in call.weights)
-    return [
-        t.dim() == 2 and not is_traceable_wrapper_subclass(t) and all(linear(*place) for place in places)
-        for t, places in pairs
-    ]
 
 
 class Backward:
@@ -55,8 +30,8 @@ class Backward:
     Args:
         call: The call.
         trace: What its forward pass left.
-        sums: Those of the gradients of its weights.
-        wholes: Of the arguments that each tile sees in full and that want a gradient.
+        sums: The gradient sums of its weights.
+        wholes: The gradient sums of the arguments that every tile sees in full.
     """
 
     def __init__(
@@ -65,25 +40,25 @@ class Backward:
         self.call, self.trace, self.sums, self.wholes = call, trace, sums, wholes
         pairs = zip(call.wants_grad, call.per_token, strict=True)
         self._wanted = [index for index, (wants, per_token) in enumerate(pairs) if wants and per_token]
-        there = zip(sums, present(call.weights), strict=True)
+        there = paired(call.weights, sums)
         # What code gets that does not get the leaves: see NOTE [Substitution].
-        self._direct = [(total, t) for total, tensors in there for t in tensors if t.requires_grad]
+        self._direct = [(total, t) for t, total in there if t.requires_grad]
         leaves = [s.leaf for s in (*sums, *wholes)]
         self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
-        self._copies = Copies(call.work, call.weights, sums) if call.copied else None
-        mode = partial(_in_mode, call, sums)
-        self._function = mode if self._copies is None else self._copies.function
-        self._last, self._compiles = self._last_linear(), call.compiled is not None
+        self._pairs = [(t, total.leaf) for t, total in there]
+        self._last = self._last_linear()
+        self._mode = self._last or Substituted(self._pairs)
+        self._outside = call.autocast.disabled()
+        self._compiled = call.compiled
 
     def _last_linear(self) -> LastLinear | None:
         index = self.call.patch.learned.last.get(self.call.key)
-        if index is None or self._copies is None:
+        part = None if index is None else self.call.work.parts()[index]
+        if type(part) is not nn.Linear:  # or another module since
             return None
-        part = self.call.work.parts()[index]
         places = {place: s for weight, s in zip(self.call.weights, self.sums, strict=True) for place in weight.places}
         sums = places.get((part, "weight")), places.get((part, "bias"))
-        called = part not in self.call.work.modules
-        return LastLinear(self._copies.of(part), sums, self.call.autocast.dtype, called)
+        return LastLinear(self._pairs, part, sums, self.call.autocast.dtype)
 
     def run(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Run all tiles.
@@ -103,20 +78,14 @@ class Backward:
             for gradient, kind in zip(gradients, kinds, strict=True)
         ]
         try:
+            # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
                 tiles = call.tiles(call.leaves(inputs, self.wholes))
                 for tile, own, into in each_tile(zip(tiles, _rows(given), _rows(parts))):  # noqa: B905
                     self._tile(tile, list(own), into)
         finally:
-            self._end()
+            self._mode.end()
         return results
-
-    def _end(self) -> None:
-        """Leave no cycle of references, which would keep weights until Python collects garbage."""
-        if self._last is not None:
-            self._last.end()
-        if self._copies is not None:
-            self._copies.end()
 
     def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
         """Recompute a tile and differentiate it.
@@ -126,16 +95,18 @@ class Backward:
             given: The gradients of the leaves of its output.
             into: Where the gradients of its per-token arguments go.
         """
-        if self._compiles and self._compiled(tile, given, into):
+        if self._compiled is not None and self._run_compiled(self._compiled, tile, given, into):
             return
         found: Sequence[Tensor | None] = [None] * len(into)
         roots = self._recompute(tile, given)
         targets = (*[tile[index] for index in self._wanted], *self._targets)
         if roots and targets:
-            ends, slopes = zip(*roots)  # noqa: B905
-            found = _engine.run_backward(
-                ends, slopes, False, False, targets, allow_unreachable=True, accumulate_grad=False
-            )
+            ends, grads = zip(*roots)  # noqa: B905
+            with self._outside:  # as the untiled backward pass
+                found = torch.autograd.grad(ends, targets, grads, allow_unused=True)
+        for tensor in tile:
+            if tensor._backward_hooks:  # all tiles come from one node, which would call them for each later tile
+                tensor._backward_hooks.clear()
         for part, gradient in zip(into, found):  # noqa: B905
             part.zero_() if gradient is None else part.copy_(gradient)
         for (total, tensor), gradient in zip(self._direct, found[self._own :]):  # noqa: B905
@@ -155,15 +126,21 @@ class Backward:
                 roots.append((output, gradient))
         return roots
 
+    def _outputs(self, tile: Sequence[Tensor]) -> list[Any]:
+        with self._mode:
+            output = self.call.arguments.call(self.call.work.function, tile)
+        return [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+
     def _without_last(self, last: LastLinear, tile: Sequence[Tensor], start: RandomState | None) -> list[Any] | None:
         try:
-            outputs = _leaves(self.call.arguments.call(self._function, tile))
+            outputs = self._outputs(tile)
             last.check(outputs)
             return outputs
         except Exception as error:
-            if not last.end() and not isinstance(error, CannotSkip):  # the tile's code failed by itself
+            if not last.seen and not isinstance(error, CannotSkip):  # the tile's code failed by itself
                 raise
-            self._last = None
+            last.end()
+            self._last, self._mode = None, Substituted(self._pairs)
             self.call.patch.learned.last.pop(self.call.key, None)
             if start is not None:
                 start.set()
@@ -176,7 +153,7 @@ class Backward:
             skip = LastProjectionSkip(saved)
             try:
                 with skip:
-                    outputs = _leaves(self.call.arguments.call(self._function, tile))
+                    outputs = self._outputs(tile)
                 skip.check(outputs)
                 if not skip.skipped:  # there is none
                     learned.saved[key] = None
@@ -185,17 +162,21 @@ class Backward:
                 learned.saved[key] = None
                 if start is not None:
                     start.set()
-        return _leaves(self.call.arguments.call(self._function, tile))
+        return self._outputs(tile)
 
-    def _compiled(self, tile: Sequence[Tensor], given: Sequence[Tensor | None], into: Sequence[Tensor]) -> bool:
+    def _run_compiled(
+        self,
+        compiled: CompiledTile,
+        tile: Sequence[Tensor],
+        given: Sequence[Tensor | None],
+        into: Sequence[Tensor],
+    ) -> bool:
         """Do the same compiled; return whether that could be done."""
-        compiled = self.call.compiled
-        if compiled is None:
-            return False
         wanted = {index: gradient for index, gradient in enumerate(given) if gradient is not None}
         try:
             found = compiled.backward(self.call, tile, [s.leaf for s in self.sums], wanted, self.trace.layout)
         except CannotCompile as error:
+            self._compiled = None
             self.call.compile_no_more(error, self.trace.random is not None)
             return False
         parts, wholes = iter(into), iter(self.wholes)
@@ -209,61 +190,66 @@ class Backward:
         return True
 
 
-def _in_mode(call: TiledCall, sums: Sequence[GradientSum], *args: Any, **kwargs: Any) -> Any:
-    with substituted(call.weights, sums):
-        return call.work.function(*args, **kwargs)
-
-
-def _leaves(output: Any) -> list[Any]:
-    return [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-
-
 def _rows(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
     """Yield the entries of all columns for one tile after the other."""
     return zip(*columns) if columns else repeat(())  # noqa: B905  # some repeat one entry
 
 
-class LastLinear:
-    """The last projection of the tiles of a backward pass, as a linear module: see the note above.
+class LastLinear(Substituted):
+    """Also leaves out the last projection of a tile, a linear module: see NOTE [What the recompute leaves out].
 
     Args:
-        linear: A copy of the module.
-        sums: Those of the gradients of its weight and its bias, if it has them and they are wanted.
+        pairs: Each tensor and what is to be seen in its place.
+        linear: The module.
+        sums: The gradient sums of weight and bias; ``None`` for one that is absent or frozen.
         dtype: Autocast's, where it is enabled.
-        called: Whether the module is called, not its forward.
     """
 
     def __init__(
         self,
-        linear: nn.Module,
+        pairs: Iterable[tuple[Tensor, Tensor]],
+        linear: nn.Linear,
         sums: tuple[GradientSum | None, GradientSum | None],
         dtype: torch.dtype | None,
-        called: bool,
     ) -> None:
-        weight: Any = linear.weight
-        self._linear, self._sums, self._dtype = linear, sums, dtype
-        # Where functional_call puts other tensors; FSDP with use_orig_params=False has views among the attributes.
-        self._holder = linear._parameters if "weight" in linear._parameters else linear.__dict__
-        self._own = self._holder.get("weight"), self._holder.get("bias")
-        self._weight = weight.detach() if dtype is None else weight.detach().to(dtype)
+        super().__init__(pairs)
+        self._own: tuple[Any, Any] | None = (linear.weight, linear.bias)
+        weight = self._instead(linear.weight).detach()  # that of the forward pass
+        self._sums, self._dtype, self._weight = sums, dtype, weight if dtype is None else weight.to(dtype)
         self._trains = any(total is not None for total in sums)
         self._stand_ins: dict[Any, _StandIn] = {}
+        """Shared by tiles of one size: making one takes a node of autograd."""
         self._input: Tensor | None = None
+        self._edge: Any = None
+        """Where the input's graph ends. An edge, because the code may change the input in place afterwards."""
+        self._version = 0
         self._output: _StandIn | None = None
-        self._place = call_with(linear, self._forward, called)
 
-    def end(self) -> bool:
-        """Let the copy compute again; return whether this tile had a stand-in."""
-        self._linear.__dict__.pop(self._place, None)
-        seen, self._input = self._input is not None, None
-        return seen
+    @property
+    def seen(self) -> bool:
+        """Whether this tile had a stand-in."""
+        return self._input is not None
 
-    def _forward(self, input: Tensor) -> Tensor:
-        weight, bias = self._own
-        own = self._holder.get("weight") is weight and self._holder.get("bias") is bias
-        if self._input is not None or not own:
+    def end(self) -> None:
+        """Substitute nothing any more, and leave nothing out."""
+        super().end()
+        self._own = self._input = self._edge = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and self._own is not None and len(args) == 3:  # as nn.Linear calls it
+            weight, bias = self._own
+            if args[1] is weight and args[2] is bias:
+                return self._instead_of(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _instead_of(self, input: Tensor) -> Tensor:
+        if self._output is not None and self._input is not None:
+            self._output.read = True  # the module's own code may catch the exception
             raise CannotSkip
-        self._input = input
+        self._input, self._version = input, input._version
+        if input.requires_grad:
+            node: Any = input.grad_fn
+            self._edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
         key = input.shape, input.dtype, input.requires_grad
         self._output = self._stand_ins.get(key)
         if self._output is None:
@@ -273,7 +259,10 @@ class LastLinear:
     def _stand_in(self, input: Any) -> _StandIn:
         dtype = self._dtype or input.dtype
         wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
-        if wrapped or self._weight.dtype != dtype or input.dtype == torch.float64 != dtype:
+        if AutocastState.now(input.device).dtype != self._dtype:  # the module's own code changed it
+            raise CannotSkip
+        kept = input.dtype == torch.float64 and dtype != torch.float64  # autocast leaves float64 as it is
+        if wrapped or kept or dtype.is_complex or self._weight.dtype != dtype:
             raise CannotSkip
         edge = torch.empty(0, device=input.device, requires_grad=input.requires_grad or self._trains)
         stand_in: _StandIn = _Unread.apply((*input.shape[:-1], self._weight.shape[0]), dtype, edge)
@@ -289,6 +278,8 @@ class LastLinear:
         there = outputs[0] is output if len(outputs) == 1 else sum(leaf is output for leaf in outputs) == 1
         if self._input is None or output is None or not there or output.read:
             raise CannotSkip
+        if self._input._version != self._version and self._sums[0] is not None:
+            raise CannotSkip
         if output._backward_hooks and hooked(output):
             raise CannotSkip
 
@@ -303,7 +294,7 @@ class LastLinear:
         input = self._input
         assert input is not None
         gradient, given[where] = given[where], None
-        self._input = None
+        edge, self._edge, self._input = self._edge, None, None
         if gradient is None:
             return []
         rows, (weight, bias) = gradient.reshape(-1, gradient.shape[-1]), self._sums
@@ -312,13 +303,10 @@ class LastLinear:
             weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
         if bias is not None:
             bias.add(rows.sum(0))
-        if not input.requires_grad:
+        if edge is None:
             return []
-        slope = rows.mm(self._weight).view(input.shape)
-        # An edge, not the input, which is not needed any more.
-        node: Any = input.grad_fn
-        edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
-        return [(edge, slope if self._dtype is None else slope.to(input.dtype))]
+        grad = rows.mm(self._weight).view(input.shape)
+        return [(edge, grad if self._dtype is None else grad.to(input.dtype))]
 
 
 class _StandIn(Tensor):

@@ -191,7 +191,7 @@ class DeferredCall(Deferred):
             )
 
     def open_for(self, patch: TiledPatch) -> bool:
-        """Whether a neighbor of the same MLP can run in the same tiles."""
+        """Whether a neighbor of the same tiled module can run in the same tiles."""
         same = self.call.patch is patch and self.call.autocast == AutocastState.now(self.call.device)
         return self._data is None and same and torch.is_grad_enabled() and (self.again or not self.taken)
 

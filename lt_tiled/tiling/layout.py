@@ -116,11 +116,11 @@ def sizes_of(bounds: Sequence[Bounds]) -> list[int]:
 
 T = TypeVar("T")
 tiles_to_run: ContextVar[Callable[[Iterable[Any]], Iterable[Any]]] = ContextVar("tiles_to_run")
-"""Set by a simulation, for its own thread: takes what there is for each tile, and returns it for those alone to run."""
+"""Set by a simulation, for its own thread: takes rows, one for each tile, and returns those of the tiles to run."""
 
 
 def each_tile(rows: Iterable[T]) -> Iterable[T]:
-    """Return what there is for each tile: all of it, but in a simulation."""
+    """Return all rows, one for each tile; in a simulation, only those that it runs."""
     choose = tiles_to_run.get(None)
     return rows if choose is None else choose(rows)
 
@@ -148,7 +148,7 @@ class TokenShape:
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
         flat, size, equal = self.flatten(whole), bounds[0][1], len(bounds)
-        while bounds[equal - 1][1] != equal * size:  # of the last ones
+        while bounds[equal - 1][1] != equal * size:  # the last one or two tiles may have other sizes
             equal -= 1
         # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
         lead, rest = (1,) * (len(self.lead) - 1), flat.shape[1:]
@@ -240,10 +240,9 @@ def whole_output(output: Any, module: str) -> OutputLayout:
         NotPositionWiseError: If it has a leaf that is no tensor and no number or text.
     """
     named, tree = _flatten_named(output)
-    kinds: list[Kind] = []
-    for name, leaf in named:
-        constant = not isinstance(leaf, Tensor) and _is_constant(leaf, f"{module}: output {name or 'value'}")
-        kinds.append("constant" if constant else "sum")
+    kinds: list[Kind] = [  # the sum over one tile is the tile's own value
+        "constant" if _is_constant(leaf, f"{module}: output {name or 'value'}") else "sum" for name, leaf in named
+    ]
     return OutputLayout(tree, tuple(kinds), tuple(name for name, _ in named))
 
 
@@ -271,10 +270,7 @@ class OutputAssembly:
     """Collects the tiles' outputs into tensors of the untiled shape, ``leaves``, that are allocated once."""
 
     def __init__(self, layout: OutputLayout, shape: TokenShape, bounds: Sequence[Bounds], module: str) -> None:
-        self.layout = layout
-        self.shape = shape
-        self.bounds = bounds
-        self.module = module
+        self.layout, self.shape, self.bounds, self.module = layout, shape, bounds, module
         self.leaves: list[Any] = []
         self._places: list[Sequence[Tensor]] = []
         """Of each leaf, where the tiles' values go."""

@@ -61,9 +61,9 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     set_patch(module, patch, tiled_method(tileable.method))
     for after, norms in ((False, tileable.before), (True, tileable.after)):
         for index, norm in enumerate(norms):
-            if get_patch(norm, NormPatch) is None:
+            if get_patch(norm, NeighborPatch) is None:  # a norm that several modules share is the first one's neighbor
                 alone = not (found.guessed or is_one_kernel(norm))
-                set_patch(norm, NormPatch(after, index, patch, owner, alone), _norm_forward)
+                set_patch(norm, NeighborPatch(after, index, patch, owner, alone), _neighbor_forward)
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
         set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
     return patch
@@ -80,7 +80,7 @@ def restore_tiled(model: nn.Module, owner: object) -> None:
         for patch in get_patches(module, TiledPatch):
             if patch.owner is owner:
                 remove_patch(module, TiledPatch, tiled_method(patch.method))
-        for kind, function in ((NormPatch, _norm_forward), (ParentPatch, _parent_forward)):
+        for kind, function in ((NeighborPatch, _neighbor_forward), (ParentPatch, _parent_forward)):
             if any(patch.owner is owner for patch in get_patches(module, kind)):
                 remove_patch(module, kind, function)
 
@@ -190,7 +190,7 @@ def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
     parts = dict(walk(module))
     for path in patch.found.below:
         if get_patch(part := parts[path], TiledPatch) is None:
-            below = Tileable(f"{patch.name}.{path}", part, type(part).__name__)
+            below = Tileable.of_module(f"{patch.name}.{path}", part)
             patch_tiled(below, patch.tiling, patch.needs, patch.owner)
     instead = (
         f"Below its router {' and '.join(patch.found.below)} run in tiles." if patch.found.below else "It runs untiled."
@@ -201,20 +201,20 @@ def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
 # Neighbors: norms next to an MLP, and projections behind a norm
 
 
-class NormPatch(Patch):
+class NeighborPatch(Patch):
     """On a norm next to a tiled module, or on a projection behind a tiled norm."""
 
     attribute = "_lt_tiled_norm"
 
-    def __init__(self, after: bool, index: int, mlp: TiledPatch, owner: object, alone: bool) -> None:
-        self.after, self.key, self.mlp, self.owner = after, ("norm", after, index), mlp, owner
+    def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: object, alone: bool) -> None:
+        self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
         self.alone = alone
         """Whether it runs in tiles of its own where it cannot share its neighbor's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
-        assert isinstance(copy, NormPatch)
-        copy.mlp = memo.get(id(self.mlp)) or self.mlp.__deepcopy__(memo)  # type: ignore[assignment]
+        assert isinstance(copy, NeighborPatch)
+        copy.tiled = memo.get(id(self.tiled)) or self.tiled.__deepcopy__(memo)  # type: ignore[assignment]
         return copy
 
 
@@ -227,11 +227,11 @@ class ParentPatch(Patch):
         self.owner = owner
 
 
-def _norm_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    patch = self.__dict__[NormPatch.attribute]
-    if not patch.active or not patch.mlp.active or torch.compiler.is_compiling():
+def _neighbor_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    patch = self.__dict__[NeighborPatch.attribute]
+    if not patch.active or not patch.tiled.active or torch.compiler.is_compiling():
         return patch.inner(self, *args, **kwargs)
-    return _call_norm(self, patch, args, kwargs)
+    return _call_neighbor(self, patch, args, kwargs)
 
 
 def _parent_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -239,21 +239,21 @@ def _parent_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return values(self.__dict__[ParentPatch.attribute].inner(self, *args, **kwargs))
 
 
-_norm_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle looks up on the class
+_neighbor_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle looks up on the class
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call_norm(module: nn.Module, patch: NormPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     work = Work(patch.bound(module), (module,), patch.key)
-    if patch.after and (made := _with_neighbor(work, patch.mlp, args, kwargs)) is not None:
+    if patch.after and (made := _with_neighbor(work, patch.tiled, args, kwargs)) is not None:
         return run_tiled(*made)
     args, kwargs = values((args, kwargs))
-    tries = not kwargs and work.key not in patch.mlp.learned.refused and (patch.alone or not patch.after)
-    made = TiledCall.of(work, patch.mlp, args, kwargs) if tries else None
+    tries = not kwargs and work.key not in patch.tiled.learned.refused and (patch.alone or not patch.after)
+    made = TiledCall.of(work, patch.tiled, args, kwargs) if tries else None
     if made is None:
         return patch.inner(module, *args, **kwargs)
-    defers = not patch.after and _may_defer(made, patch.mlp)
-    if not (defers or patch.alone) or not _check_with_norm(made):
+    defers = not patch.after and _may_defer(made, patch.tiled)
+    if not (defers or patch.alone) or not _check_with_neighbor(made):
         return patch.inner(module, *args, **kwargs)
     if defers and (deferred := defer(*made)) is not None:
         return deferred
@@ -276,7 +276,7 @@ def _with_neighbor(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs:
         return None
     others, kwargs = values((args[1:], kwargs))
     made = TiledCall.of(together, patch, (own, *others), kwargs)
-    if made is None or not _check_with_norm(made):
+    if made is None or not _check_with_neighbor(made):
         return None
     deferred.taken = True
     return made
@@ -294,7 +294,7 @@ def _is_real(made: Call) -> bool:
     return type(made[1][0]) in (Tensor, nn.Parameter)
 
 
-def _check_with_norm(made: Call) -> bool:
+def _check_with_neighbor(made: Call) -> bool:
     """Run the self-check, once, on a call with a neighbor in it; if it fails, no such call is tried again.
 
     That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not
@@ -311,7 +311,7 @@ def _check_with_norm(made: Call) -> bool:
         if _is_real(made) and not call.checked:
             with hidden_from_modes(inputs[0]):
                 check_position_wise(*made)
-    except Exception as error:  # the norm runs untiled
+    except Exception as error:  # the neighbor runs untiled
         if call.patch.needs.same_order:
             raise _cannot_fall_back(call.patch.name, "what is next to it", error) from error
         call.patch.learned.refused.add(call.work.key)

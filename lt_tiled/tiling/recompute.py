@@ -104,6 +104,10 @@ class AutocastState:
         kind, enabled, dtype, cache = self.settings
         return torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
 
+    def disabled(self) -> AbstractContextManager[object]:
+        """Disable autocast inside of these settings, if they enable it."""
+        return nullcontext() if self.dtype is None else torch.autocast(self.settings[0], enabled=False)  # type: ignore[index]
+
 
 class SavedCounter(torch.autograd.graph.saved_tensors_hooks):
     """Counts the saved tensors of a graph. As the innermost pair of hooks it also hides a tile from an offloader."""

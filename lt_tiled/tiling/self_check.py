@@ -68,7 +68,8 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
             tokens.
     """
     try:
-        with SavedCounter():  # an activation checkpoint around it would count what its graphs save
+        # An activation checkpoint around it would count what its graphs save.
+        with SavedCounter(), _attributes_restored(call):
             _check(call, inputs)
     except (NotPositionWiseError, torch.OutOfMemoryError, MemoryError):
         raise
@@ -443,6 +444,20 @@ def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None
             f"{call.patch.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for"
             f" the caller. Make the change out of place. {REMEDY}"
         )
+
+
+@contextmanager
+def _attributes_restored(call: TiledCall) -> Iterator[None]:
+    """Restore what a module set on itself in a check that it does not pass: it may run untiled from here."""
+    before = [(part, dict(part.__dict__)) for part in call.work.parts()]
+    try:
+        yield
+    except BaseException:
+        for part, then in before:
+            for name in part.__dict__.keys() - then.keys():
+                del part.__dict__[name]
+            part.__dict__.update(then)
+        raise
 
 
 @contextmanager

@@ -8,8 +8,8 @@ skip is given up, and the tile recomputed in full, where a value after it would 
 tensor, by a custom autograd Function, by other saved-tensor hooks or by hooks on the output.
 
 Most often the last projection is a linear module whose output the tile returns as it is. Then there is nothing to
-count: ``LastLinear`` (``tiling/backward.py``) stands in for the module, its output is a tensor without a value that
-notes any use, and the two products of its backward pass are computed without a node of autograd.
+count: ``LastLinear`` (``tiling/backward.py``) returns a tensor without a value that notes any use, and the two products
+of the module's backward pass are computed without a node of autograd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lt_tiled.tiling.recompute import SavedCounter, entry
+from lt_tiled.tiling.recompute import SavedCounter
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import Substituted
 
@@ -105,7 +105,7 @@ class NotesLinear(Substituted):
         if func is F.linear and len(args) == 3:  # as nn.Linear calls it
             self.last = args[1], result
         elif self.last is not None and any(value is self.last[1] for value in args):
-            dropped = func is F.dropout and result is self.last[1]  # of nothing
+            dropped = func is F.dropout and result is self.last[1]  # in evaluation it returns its input
             self.last = self.last if dropped else None
         return result
 
@@ -113,10 +113,6 @@ class NotesLinear(Substituted):
         """Return the index among the work's parts of the linear module whose output is one of these."""
         if self.last is None or sum(output is self.last[1] for output in outputs) != 1:
             return None
-        plain = [
-            type(part) is nn.Linear and ("forward" not in part.__dict__ or part in work.modules)
-            for part in work.parts()
-        ]
-        holders = ((p._parameters, p.__dict__) if ok else () for p, ok in zip(work.parts(), plain, strict=True))
-        found = [i for i, held in enumerate(holders) if any(entry(h, "weight") is self.last[0] for h in held)]
+        parts = [(i, part) for i, part in enumerate(work.parts()) if type(part) is nn.Linear]
+        found = [i for i, part in parts if part.weight is self.last[0]]
         return found[0] if len(found) == 1 else None

@@ -52,7 +52,7 @@ class Learned:
     checked: set[Hashable] = field(default_factory=set)
     """What passed the self-check, by work and mode."""
     refused: set[Hashable] = field(default_factory=set)
-    """The works that are not tiled together with a norm next to them."""
+    """The works that are not tiled together with a neighbor."""
     layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
@@ -99,7 +99,7 @@ class EngineNeeds:
     own_attributes: frozenset[str] = frozenset()
     """The names of attributes that the engine sets on modules."""
     defer: bool = True
-    """Whether a norm next to an MLP may run in the same tiles: its weights must be there while the MLP runs."""
+    """Whether neighbors may run in the same tiles: their weights must be there while both run."""
 
     @classmethod
     def of_zero(cls, stage: int) -> EngineNeeds:

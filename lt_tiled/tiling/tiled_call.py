@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
-from lt_tiled.tiling.backward import Backward, turned
+from lt_tiled.tiling.backward import Backward
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
@@ -43,7 +43,7 @@ from lt_tiled.tiling.recompute import (
 )
 from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import TiledPatch, Work
-from lt_tiled.tiling.weights import GradientSum, can_copy, gradient_sums, substituted, trainable_weights
+from lt_tiled.tiling.weights import GradientSum, substituted, trainable_weights
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,6 @@ class TiledCall:
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
-    @cached_property
-    def copied(self) -> bool:
-        """Whether its tiles are recomputed on copies of the modules."""
-        return can_copy(self.work)
-
     @property
     def mode(self) -> Hashable:
         """Tells apart what the self-check must see by itself.
@@ -142,8 +137,9 @@ class TiledCall:
     # Running one tile
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on one tile: ``[1, t, ...]`` or ``[t, ...]`` of per-token arguments."""
-        return self.run_views(self.views(tensors))
+        """Run the module's own forward on per-token arguments ``[t, ...]``, which it sees as ``[1, t, ...]``."""
+        pairs = zip(tensors, self.per_token, strict=True)
+        return self.run_views([self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs])
 
     def run_views(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module's own forward on the tensors of a tile as it sees them."""
@@ -179,11 +175,6 @@ class TiledCall:
         found = known[key]
         return None if found is None else ((*self.shape.lead, *found[0]), found[1])
 
-    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tile's tensors as the module sees them."""
-        pairs = zip(tensors, self.per_token, strict=True)
-        return [self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs]
-
     def leaves(self, inputs: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
         """Return the arguments as the beginning of new graphs, where they want a gradient."""
         # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
@@ -206,9 +197,9 @@ class TiledCall:
         return None if options is False else CompiledTile.of(self.patch.found.kind, options)
 
     def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
-        if self.compiled is not None:
+        if (compiled := self.compiled) is not None:
             try:
-                return self.compiled.forward(self, tile)
+                return compiled.forward(self, tile)
             except CannotCompile as error:
                 self.compile_no_more(error)
         return self.run_views(tile)
@@ -296,7 +287,7 @@ class TiledCall:
         return ModuleState(self.work.parts(), moved, self.patch.needs.own_attributes)
 
     def _count_saved(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the first tile with a graph, to learn how many tensors its recompute will save."""
+        """Run the first tile with a graph; learn how many tensors it saves and whether it ends in a linear module."""
         counter = SavedCounter()
         with (
             self._sums([w.tensor for w in self.weights]) as sums,
@@ -304,7 +295,7 @@ class TiledCall:
             torch.enable_grad(),
         ):
             leaves, kept = self.leaves(inputs, wholes), kept_tensors(self.work)
-            with counter, substituted(self.weights, sums, NotesLinear) as mode:
+            with counter, substituted(self.weights, [s.leaf for s in sums], NotesLinear) as mode:
                 output = self.run_views(next(self.tiles(leaves)))
             known = [*leaves, *(s.leaf for s in (*sums, *wholes)), *(t for w in self.weights for t in w.now())]
             check_closed(output, known, self.work, kept, self.patch.name)
@@ -335,10 +326,7 @@ class TiledCall:
         if trace.modules is not None:
             trace.modules.check(self.patch.name, "its backward pass")
         weights = [w.tensor for w in self.weights]
-        with (
-            self._sums(weights, turned(self)) as sums,
-            self._sums(self._wholes(inputs)) as wholes,
-        ):
+        with self._sums(weights) as sums, self._sums(self._wholes(inputs)) as wholes:
             with training_set(self.modes), self.autocast.context(), random:
                 parts = iter(Backward(self, trace, sums, wholes).run(inputs, gradients))
             totals = iter([s.take() for s in wholes])
@@ -369,10 +357,15 @@ class TiledCall:
         triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
         return [t for t, wants, per_token in triples if wants and not per_token]
 
-    def _sums(
-        self, tensors: Sequence[Tensor], turned: Sequence[bool] = ()
-    ) -> AbstractContextManager[list[GradientSum]]:
-        return gradient_sums(tensors, self.patch.tiling.accumulate, turned)
+    @contextmanager
+    def _sums(self, tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
+        """Return a sum for the gradients of each tensor, closed at the end."""
+        sums = [GradientSum(tensor, self.patch.tiling.accumulate) for tensor in tensors]
+        try:
+            yield sums
+        finally:
+            for total in sums:
+                total.close()
 
 
 def _switches(part: nn.Module) -> tuple[Hashable, ...]:

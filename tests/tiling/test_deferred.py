@@ -292,7 +292,7 @@ def test_copies_pickles_and_release() -> None:
         patches = [m[0].mlp.__dict__["_lt_tiled_tiling"] for m in (net, clone)]
         assert patches[0].learned.checked
         assert not patches[1].learned.checked
-        assert clone[0].pre_mlp_norm.__dict__["_lt_tiled_norm"].mlp is patches[1]
+        assert clone[0].pre_mlp_norm.__dict__["_lt_tiled_norm"].tiled is patches[1]
         with torch.no_grad():
             for p in net.parameters():
                 p.zero_()

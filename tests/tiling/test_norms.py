@@ -147,3 +147,24 @@ def test_the_shape_after_a_change_in_place() -> None:
     with prepare(model, tiling=TILES):
         assert worst(gradients(model, x), true) <= 1e-10
     assert set(shapes) == {(1, *x.shape)}
+
+
+class CountingNorm(PythonNorm):
+    """Counts its calls, and computes with their number."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_a_norm_that_counts_its_calls_stays_untiled() -> None:
+    """A norm that nobody named and that cannot be tiled has counted its own calls alone, and none of the self-check."""
+    model, x = blocks(), tokens()
+    for block in model:
+        assert isinstance(block, Block)
+        block.input_norm, block.mlp_norm = CountingNorm().double(), CountingNorm().double()
+    true = reference(model, x)
+    with prepare(model, tiling=TILES):
+        assert worst(gradients(model, x), true) <= 1e-10
