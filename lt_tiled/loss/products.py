@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lt_tiled.tiling.recompute import AutocastState, SavedCounter
-from lt_tiled.tiling.weights import GradientSum, sum_dtype
+from lt_tiled.tiling.weights import GradientSum, differentiate, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
@@ -107,7 +107,7 @@ class GraphTile:
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Add the weights' gradients for the last tile's gradient of logits, and return that of its hidden states."""
-        found = torch.autograd.grad(self._output, self._inputs, gradient, allow_unused=True)
+        found = differentiate(self._sums, [self._output], self._inputs, [gradient])
         self._output = None
         return found[0] if self._wants_rows else None
 

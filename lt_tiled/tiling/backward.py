@@ -18,7 +18,7 @@ from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.layout import each_tile, tile_gradients
 from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, saves_elsewhere
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
-from lt_tiled.tiling.weights import GradientSum, Substituted, paired
+from lt_tiled.tiling.weights import GradientSum, Substituted, differentiate, paired
 
 if TYPE_CHECKING:
     from lt_tiled.tiling.tiled_call import TiledCall, Trace
@@ -43,7 +43,8 @@ class Backward:
         there = paired(call.weights, sums)
         # What code gets that does not get the leaves: see NOTE [Substitution].
         self._direct = [(total, t) for t, total in there if t.requires_grad]
-        leaves = [s.leaf for s in (*sums, *wholes)]
+        self._all = (*sums, *wholes)
+        leaves = [s.leaf for s in self._all]
         self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
         self._pairs = [(t, total.leaf) for t, total in there]
         self._last = self._last_linear()
@@ -103,7 +104,7 @@ class Backward:
         if roots and targets:
             ends, grads = zip(*roots)  # noqa: B905
             with self._outside:  # as the untiled backward pass
-                found = torch.autograd.grad(ends, targets, grads, allow_unused=True)
+                found = differentiate(self._all, ends, targets, grads)
         for tensor in tile:
             if tensor._backward_hooks:  # all tiles come from one node, which would call them for each later tile
                 tensor._backward_hooks.clear()

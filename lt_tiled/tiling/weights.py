@@ -139,7 +139,16 @@ class GradientSum:
         self.sum: Tensor | None = None
         self.leaf = tensor.detach().requires_grad_()
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
-        self._handle = self.leaf.register_hook(self.add)
+        self.open = False
+        self._handle = self.leaf.register_hook(self._arrived)
+
+    def _arrived(self, gradient: Tensor | None) -> Tensor | None:
+        if not self.open:
+            raise RuntimeError(
+                f"A tiled module asks autograd in its forward pass for the gradient of its own weight of shape"
+                f" {list(self.leaf.shape)}, which would be summed as the tile's: lt_tiled.untile() the module."
+            )
+        return self.add(gradient)
 
     def add(self, gradient: Tensor | None) -> Tensor | None:
         """Add one tile's gradient, or a part of it; a tiled module inside has none for a weight it does not use."""
@@ -185,3 +194,16 @@ class GradientSum:
     def close(self) -> None:
         """Remove the hook, which keeps the leaf and this object alive."""
         self._handle.remove()
+
+
+def differentiate(
+    sums: Sequence[GradientSum], outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of inputs, as ``torch.autograd.grad``; those of the sums' leaves are added to the sums."""
+    for total in sums:
+        total.open = True
+    try:
+        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    finally:
+        for total in sums:
+            total.open = False

@@ -712,3 +712,21 @@ def test_an_output_that_comes_and_goes() -> None:
     for logits in (False, True, False):
         true = gradients(module, x, call=lambda x: module(x, logits))  # noqa: B023
         assert worst(gradients(tiled, x, call=lambda x: tiled(x, logits)), true) <= 1e-10  # noqa: B023
+
+
+def test_gradients_of_its_own_weights() -> None:
+    """A module that asks autograd for gradients of its own weights in its forward pass is refused: they would be summed
+    as those of the tile.
+    """
+
+    class Penalized(GatedMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if not torch.is_grad_enabled():
+                return y
+            (found,) = torch.autograd.grad(y.square().sum(-1).mean(), self.up.weight, retain_graph=True)
+            return y * (1 + found.norm().detach())
+
+    module = tile(Penalized(), num_shards=4, self_check=False)
+    with pytest.raises(RuntimeError, match=r"asks autograd in its forward pass for the gradient of its own weight"):
+        module(randn(1, 20, H).requires_grad_()).sum().backward()
