@@ -198,7 +198,7 @@ def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
         if all(isinstance(t, Tensor) and (t.shape[: len(lead)] == lead or t.shape[:1] == (tokens,)) for t in leaves):
             draws = torch.stack([(t if t.is_complex() else t.double()).reshape(tokens, -1) for t in leaves])
             runs_apart, tokens_apart = (draws - draws[:1]).abs().amax(), (draws - draws[:, :1]).abs().amax()
-            if 0 < runs_apart and tokens_apart < 0.01 * runs_apart:  # rounding of a product differs from row to row
+            if runs_apart > 0 and tokens_apart < 0.01 * runs_apart:  # rounding of a product differs from row to row
                 raise NotPositionWiseError(
                     f"{call.patch.name} draws one random mask for all tokens, such as locked dropout or stochastic"
                     f" depth, and each tile would draw another. {REMEDY}"

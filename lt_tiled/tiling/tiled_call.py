@@ -287,7 +287,7 @@ class TiledCall:
         return ModuleState(self.work.parts(), moved, self.patch.needs.own_attributes)
 
     def _count_saved(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the first tile with a graph; learn how many tensors it saves and whether it ends in a linear module."""
+        """Run the first tile with a graph; learn how many tensors it saves and if its last part is a linear module."""
         counter = SavedCounter()
         with (
             self._sums([w.tensor for w in self.weights]) as sums,

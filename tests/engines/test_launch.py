@@ -45,8 +45,7 @@ def on_two_nodes(engine: str, directory: Path) -> list[Script]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "launcher"),
-    [("fsdp2", "lightning"), ("zero3", "torchrun"), ("fsdp2", "two nodes"), ("zero3", "two nodes")],
+    ("engine", "launcher"), [("fsdp2", "lightning"), ("zero3", "torchrun"), ("fsdp2", "two nodes")]
 )
 def test_launchers(engine: str, launcher: str, directory: Path, on_ranks: OnRanks) -> None:
     """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks, and leaves
