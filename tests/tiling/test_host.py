@@ -75,10 +75,10 @@ def per_tile(count: Callable[[Callable[[], None]], int], module: Callable[[], nn
 
 
 def test_calls_of_a_tile() -> None:
-    """One tile more of a gated MLP is at most 236 functions that Python calls, forward and backward; modes and hooks
+    """One tile more of a gated MLP is at most 240 functions that Python calls, forward and backward; modes and hooks
     that see each operation or saved tensor would be several for each.
     """
-    assert per_tile(calls, GatedMLP) <= 236
+    assert per_tile(calls, GatedMLP) <= 240
 
 
 def test_operations_of_a_tile() -> None:
