@@ -404,7 +404,8 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         "nn.LazyLinear" in case.parts and "per " in case.extra
     ),
     "an output that is the input itself, in inference mode": lambda case: (
-        case.around == "inference mode" and ("nn.Dropout" in case.parts or case.output == "also the input")
+        case.around == "inference mode"
+        and ("nn.Dropout" in case.parts or {*case.parts} <= _SHARING or case.output == "also the input")
     ),
     "a hook of the input, which a derivative inside of the forward calls without tiles": lambda case: (
         "force" in case.parts and case.around == "hook of the input"
