@@ -528,7 +528,8 @@ def differences(case: Case, tiled: Values, untiled: Values) -> list[str]:
 
 def _as_exact(a: Any, b: Any, exact: Any) -> bool:
     """Whether a tensor is at most twice as far from the exact one as the untiled; sums that cancel may be far."""
-    if not all(isinstance(t, Tensor) and t.is_floating_point() and t.shape == exact.shape for t in (a, b, exact)):
+    tensors = all(isinstance(t, Tensor) and t.is_floating_point() for t in (a, b, exact))
+    if not tensors or not a.shape == b.shape == exact.shape:
         return False
     error, untiled = ((t.detach().double() - exact.detach()).abs().amax() for t in (a, b))
     return bool(error <= 2 * untiled)
@@ -542,7 +543,7 @@ def _equal(a: Any, b: Any, bound: float) -> bool:
         if not a.is_floating_point():
             return torch.equal(a, b)
         scale = float(b.nan_to_num().abs().amax()) if b.numel() else 0.0
-        return torch.allclose(a, b, rtol=bound, atol=bound * (scale + 1e-3), equal_nan=True)
+        return torch.allclose(a, b, rtol=bound, atol=bound * (scale + 1e-2), equal_nan=True)
     if isinstance(a, Tensor) or isinstance(b, Tensor):  # autograd gives no gradient instead of zeros where it knows
         return all(t is None or not bool(t.any()) for t in (a, b))
     return type(a) is type(b) and (a == b or type(a) is object)
