@@ -47,19 +47,18 @@ class Backward:
         leaves = [s.leaf for s in self._all]
         self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
         self._pairs = [(t, total.leaf) for t, total in there]
-        self._last = self._last_linear()
+        self._last = self._last_linear({id(t): total for t, total in there})
         self._mode = self._last or Substituted(self._pairs)
         self._outside = call.autocast.disabled()
         self._compiled = call.compiled
 
-    def _last_linear(self) -> LastLinear | None:
+    def _last_linear(self, sums: dict[int, GradientSum]) -> LastLinear | None:
         index = self.call.patch.learned.last.get(self.call.key)
         part = None if index is None else self.call.work.parts()[index]
         if type(part) is not nn.Linear:  # or another module since
             return None
-        places = {place: s for weight, s in zip(self.call.weights, self.sums, strict=True) for place in weight.places}
-        sums = places.get((part, "weight")), places.get((part, "bias"))
-        return LastLinear(self._pairs, part, sums, self.call.autocast.dtype)
+        own = sums.get(id(part.weight)), sums.get(id(part.bias))
+        return LastLinear(self._pairs, part, own, self.call.autocast.dtype)
 
     def run(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Run all tiles.

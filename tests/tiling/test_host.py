@@ -37,6 +37,13 @@ def step(module: nn.Module, tiles: int) -> Callable[[], None]:
     return run
 
 
+def compare_steps(m: nn.Module, x: Tensor, true: Any) -> None:
+    """Tile a module, and compare the gradients of its first two steps."""
+    tile(m, num_shards=4)
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < FP32
+
+
 def calls(run: Callable[[], None]) -> int:
     """Count the functions that Python calls, its own and those of torch and other C code."""
     counted = 0
@@ -124,9 +131,7 @@ def test_code_that_reaches_its_modules_otherwise(how: str) -> None:
     else:
         m.act = lambda t: F.silu(t) * up.weight.square().mean()  # type: ignore[assignment]
     true = gradients(m, x)
-    tile(m, num_shards=4)
-    for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+    compare_steps(m, x, true)
 
 
 class Swaps(GatedMLP):
@@ -142,9 +147,7 @@ def test_weights_that_are_swapped_inside() -> None:
     torch.manual_seed(0)
     m, x = Swaps(), randn(1, 40, H)
     true = reference(m, x)
-    tile(m, num_shards=4)
-    for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+    compare_steps(m, x, true)
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "bias", "both", "all others"])
@@ -156,9 +159,7 @@ def test_gradients_of_the_last_projection(frozen: str) -> None:
     m.fc2.bias.requires_grad_(frozen not in ("bias", "both"))
     m.fc1.requires_grad_(frozen != "all others")
     true = reference(m, x)
-    tile(m, num_shards=4)
-    for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+    compare_steps(m, x, true)
     assert list(m.__dict__[TiledPatch.attribute].learned.last.values()) == [3]
 
 
@@ -219,9 +220,7 @@ def test_last_input_that_is_changed_in_place() -> None:
     m, x = WritesIntoItsLastInput(), randn(1, 40, H)
     m.down.requires_grad_(False)
     true = reference(m, x)
-    tile(m, num_shards=4)
-    for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+    compare_steps(m, x, true)
 
 
 def test_last_input_that_is_changed_in_place_and_needed() -> None:
@@ -297,9 +296,7 @@ def test_code_that_looks_at_its_weights() -> None:
     torch.manual_seed(0)
     m, x = ReadsItsWeights(), randn(1, 40, H)
     true = gradients(m, x)
-    tile(m, num_shards=4)
-    for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+    compare_steps(m, x, true)
 
 
 class KnowsItself(GatedMLP):
@@ -319,9 +316,7 @@ def test_code_that_looks_at_its_modules(default: bool) -> None:
     m, x = KnowsItself(), randn(1, 40, H)
     m.table[m], m.default = 3.0, default
     true = gradients(m, x)
-    tile(m, num_shards=4)
-    for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+    compare_steps(m, x, true)
 
 
 class Around(nn.Module):
@@ -433,6 +428,4 @@ def test_hook_on_the_input_of_a_tile() -> None:
     torch.manual_seed(0)
     m, x = HooksItsInput(), randn(1, 40, H)
     true = reference(m, x)
-    tile(m, num_shards=4)
-    for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+    compare_steps(m, x, true)
