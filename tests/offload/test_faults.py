@@ -366,8 +366,10 @@ def test_growth_that_fails_gives_back(tmp_path: Path) -> None:
         assert right(offloader)
         with pytest.raises(OffloadDiskFullError, match="cannot reserve"):
             offloader.pack(torch.randn(2**19), "block")
-    spill = offloader.disk.spill
-    assert os.fstat(spill._file).st_blocks * 512 == os.fstat(spill._file).st_size == spill._extents.size <= 4 * 8192
+    extents, file = offloader.disk.spill._extents, os.fstat(offloader.disk.spill._file)
+    assert file.st_size == extents.size <= 4 * 8192
+    # On a fragmented disk ext4 counts blocks that list the others. What failed is 32 times as much.
+    assert file.st_blocks * 512 <= extents.size + 2**15
     offloader.close()
 
 
