@@ -66,6 +66,15 @@ def current_node() -> bool:
     return torch._C._current_autograd_node() is None and len(seen) == 1
 
 
+def current_graph_task() -> bool:
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
+    for _ in range(2):
+        (x * 2).backward()
+    return torch._C._current_graph_task_id() == -1 and len(set(seen)) == 2
+
+
 def unused_torch_function() -> bool:
     class Plain(Tensor):
         __torch_function__ = torch._C._disabled_torch_function_impl
@@ -156,6 +165,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_cdata": lambda: (x := torch.ones(2)).untyped_storage()._cdata == x[1:].untyped_storage()._cdata,
     "_checkpoint_wrapped_module": wrapped_by_checkpoint,
     "_current_autograd_node": current_node,
+    "_current_graph_task_id": current_graph_task,
     "_cache_enabled": cache_of_parametrizations,
     "_current_level": level_of_dual_numbers,
     "_disable_current_modes": modes_disabled,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lt_tiled._training_step import nothing, stepped_on
 from lt_tiled.modules.find import find_blocks, walk
 from lt_tiled.planner.ledger import Ledger
-from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.patched import whole_modules
 
 Release = Callable[[], None]
 EngineName = Literal["single", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -288,7 +288,7 @@ class Zero3(_DeepSpeed, FSDP2):
             ledger.hold(engine.bucket * self.trained[0].itemsize, "communication")
 
     def find_fsdp_units(self) -> list[Unit]:
-        leaves = [(path, m) for path, m, _ in tiled_patches(self.model)]
+        leaves = whole_modules(self.model)
         inside = {id(part) for _, leaf in leaves for part in leaf.modules()}
         alone = [(path, m) for path, m in walk(self.model) if id(m) not in inside and [*m.parameters(recurse=False)]]
         root = Unit("", self.model, [*self.model.parameters(recurse=False)])

@@ -1,6 +1,8 @@
-"""Blocks as FSDP units: which modules FSDP1 and FSDP2 shard by default, and which they must not."""
+"""Blocks that an engine treats as a whole: FSDP units by default, and what they must not share or contain."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,6 +28,17 @@ def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> li
             " (auto_wrap_policy, fully_shard)."
         )
     return blocks
+
+
+def shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield the weights that belong to two blocks, or to a block and the rest of the model, after their names."""
+    inside = {part for _, block in blocks for part in block.modules()}
+    rest = (weight for m in model.modules() if m not in inside for weight in m.parameters(recurse=False))
+    owner: dict[nn.Parameter, str] = {}
+    for path, weights in [*((p, b.parameters()) for p, b in blocks), (f"the rest of {type(model).__name__}", rest)]:
+        for weight in weights:
+            if owner.setdefault(weight, path) != path:
+                yield owner[weight], path, weight
 
 
 def adapt_to_fsdp_units(model: nn.Module) -> None:

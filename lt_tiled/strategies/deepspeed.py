@@ -2,10 +2,11 @@
 
 NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
-tile. So each tiled module is a leaf module: its hooks all-gather all its weights once per forward and backward pass,
-and the tiles run in between. A norm next to an MLP is outside of the leaf, so its weights may be freed by then: it is
-not deferred. Hooks of a leaf run on the gradients of its positional inputs, so hidden states are passed by position and
-require a gradient.
+tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
+leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
+Hooks of a leaf run on the gradients of its positional inputs, so all inputs that require a gradient are passed by
+position, and hidden states require one. They reduce the gradients of the leaf when the backward pass of a call ends, so
+two calls in one backward pass are refused.
 
 NOTE [ZeRO-1 and 2 need one order]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
@@ -24,7 +25,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,18 +37,19 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
-from lt_tiled.modules.patch import get_patch
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
-from lt_tiled.tiling.patched import tiled_patches
-from lt_tiled.tiling.state import EngineNeeds, TiledPatch
+from lt_tiled.strategies.blocks import shared_weights
+from lt_tiled.tiling.patched import tiled_patches, whole_modules
+from lt_tiled.tiling.state import EngineNeeds
 
 
 class _DeepSpeed(TiledStrategy):
     """What DeepSpeed needs under Trainer and under Fabric.
 
     Args:
-        zero3_leaf_modules: Make the tiled modules leaf modules of ZeRO-3, which then all-gathers their weights once per
-            pass, whatever the number of tiles. Turn it off only if a module around them is a leaf module already.
+        zero3_leaf_modules: Make the blocks with tiled modules leaf modules of ZeRO-3, which then all-gathers their
+            weights once per pass, whatever the number of tiles. Turn it off only if you make modules around the tiled
+            ones leaf modules yourself.
     """
 
     config: Any
@@ -93,7 +94,7 @@ class _DeepSpeed(TiledStrategy):
         return None
 
     def prepare_once(self, model: nn.Module) -> None:
-        """Apply the policies, and make tiled modules leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs."""
+        """Apply the policies, and make leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs."""
         # DeepSpeed 0.19 calls functions that torch 2.13 deprecates in each step. The filter stays until release().
         message = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
         warnings.filterwarnings("ignore", message, FutureWarning)
@@ -105,11 +106,19 @@ class _DeepSpeed(TiledStrategy):
         if self.zero_stage_3:
             from deepspeed.utils import set_z3_leaf_module
 
-            for _, module, _ in tiled_patches(model):
+            leaves = whole_modules(model)
+            trained = (row for row in shared_weights(model, leaves) if row[2].requires_grad)
+            for first, second, weight in trained if self.zero3_leaf_modules else ():
+                raise ValueError(
+                    f"{first} and {second} share a weight of shape {list(weight.ds_shape)}. Because tiles run in them,"
+                    f" ZeRO-3 would reduce its gradient when one of them is done and lose the rest. {_INSTEAD}"
+                )
+            for path, module in leaves:
                 self._hooks.append(module.register_forward_pre_hook(_let_modes_see_linear))
                 if self.zero3_leaf_modules:
                     set_z3_leaf_module(module, True)  # remains after release, because the engine's hooks depend on it
                     self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
+                    self._hooks.append(module.register_forward_hook(_OneCall(path)))
         adapt_tiles(self, model)
 
     def release(self) -> None:
@@ -182,7 +191,9 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
     from deepspeed.utils import get_z3_leaf_modules
 
     whole = {part for leaf in get_z3_leaf_modules(model) for part in leaf.modules()}
-    for path, module, _ in tiled_patches(model):
+    together = all(module in whole for _, module in whole_modules(model))
+    for path, module, patch in tiled_patches(model):
+        patch.needs.defer = together  # else ZeRO-3 runs hooks on what is deferred, and may free a neighbor's weights
         if module not in whole:
             raise ValueError(
                 f"{path} ({type(module).__name__}) is tiled and not a leaf module of ZeRO-3, which would shard its"
@@ -191,6 +202,7 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
             )
 
 
+_INSTEAD = "Use another strategy or stage, or leave it untiled: Tiling(targets=...), or tiling=False."
 _OWN_ATTRIBUTES = frozenset(
     (
         "applied_pre_backward_ref_cnt",
@@ -227,22 +239,56 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 def _arguments_for_a_leaf(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass tensors to a leaf module by position where possible, with hidden states that require a gradient.
+    """Pass what requires a gradient to a leaf module by position where possible, hidden states in any case.
 
     DeepSpeed fails without one, as after frozen embeddings: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
-    if kwargs:
-        patch = get_patch(module, TiledPatch)
-        forward = (patch and patch.replaced) or MethodType(type(module).forward, module)
-        bound = inspect.signature(forward).bind(*args, **kwargs)
-        args, kwargs = bound.args, bound.kwargs
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     hidden = next((t for t in tensors if t.is_floating_point()), None)
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     if learns and hidden is not None and not any(t.requires_grad for t in tensors):
         differentiable = hidden.detach().requires_grad_()
-        args = pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, args)
-    return args, kwargs
+        args, kwargs = pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, (args, kwargs))
+    if not any(_require_gradients(value) for value in kwargs.values()):
+        return args, kwargs
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    last = max(i for i, value in enumerate((*bound.args, *bound.kwargs.values())) if _require_gradients(value))
+    first = max(len(args), last + 1)
+    named = dict(zip([*bound.arguments][first:], bound.args[first:], strict=False))
+    return bound.args[:first], named | bound.kwargs
+
+
+def _require_gradients(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tree))
+
+
+class _OneCall:
+    """Refuses a backward pass through two calls of a leaf module.
+
+    ZeRO-3 reduces the gradients of a leaf when the backward pass of a call ends, and the second time overwrites them
+    (``reduce_leaf_module_grads`` and ``partition_grads`` in deepspeed/runtime/zero/stage3.py).
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._last: tuple[int, object] = (-1, None)
+        """The latest backward pass through the leaf, and the call that it came from."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if any(p.requires_grad for p in module.parameters()):
+            check = partial(self._check, f"{self.path} ({type(module).__name__})", object())
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(check)
+
+    def _check(self, name: str, call: object, gradient: Tensor) -> None:
+        passed, of = torch._C._current_graph_task_id(), self._last
+        self._last = passed, call
+        if of[0] == passed and of[1] is not call:
+            raise RuntimeError(
+                f"{name} was called twice before one backward pass. Because tiles run in it, ZeRO-3 would keep the"
+                f" gradients of one call only. {_INSTEAD}"
+            )
 
 
 _register = partial(register, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy)

@@ -19,7 +19,7 @@ from lt_tiled._log import inform
 from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import Tiling, check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
-from lt_tiled.strategies.blocks import blocks_to_shard
+from lt_tiled.strategies.blocks import blocks_to_shard, shared_weights
 from lt_tiled.tiling.patched import tiled_patches
 
 
@@ -64,7 +64,11 @@ class _FSDP2(TiledStrategy):
                 " the model by blocks."
             )
         blocks = blocks_to_shard(model, self.checkpointing)
-        _refuse_shared_weights(model, blocks)
+        for first, second, weight in shared_weights(model, blocks):
+            raise ValueError(
+                f"{first} and {second} share a weight of shape {list(weight.shape)} and would shard it twice: put them"
+                " into one module, or call fully_shard on both together."
+            )
         for module in (*(block for _, block in blocks), model):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
@@ -182,20 +186,6 @@ def _sharded_state(state: dict[str, Any], weight: nn.Parameter) -> dict[str, Any
         else value
         for name, value in state.items()
     }
-
-
-def _refuse_shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
-    """Raise if a weight belongs to two FSDP units, blocks or the root, which has all weights outside of the blocks."""
-    inside = {part for _, block in blocks for part in block.modules()}
-    rest = (weight for m in model.modules() if m not in inside for weight in m.parameters(recurse=False))
-    owner: dict[nn.Parameter, str] = {}
-    for path, weights in [*((p, b.parameters()) for p, b in blocks), (f"the rest of {type(model).__name__}", rest)]:
-        for weight in weights:
-            if owner.setdefault(weight, path) != path:
-                raise ValueError(
-                    f"{owner[weight]} and {path} share a weight of shape {list(weight.shape)} and would shard it twice:"
-                    " put them into one module, or call fully_shard on both together."
-                )
 
 
 register(TiledModelParallelStrategy, FabricTiledModelParallelStrategy, "tiled_fsdp2", "Tiled modules under FSDP2")

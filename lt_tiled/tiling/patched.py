@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
-from lt_tiled.modules.find import walk
+from lt_tiled.modules.find import outermost, walk
 from lt_tiled.modules.norms import is_one_kernel
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
@@ -90,6 +90,16 @@ def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch
     for path, module in [("", model), *walk(model)]:
         for patch in get_patches(module, TiledPatch):
             yield path, module, patch
+
+
+def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules whose weights must all be there while tiles in them run, with their paths.
+
+    These are the parents of tiled modules and of their neighbors, which may run in the same tiles, and tiled modules
+    that have no neighbors.
+    """
+    everything = [("", model), *walk(model)]
+    return outermost((path, m) for path, m in everything if get_patch(m, ParentPatch) or get_patches(m, TiledPatch))
 
 
 # What runs in place of a tiled module's method

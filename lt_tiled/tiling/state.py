@@ -105,7 +105,7 @@ class EngineNeeds:
     def of_zero(cls, stage: int) -> EngineNeeds:
         """Return what a stage of DeepSpeed's ZeRO needs; see the notes in ``strategies/deepspeed.py``."""
         # It reads the gradient of each weight that autograd reaches, and takes the others as zeros.
-        return cls(zeros_for_unused=True, same_order=stage < 3, moves_weights=stage == 3, defer=stage < 3)
+        return cls(zeros_for_unused=True, same_order=stage < 3, moves_weights=stage == 3)
 
 
 class TiledPatch(Patch):

@@ -208,3 +208,39 @@ def test_ranks_choose_different_experts_under_fsdp2(world: World) -> None:
     """Experts that have tokens on one rank alone train under FSDP2 as under DDP."""
     plain = world(mixture, "ddp")
     assert world(mixture, "fsdp2") == [pytest.approx(losses, rel=1e-5) for losses in plain]
+
+
+class Twice(TinyLM):
+    """Runs its blocks twice."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+def run_twice(tiled: bool) -> Any:
+    chosen = strategy(lt_tiled.fabric, "zero3", tiling=4 if tiled else None, checkpointing=None)
+    chosen.config["zero_optimization"]["reduce_bucket_size"] = 1  # else DeepSpeed asserts that one bucket has it once
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    model, optimizer = set_up(fabric, Twice(), "zero3")
+    batches = [draw((2, 24), dist.get_rank())] * 3
+    return (
+        error_of(lambda: train(fabric, model, optimizer, batches))
+        if tiled
+        else train(fabric, model, optimizer, batches)
+    )
+
+
+def test_blocks_that_run_twice_under_zero3(deepspeed_world: World) -> None:
+    """Tiles in a block that runs twice are refused by name, in the first step, where ZeRO-3 would lose gradients; the
+    block trains untiled.
+    """
+    for kind, text in deepspeed_world(run_twice, True):
+        assert kind == "RuntimeError"
+        assert text.startswith("blocks.1 (Block) was called twice before one backward pass.")
+    for losses in deepspeed_world(run_twice, False):
+        assert losses[-1] < losses[0]

@@ -107,6 +107,13 @@ def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> t
         ("fsdp2", TiesBlocks, {}, r"net.blocks.0 and net.blocks.1 share a weight of shape \[16, 48\]"),
         ("fsdp2", TiesHead, {}, r"net.blocks.0 and the rest of TiesHead share a weight of shape \[16\]"),
         ("zero3", LitTiny, {"zero3_leaf_modules": False}, "is tiled and not a leaf module of ZeRO-3"),
+        (
+            "zero3",
+            TiesBlocks,
+            {},
+            r"net.blocks.0 and net.blocks.1 share a weight of shape \[16, 48\]",
+        ),
+        ("zero3", TiesHead, {}, r"net.blocks.0 and the rest of TiesHead share a weight of shape \[16\]"),
     ],
 )
 def test_trainer_refuses(

@@ -127,7 +127,7 @@ def test_a_norm_whose_weights_are_freed_runs_in_tiles_of_its_own() -> None:
     true = reference(model, x)
     with prepare(model, tiling=TILES, checkpointing=Checkpointing()) as prepared:
         for patch in norms(model):
-            patch.needs = EngineNeeds.of_zero(3)
+            patch.needs = EngineNeeds(defer=False)
         assert worst(gradients(model, x), true) <= 1e-10
         assert [row.tiles for row in prepared.report().norms] == [4, 4]
         assert not any(met for block in model for met in block.attention.met)
