@@ -103,7 +103,8 @@ class Checkpointing:
     disk_budget: int | str | None = None
     """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
     prefetch: PositiveInt | Literal["auto"] = "auto"
-    """How many block inputs to load ahead in the backward pass: ``"auto"`` starts with one and adds one per stall."""
+    """How many block inputs to load ahead in the backward pass: ``"auto"`` starts with one and adds one per stall, up
+    to eight and to 4 GiB."""
     keep_last: NonNegativeInt = 1
     """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
     min_bytes: int | str = "1MiB"

@@ -25,8 +25,10 @@ from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import Checkpointing, parse_bytes
 
-IN_FLIGHT = 2
-"""Tensors being stored at once. The next one waits for the oldest: a slow disk costs time, not memory."""
+IN_FLIGHT, BYTES_IN_FLIGHT = 2, 4 * 2**30
+"""Tensors, and bytes of several, that are being stored at once. The next one waits for the oldest, and the backward
+pass for what is larger: a slow disk costs time, not memory.
+"""
 
 
 class Offloader:
@@ -106,6 +108,7 @@ class Offloader:
             self._check_usable(packed.origin)
             self._last = lambda: None  # the next packed tensor belongs to another forward pass
             self._reap()
+            self._let_leave(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
             tensor = packed.in_memory()
             if tensor is not None:
                 self.stats.from_memory += 1
@@ -130,12 +133,7 @@ class Offloader:
     def _store(self, packed: OffloadedTensor) -> None:
         """Begin to store a tensor on the first tier that has room."""
         packed.check_version()
-        while len(self._leaving) >= IN_FLIGHT:
-            oldest = self._leaving[0]()
-            if oldest is not None and oldest.stored is not None:
-                with waiting_for(oldest.origin, self.stats):
-                    oldest.stored.settle(self.wait_seconds)
-            self._reap()
+        self._let_leave(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
         assert packed.tensor is not None
         compress = self.policy.compress and packed.tensor.dtype == torch.float32
         source = packed.tensor.to(torch.bfloat16) if compress else packed.tensor
@@ -157,6 +155,17 @@ class Offloader:
             self.stats.disk_bytes += raw.nbytes
         self._leaving.append(weakref.ref(packed))
         self._reap()
+
+    def _let_leave(self, tensors: int, nbytes: int, wanted: OffloadedTensor | None = None) -> None:
+        """Wait until at most so many tensors, and bytes, are being stored, not counting ``wanted``."""
+        while True:
+            leaving = [p for r in self._leaving if (p := r()) is not None and p is not wanted]
+            if not leaving or (len(leaving) <= tensors and sum(p.geometry.nbytes for p in leaving) <= nbytes):
+                return
+            assert leaving[0].stored is not None
+            with waiting_for(leaving[0].origin, self.stats):
+                leaving[0].stored.settle(self.wait_seconds)
+            self._reap()
 
     def _reap(self) -> None:
         """Free the tensors whose bytes are stored.

@@ -109,9 +109,9 @@ class _DeepSpeed(TiledStrategy):
             leaves = whole_modules(model)
             trained = (row for row in shared_weights(model, leaves) if row[2].requires_grad)
             for first, second, weight in trained if self.zero3_leaf_modules else ():
+                shape = list(getattr(weight, "ds_shape", weight.shape))
                 raise ValueError(
-                    f"{first} and {second} share a weight of shape {list(weight.ds_shape)}. Because tiles run in them,"
-                    f" ZeRO-3 would reduce its gradient when one of them is done and lose the rest. {_INSTEAD}"
+                    f"{first} and {second} share a weight of shape {shape}. Because tiles run in them, ZeRO-3 would reduce its gradient when one of them is done and lose the rest. {_INSTEAD}"
                 )
             for path, module in leaves:
                 self._hooks.append(module.register_forward_pre_hook(_let_modes_see_linear))

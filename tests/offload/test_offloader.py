@@ -186,6 +186,40 @@ def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pyte
     assert offloader.stats.prefetch_misses > 0
 
 
+@pytest.mark.parametrize(("depth", "ahead"), [("auto", 0), (2, 2)])
+def test_large_tensors_are_not_loaded_ahead(
+    make: Make, monkeypatch: pytest.MonkeyPatch, depth: int | str, ahead: int
+) -> None:
+    """``prefetch="auto"`` loads nothing ahead beyond its bytes, whatever stalls; a number is obeyed."""
+    monkeypatch.setattr(prefetch, "MAX_BYTES", 399)
+    offloader = make(prefetch=depth)
+    real = offloader.disk.spill._read
+    monkeypatch.setattr(offloader.disk.spill, "_read", lambda *a: (time.sleep(0.005), real(*a)))
+    packed = [away(offloader, torch.randn(100)) for _ in range(6)]
+    most = 0
+    for p in reversed(packed):
+        offloader.unpack(p)
+        most = max(most, sum(q.loading is not None for q in packed))
+    assert most == ahead
+    assert depth != "auto" or offloader.prefetcher.depth == 1
+
+
+def test_large_tensors_leave_one_by_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the allowed bytes are being stored at once, and what is larger has left when the backward pass
+    begins.
+    """
+    monkeypatch.setattr(offloading, "BYTES_IN_FLIGHT", 399)
+    offloader = make(keep_last=1)
+    real = offloader.disk.spill._write
+    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (time.sleep(0.02), real(*a)))
+    packed = []
+    for _ in range(6):
+        packed.append(offloader.pack(torch.randn(100), "block"))
+        assert sum(p.tensor is not None for p in packed) <= 2  # one that is kept, one that leaves
+    offloader.unpack(packed[-1])
+    assert [p.tensor is not None for p in packed] == [False] * 5 + [True]
+
+
 def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change in place while the tensor is written raises, instead of mixing old and new values."""
     gate = threading.Event()
