@@ -111,7 +111,8 @@ class _DeepSpeed(TiledStrategy):
             for first, second, weight in trained if self.zero3_leaf_modules else ():
                 shape = list(getattr(weight, "ds_shape", weight.shape))
                 raise ValueError(
-                    f"{first} and {second} share a weight of shape {shape}. Because tiles run in them, ZeRO-3 would reduce its gradient when one of them is done and lose the rest. {_INSTEAD}"
+                    f"{first} and {second} share a weight of shape {shape}. Because tiles run in them, ZeRO-3 would"
+                    f" reduce its gradient when one of them is done and lose the rest. {_INSTEAD}"
                 )
             for path, module in leaves:
                 self._hooks.append(module.register_forward_pre_hook(_let_modes_see_linear))
