@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lt_tiled.tiling.recompute import AutocastState, SavedCounter
-from lt_tiled.tiling.weights import GradientSum, differentiate, sum_dtype
+from lt_tiled.tiling.weights import GradientSum, adds_in_product, differentiate, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
@@ -72,7 +72,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left.t() @ right`` to a sum, in the sum's precision."""
     if total.dtype == left.dtype:
         torch.addmm(total, left.t(), right, out=total)
-    elif left.is_cuda and torch.version.cuda is not None and total.dtype == torch.float32:
+    elif adds_in_product(total, left):
         torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
     else:  # in parts, because each is copied to the sum's dtype
         right = right.to(total.dtype)

@@ -120,6 +120,11 @@ def substituted(
         mode.end()
 
 
+def adds_in_product(total: Tensor, factor: Tensor) -> bool:
+    """Whether a matrix product of 16-bit factors can be added to a float32 sum without rounding it first."""
+    return factor.is_cuda and torch.version.cuda is not None and total.dtype == torch.float32 != factor.dtype
+
+
 def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
     """Return the dtype in which gradients of a dtype are summed."""
     return torch.float32 if accumulate == "float32" and dtype in (torch.bfloat16, torch.float16) else dtype
@@ -163,9 +168,11 @@ class GradientSum:
         return self._nothing if dense else gradient
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left @ right``; a 16-bit product is rounded before it is added to a float32 sum, as autograd's is."""
+        """Add ``left @ right``; on the CPU a 16-bit product is rounded before that, as autograd's is."""
         if self.sum is not None and self.sum.dtype == left.dtype:
             torch.addmm(self.sum, left, right, out=self.sum)
+        elif self.sum is not None and adds_in_product(self.sum, left):
+            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
         else:
             self.add(left.mm(right))
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from lt_tiled import Tiling
-from lt_tiled.tiling.layout import MIN_TILE_TOKENS, tile_bounds
+from lt_tiled.tiling.layout import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, tile_bounds
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,29 @@ def test_auto(tokens: int, hidden: int, tiles: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "wide", "tiles"),
-    [(131072, 14336, 42), (2**20, 14336, 42), (131072, 16384, 48), (3000, 14336, 2), (1500, 14336, 1)],
+    [
+        (2**18, 14336, 42),
+        (2**20, 14336, 42),
+        (2**18, 16384, 48),
+        (131072, 14336, 32),
+        (12000, 14336, 2),
+        (5000, 14336, 1),
+    ],
 )
 def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> None:
     """``auto`` makes the widest tensor of a feed-forward part's tile a twelfth as large as the hidden states, with the
-    same floor.
+    floor of large weights.
     """
     bounds = tile_bounds(Tiling(), tokens, 4096, (4096, wide))
     assert len(bounds) == tiles
-    if tokens >= 42 * MIN_TILE_TOKENS:
+    if tokens >= 42 * LARGE_TILE_TOKENS:
         assert 12 * (bounds[0][1] - 1) * wide <= tokens * 4096
+
+
+def test_auto_beside_small_weights() -> None:
+    """Where the gradient sums of an MLP fit into a GPU's cache, tiles may be smaller."""
+    assert len(tile_bounds(Tiling(), 32768, 768, (768, 3072))) == 32
+    assert len(tile_bounds(Tiling(), 32768, 2048, (2048, 8192))) == 8
 
 
 @pytest.mark.parametrize("tiling", [Tiling(), Tiling(tile_tokens=4096), Tiling(64)])
