@@ -75,6 +75,16 @@ def current_graph_task() -> bool:
     return torch._C._current_graph_task_id() == -1 and len(set(seen)) == 2
 
 
+def backward_of_the_engine() -> bool:
+    from torch.autograd.graph import _engine_run_backward
+
+    x = torch.ones(2, requires_grad=True)
+    found = _engine_run_backward(
+        (x * 3,), (torch.full((2,), 2.0),), False, False, (x,), allow_unreachable=True, accumulate_grad=False
+    )
+    return x.grad is None and found[0].tolist() == [6.0, 6.0]
+
+
 def unused_torch_function() -> bool:
     class Plain(Tensor):
         __torch_function__ = torch._C._disabled_torch_function_impl
@@ -170,6 +180,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_current_level": level_of_dual_numbers,
     "_disable_current_modes": modes_disabled,
     "_disabled_torch_function_impl": unused_torch_function,
+    "_engine_run_backward": backward_of_the_engine,
     "_dynamo": lambda: torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64}),
     "_dynamo_weak_dynamic_indices": marked_dynamic,
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
