@@ -1,5 +1,5 @@
-"""A training script, as a user starts one: three steps of each engine with offload to disk, and a file of each rank that
-says what it saw. The options on how a run ends are those of the last engine's.
+"""A training script, as a user starts one: three steps of each engine with offload to disk, and a file of each rank
+that says what it saw. The options on how a run ends are those of the last engine's.
 
 ``program.py directory engine [engine] [--nodes N] [--devices N] [--fail-on RANK] [--terminate RANK] [--kill-torchrun]
 [--kill-first early|late] [--validate]``

@@ -1,4 +1,4 @@
-"""Started as users start them: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails, or gets
+"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails, or gets
 SIGTERM, ends all of them.
 """
 
