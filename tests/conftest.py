@@ -32,7 +32,6 @@ SLOW = (
     "planner/test_prediction.py",
     "property/",
     "strategies/test_strategies.py::test_compiled_lightning_module",
-    "strategies/test_strategies.py::test_deepspeed_is_not_installed",
     "test_bad_input.py::test_a_model_that",
     "test_bad_input.py::test_the_first_step",
     "test_bad_input.py::test_weights",
