@@ -79,6 +79,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> Iterator[None]:
+    """Exempt what is left of the tests of a file, such as more imports, from the garbage collections of the next."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tier, and skip the GPU tests on a machine without a GPU."""
