@@ -121,7 +121,7 @@ def test_offloaded_bytes_and_bandwidth() -> None:
 
 def test_longest() -> None:
     """The longest sequence that is found fits, and one that is 3 % longer does not."""
-    base = job()
+    base = job(module=lambda: CausalLM({**LLAMA, "num_hidden_layers": 1}))
     memory = 48 * MIB
     found = longest(base, memory)
     assert found.tokens % 256 == 0
