@@ -32,7 +32,6 @@ SLOW = (
     "planner/test_prediction.py",
     "property/",
     "strategies/test_strategies.py::test_compiled_lightning_module",
-    "strategies/test_strategies.py::test_deepspeed_is_not_installed",
     "test_bad_input.py::test_a_model_that",
     "test_bad_input.py::test_the_first_step",
     "test_bad_input.py::test_weights",
@@ -76,6 +75,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt what the imports made from garbage collection, which tests call often."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> Iterator[None]:
+    """Exempt what is left of the tests of a file, such as more imports, from the garbage collections of the next."""
+    yield
     gc.collect()
     gc.freeze()
 

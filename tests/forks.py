@@ -6,11 +6,12 @@ import multiprocessing as mp
 import os
 import runpy
 import sys
+import time
 import uuid
 from pathlib import Path
 from types import ModuleType
 
-from tests.processes import LIMIT, ROOT, RUNS, kill
+from tests.processes import LIMIT, ROOT, RUNS, alive, kill
 
 FORKS = mp.get_context("forkserver")
 FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
@@ -19,25 +20,44 @@ FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modelin
 class Forked:
     """``python`` or ``lt-tiled`` with arguments, as a user starts it but for the imports, in a fork of the server.
 
-    What it prints is appended to a file. The processes that it starts itself, such as other ranks, are no forks.
+    What it prints is appended to a file. The processes that it starts itself, such as other ranks, are no forks. With
+    ``finalize`` it ends as an interpreter does, which runs ``atexit`` and destroys modules; else at once.
     """
 
-    def __init__(self, *words: str, printed: Path, cwd: Path, **env: str) -> None:
+    def __init__(self, *words: str, printed: Path, cwd: Path, finalize: bool = False, **env: str) -> None:
         self.token = uuid.uuid4().hex
+        self.printed = printed
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), RUNS: os.environ[RUNS] + self.token, **env}
-        self.process = FORKS.Process(target=_become, args=(words, str(printed), str(cwd), env), daemon=True)
+        self.process = FORKS.Process(target=_become, args=(words, str(printed), str(cwd), finalize, env), daemon=True)
         self.process.start()
 
-    def finish(self) -> int | None:
-        """Return the exit code, or ``None`` after a hang; kill what is left of the process and of its children."""
+    def wait_for(self, text: str) -> None:
+        """Wait until it has printed a text."""
+        end = time.monotonic() + LIMIT
+        while not (self.printed.exists() and text in self.printed.read_text()):
+            assert self.process.is_alive(), f"the process ended before it printed {text!r}"
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def finish(self, with_children: bool = False) -> int | None:
+        """Return the exit code, or ``None`` after a hang, of the process or ``with_children`` also of those that it
+        started; kill what is left of them.
+        """
+        end = time.monotonic() + LIMIT
         self.process.join(LIMIT)
         code = self.process.exitcode
+        while with_children and code is not None and alive(self.token):
+            if time.monotonic() > end:
+                code = None
+            time.sleep(0.05)
         self.process.kill()
         kill(self.token)
         return code
 
 
-def _become(words: tuple[str, ...], printed: str, cwd: str, env: dict[str, str]) -> None:
+def _become(words: tuple[str, ...], printed: str, cwd: str, finalize: bool, env: dict[str, str]) -> None:
+    if finalize:
+        os._exit = sys.exit  # which the fork server calls at the end of a fork
     os.environ.update(env)
     os.chdir(cwd)
     file = os.open(printed, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -45,7 +65,7 @@ def _become(words: tuple[str, ...], printed: str, cwd: str, env: dict[str, str])
     os.dup2(file, 2)
     module = words[2] if words[:2] == ("python", "-m") else None
     sys.argv = list(words[2:] if module else words[1:])
-    sys.path[0] = cwd
+    sys.path.insert(0, cwd)
     if words[0] == "lt-tiled":
         import lt_tiled.cli
 

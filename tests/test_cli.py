@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 from argparse import ArgumentError
 from contextlib import redirect_stdout
@@ -17,9 +16,9 @@ import yaml
 
 from lt_tiled.cli import main
 from lt_tiled.errors import OffloadError
+from tests.forks import Forked
 from tests.lit import LitTiny
 from tests.models import tiny_llama
-from tests.processes import LIMIT
 from tests.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -450,32 +449,19 @@ def test_debug_is_no_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--debug" in capsys.readouterr().out
 
 
-def run(*command: str, timeout: float = LIMIT) -> str:
-    """Run a command with the interpreter of the tests, and return what it prints."""
-    # One thread: several ranks share the machine's cores. No colours and a wide terminal, to read what is printed.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_quickstart() -> None:
+def test_quickstart(tmp_path: Path) -> None:
     """Two steps of the quickstart on two ranks, the second of which it starts itself: tiles, validation, a checkpoint,
     and one table.
     """
-    command = str(Path(sys.executable).with_name("lt-tiled"))
-    printed = run(
-        *(
-            command,
-            "fit",
-            "--config",
-            QUICKSTART,
-            "--trainer.max_steps=2",
-            "--trainer.val_check_interval=2",
-            "--trainer.limit_val_batches=1",
-        ),
-        *("--trainer.accelerator=cpu", "--trainer.devices=2"),
+    command = Forked(
+        *("lt-tiled", "fit", "--config", QUICKSTART, "--trainer.accelerator=cpu", "--trainer.devices=2"),
+        *("--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"),
+        printed=tmp_path / "printed.txt",
+        cwd=tmp_path,
+        COLUMNS="120",  # to read what is printed
     )
+    code, printed = command.finish(), command.printed.read_text()
+    assert code == 0, printed
     assert "distributed_backend=gloo" in printed
     assert len(re.findall(r"4 x LlamaMLP\s+│", printed)) == 1
     assert re.search(r"tiled\s+│ 4 x LlamaMLP\s+│ model.model.layers.\*.mlp\s+│\s+4096 │\s+4 ", printed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -292,6 +293,7 @@ def foreign_names(module: ModuleType) -> set[str]:
     return names
 
 
+@functools.cache
 def names_in(cls: type) -> set[str]:
     """The private names that a class sets on itself or defines."""
     with suppress(OSError, TypeError):

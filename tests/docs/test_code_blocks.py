@@ -41,6 +41,8 @@ def run(command: str, more: str, printed: Path) -> None:
     if words[0] in ("python", "lt-tiled"):
         if "fit" in words and not any("help" in word or "print_config" in word for word in words):
             words += [f"--trainer.{limit}" for limit in LIMITS]
+            if "--config configs/" in command and "seq_len" not in command:
+                words += ["--data.init_args.seq_len=2048"]  # the least that "auto" tiles
         code = Forked(*words, *shlex.split(more), printed=printed, cwd=Path.cwd(), **ENVIRONMENT).finish()
     else:
         with printed.open("a") as file:

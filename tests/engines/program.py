@@ -1,7 +1,7 @@
-"""A training script, as a user starts one: three steps with offload to disk, and a line for each rank that says what it
-saw.
+"""A training script, as a user starts one: three steps of each engine with offload to disk, and a file of each rank
+that says what it saw. The options on how a run ends are those of the last engine's.
 
-``program.py engine directory [--nodes N] [--devices N] [--fail-on RANK] [--terminate RANK] [--kill-torchrun]
+``program.py directory engine [engine] [--nodes N] [--devices N] [--fail-on RANK] [--terminate RANK] [--kill-torchrun]
 [--kill-first early|late] [--validate]``
 """
 
@@ -54,6 +54,7 @@ class Tell(pl.Callback):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        directory.mkdir(exist_ok=True)
 
     def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
         spill = run.strategy.prepared[0].offloader.disk.spill
@@ -74,10 +75,22 @@ def kill_this(after: Path | Literal[False]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def trainer_of(args: argparse.Namespace, engine: str) -> pl.Trainer:
+    spill = args.directory / "spill"
+    policy = Checkpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
+    return trainer(
+        strategy(lt_tiled, engine, tiling=4, checkpointing=policy),
+        devices=args.devices,
+        num_nodes=args.nodes,
+        callbacks=[Tell(args.directory / engine)],
+        limit_val_batches=int(args.validate),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("engine")
     parser.add_argument("directory", type=Path)
+    parser.add_argument("engines", nargs="+")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--fail-on", type=int)
@@ -86,20 +99,15 @@ def main() -> None:
     parser.add_argument("--kill-first", choices=["early", "late"])
     parser.add_argument("--validate", action="store_true")
     args = parser.parse_args()
-    spill = args.directory / "spill"
-    policy = Checkpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
-    chosen = strategy(lt_tiled, args.engine, tiling=4, checkpointing=policy)
-    run = trainer(
-        chosen,
-        devices=args.devices,
-        num_nodes=args.nodes,
-        callbacks=[Tell(args.directory)],
-        limit_val_batches=int(args.validate),
-    )
+    for engine in args.engines[:-1]:
+        trainer_of(args, engine).fit(MayFail(None, None, False))
+    run = trainer_of(args, args.engines[-1])
     if args.kill_first and "LOCAL_RANK" in os.environ:
         (args.directory / "second").touch()  # it waits for the first rank from here on
     elif args.kill_first:
-        chosen.setup_environment = partial(kill_this, after=args.kill_first == "late" and args.directory / "second")
+        run.strategy.setup_environment = partial(
+            kill_this, after=args.kill_first == "late" and args.directory / "second"
+        )
     model = MayFail(args.fail_on, args.terminate, args.kill_torchrun)
     if args.validate:
         run.validate(model)

@@ -4,8 +4,6 @@ model.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from torch.utils.data import DataLoader
 import lt_tiled
 from tests.engines.cells import draw, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
+from tests.forks import Forked
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss
-from tests.processes import LIMIT
 
 FORMATS = {
     "ddp": {},
@@ -140,12 +138,20 @@ def validate_from(case: str, path: str, directory: str) -> list[float]:
     return model.val_losses
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the checkpoints that several tests load."""
+    return tmp_path_factory.mktemp("saved")
+
+
 @pytest.mark.parametrize("saved_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full"])
 @pytest.mark.parametrize("loaded_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full", "zero3"])
-def test_load_with_another_engine(saved_by: str, loaded_by: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_load_with_another_engine(
+    saved_by: str, loaded_by: str, on_ranks: OnRanks, saved: Path, tmp_path: Path
+) -> None:
     """A full checkpoint of one engine validates on another as on its own."""
-    path = str(tmp_path / "trained.ckpt")
-    validated = on_ranks(train_and_save, saved_by, path, str(tmp_path))
+    path = str(saved / f"{saved_by}.ckpt")
+    validated = on_ranks.once(train_and_save, saved_by, path, str(saved))
     assert on_ranks(validate_from, loaded_by, path, str(tmp_path)) == [
         pytest.approx(losses, rel=1e-6) for losses in validated
     ]
@@ -192,15 +198,10 @@ def test_consolidated_checkpoint(case: str, tool: str, on_ranks: OnRanks, tmp_pa
     """A sharded checkpoint that Lightning's tool made whole validates on another engine as on its own."""
     path, whole = tmp_path / "trained.ckpt", tmp_path / "whole.ckpt"
     validated = on_ranks(train_and_save, case, str(path), str(tmp_path))
-    command = (
-        sys.executable,
-        "-m",
-        f"lightning.{tool}.utilities.consolidate_checkpoint",
-        str(path),
-        "--output_file",
-        str(whole),
-    )
-    subprocess.run(command, check=True, timeout=LIMIT, capture_output=True)
+    command = ("python", "-m", f"lightning.{tool}.utilities.consolidate_checkpoint")
+    printed = tmp_path / "printed.txt"
+    code = Forked(*command, str(path), "--output_file", str(whole), printed=printed, cwd=tmp_path).finish()
+    assert code == 0, printed.read_text()
     assert on_ranks(validate_from, "ddp", str(whole), str(tmp_path)) == [
         pytest.approx(losses, rel=1e-6) for losses in validated
     ]

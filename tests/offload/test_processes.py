@@ -2,106 +2,104 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from lt_tiled import Checkpointing, prepare
+from tests.forks import Forked
 from tests.models import TinyLM, lm_loss
-from tests.processes import LIMIT, Script, kill
+from tests.processes import Script, finish
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 
 
-Start = Callable[[str, Path], Script]
-
-
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Start one of the programs; kill what still runs when the test is over."""
-    started: list[Script] = []
+def scratch(tmp_path: Path) -> Path:
+    (scratch := tmp_path / "scratch").mkdir()
+    return scratch
 
-    def run(program: str, directory: Path) -> Script:
-        started.append(Script(sys.executable, "-m", "tests.offload.programs", program, str(directory)))
-        return started[-1]
 
-    yield run
-    for process in started:
-        kill(process.token)
-        process.communicate()
+def fork(program: str, scratch: Path) -> Forked:
+    """Start one of the programs, in a fork that ends as an interpreter does."""
+    words = ("python", "-m", "tests.offload.programs", program, str(scratch))
+    return Forked(*words, printed=scratch.parent / "printed.txt", cwd=scratch.parent, finalize=True)
+
+
+def interrupted(program: str, scratch: Path, word: str) -> tuple[int, str]:
+    """Start one of the programs, in an interpreter of its own, and send SIGINT when it has printed a word."""
+    process = Script(sys.executable, "-m", "tests.offload.programs", program, str(scratch))
+    assert process.stdout is not None
+    while word not in (line := process.stdout.readline()):
+        assert line, f"the program ended before it printed {word!r}"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    (code,), (printed,) = finish([process])
+    return code, printed
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_in_mid_write(tmp_path: Path, start: Start, number: signal.Signals) -> None:
+def test_killed_in_mid_write(scratch: Path, number: signal.Signals) -> None:
     """A process that is killed while it writes leaves no file and no directory, seen from outside."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    process = start("write_for_ever", scratch)
-    assert process.stdout is not None
-    while "writing" not in (line := process.stdout.readline()):
-        assert line, "the program ended before it wrote"
-    time.sleep(0.3)
-    process.send_signal(number)
-    process.communicate(timeout=LIMIT)
-    assert process.returncode != 0
+    if number == signal.SIGINT:
+        code, _ = interrupted("write_for_ever", scratch, "writing")
+        assert code != 0
+    else:
+        process = fork("write_for_ever", scratch)
+        process.wait_for("writing")
+        time.sleep(0.3)
+        os.kill(process.process.pid, number)
+        assert process.finish() == -number
     assert list(scratch.iterdir()) == []
 
 
-def test_exit_with_io_in_flight(tmp_path: Path, start: Start) -> None:
+def test_exit_with_io_in_flight(scratch: Path) -> None:
     """The interpreter ends in time and in order while writes run and others wait."""
-    process = start("exit_in_flight", tmp_path)
-    printed, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, printed
+    process = fork("exit_in_flight", scratch)
+    code, printed = process.finish(), process.printed.read_text()
+    assert code == 0, printed
     assert "2 in flight" in printed
     assert "Error" not in printed
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
-def test_exit_with_a_dead_disk(tmp_path: Path, start: Start) -> None:
+def test_exit_with_a_dead_disk(scratch: Path) -> None:
     """The interpreter does not wait for a thread that is stuck in a system call, and says so."""
-    process = start("dead_disk", tmp_path)
-    printed, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, printed
+    process = fork("dead_disk", scratch)
+    code, printed = process.finish(), process.printed.read_text()
+    assert code == 0, printed
     assert "2 in flight" in printed
     assert "has not responded for 0.5 s" in printed
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
-def test_ctrl_c_with_a_dead_disk(tmp_path: Path, start: Start) -> None:
+def test_ctrl_c_with_a_dead_disk(scratch: Path) -> None:
     """Ctrl-C ends a step that waits for a disk, the release says that it does not respond, and the process ends."""
-    process = start("wait_for_a_dead_disk", tmp_path)
-    assert process.stdout is not None
-    while "waiting" not in (line := process.stdout.readline()):
-        assert line, "the program ended before it waited"
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == -signal.SIGINT, printed
+    code, printed = interrupted("wait_for_a_dead_disk", scratch, "waiting")
+    assert code == -signal.SIGINT, printed
     assert "KeyboardInterrupt" in printed
     assert "has not responded for 0.5 s" in printed
 
 
-def test_fork_after_start(tmp_path: Path, start: Start) -> None:
+def test_fork_after_start(scratch: Path) -> None:
     """Offloading in a forked child raises, and the child exits normally; the parent's data is untouched."""
-    process = start("fork_after_start", tmp_path)
-    printed, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, printed
+    process = fork("fork_after_start", scratch)
+    code, printed = process.finish(), process.printed.read_text()
+    assert code == 0, printed
     assert "child: this process is a fork" in printed
     assert "child left with 7" in printed
     assert "parent: True" in printed
 
 
-def test_two_processes_in_one_directory(tmp_path: Path, start: Start) -> None:
+def test_two_processes_in_one_directory(scratch: Path) -> None:
     """Two processes in one directory have a file each; killing one leaves the other's data alone."""
-    other = start("write_for_ever", tmp_path)
-    assert other.stdout is not None
-    while "writing" not in (line := other.stdout.readline()):
-        assert line
+    other = fork("write_for_ever", scratch)
+    other.wait_for("writing")
     model = TinyLM(4)
     with prepare(model, checkpointing=Checkpointing()):
         lm_loss(model(IDS), IDS).backward()
@@ -109,14 +107,14 @@ def test_two_processes_in_one_directory(tmp_path: Path, start: Start) -> None:
     model.zero_grad()
     with prepare(
         model,
-        checkpointing=Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0, checksum=True),
+        checkpointing=Checkpointing(offload="disk", directory=str(scratch), min_bytes=0, keep_last=0, checksum=True),
     ):
         loss = lm_loss(model(IDS), IDS)
-        other.kill()
-        other.communicate(timeout=LIMIT)
+        os.kill(other.process.pid, signal.SIGKILL)
+        assert other.finish() == -signal.SIGKILL
         loss.backward()
     assert torch.equal(model.embed.weight.grad, plain)
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
 def test_two_models_in_one_process(tmp_path: Path) -> None:

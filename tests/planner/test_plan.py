@@ -94,7 +94,7 @@ def test_flops_are_exact() -> None:
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL])
 def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation that runs two tiles of each size has the parts, the peak and the FLOPs of one that runs all."""
-    base = job(TiledSingleDeviceStrategy(tiling=Tiling(7)), lambda: CausalLM(config))
+    base = job(TiledSingleDeviceStrategy(tiling=Tiling(7)), lambda: CausalLM({**config, "num_hidden_layers": 2}))
 
     def figures() -> Any:
         run = plan(base, tokens).simulation
@@ -121,7 +121,7 @@ def test_offloaded_bytes_and_bandwidth() -> None:
 
 def test_longest() -> None:
     """The longest sequence that is found fits, and one that is 3 % longer does not."""
-    base = job()
+    base = job(module=lambda: CausalLM({**LLAMA, "num_hidden_layers": 1}))
     memory = 48 * MIB
     found = longest(base, memory)
     assert found.tokens % 256 == 0
@@ -134,7 +134,7 @@ def test_cheapest() -> None:
     """Where memory is plenty nothing is set; as it falls the settings come in the order of what they cost; then there
     are none.
     """
-    base = job()
+    base = job(module=lambda: CausalLM({**LLAMA, "num_hidden_layers": 2}))
     tokens = 8192
     needed = [
         plan(base, tokens, base.settings.__class__(tiling=t, checkpointing=c)).peak
