@@ -309,7 +309,8 @@ class _OneCall:
         if not _learns(module):
             return
         outputs = output if isinstance(output, tuple) else (output,)
-        tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        # Not weights, which a block may return too: a hook on one stays, and runs in later steps.
+        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
         nested = not any(leaf is value for leaf in tensors for value in outputs)
         if nested and (tensors or not isinstance(output, (Tensor, tuple))):
             raise ValueError(_no_hooks(self.path, module, "does not return its output as a tensor or in a tuple"))

@@ -43,6 +43,11 @@ class ReturnsDict(Block):
         return {"hidden": super().forward(x)}
 
 
+class ReturnsWeight(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.norm2.weight
+
+
 class TakesTuple(Block):
     def forward(self, inputs: tuple[Tensor, None]) -> Tensor:  # type: ignore[override]
         return super().forward(inputs[0])
@@ -67,6 +72,9 @@ class OfBlocks(TinyLM):
                 x = block(x, shared=shared)
             elif isinstance(block, ReturnsDict):
                 x = block(x)["hidden"]
+            elif isinstance(block, ReturnsWeight):
+                x, weight = block(x)
+                x = x * weight
             elif isinstance(block, TakesTuple):
                 x = block((x, None))
             else:
@@ -119,6 +127,12 @@ def test_inputs_beside_hidden_states(kind: type[Block], frozen: bool, on_ranks: 
     """Blocks train as under DDP whatever they are given beside their hidden states, which may need no gradient."""
     plain = on_ranks(losses, "ddp", OfBlocks, kind, frozen)
     assert on_ranks(losses, "zero3", OfBlocks, kind, frozen) == [pytest.approx(each, rel=1e-5) for each in plain]
+
+
+def test_a_weight_among_the_outputs(on_ranks: OnRanks) -> None:
+    """A block that returns one of its weights too trains for several steps."""
+    plain = on_ranks(losses, "ddp", OfBlocks, ReturnsWeight)
+    assert on_ranks(losses, "zero3", OfBlocks, ReturnsWeight) == [pytest.approx(each, rel=1e-5) for each in plain]
 
 
 def refused(model: type[OfBlocks], kind: type[Block]) -> tuple[str, str]:
