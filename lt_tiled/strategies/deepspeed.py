@@ -4,9 +4,10 @@ NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
 tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
 leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
-Hooks of a leaf run on the gradients of its positional inputs, so all inputs that require a gradient are passed by
-position, and hidden states require one. They reduce the gradients of the leaf when the backward pass of a call ends, so
-two calls in one backward pass are refused.
+Hooks of a leaf run on the gradients of tensors that are positional inputs, so hidden states are passed by position and
+require one. Autograd runs what was called first last, so by then it knows the gradients of all weights, whatever other
+inputs there are. The hooks reduce the gradients of the leaf when the backward pass of a call ends, so two calls in one
+backward pass are refused, as are inputs and outputs without hidden states of their own, and gradients that come later.
 
 NOTE [ZeRO-1 and 2 need one order]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
@@ -63,6 +64,7 @@ class _DeepSpeed(TiledStrategy):
         super().__init__(*args, **kwargs)
         self.zero3_leaf_modules = zero3_leaf_modules
         self._hooks: list[Any] = []
+        self._leaves: list[tuple[str, nn.Module]] = []
         self._filter: Any = None
         if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
             raise ValueError(
@@ -117,16 +119,31 @@ class _DeepSpeed(TiledStrategy):
             for path, module in leaves:
                 self._hooks.append(module.register_forward_pre_hook(_let_modes_see_linear))
                 if self.zero3_leaf_modules:
+                    arguments = partial(_arguments_for_a_leaf, path)
+                    self._leaves.append((path, module))
                     set_z3_leaf_module(module, True)  # remains after release, because the engine's hooks depend on it
-                    self._hooks.append(module.register_forward_pre_hook(_arguments_for_a_leaf, with_kwargs=True))
+                    self._hooks.append(module.register_forward_pre_hook(arguments, with_kwargs=True))
                     self._hooks.append(module.register_forward_hook(_OneCall(path)))
         adapt_tiles(self, model)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass.
+
+        Raises:
+            RuntimeError: If ZeRO-3 left gradients of a leaf module, which its optimizer would drop.
+        """
+        result = super().backward(*args, **kwargs)  # type: ignore[misc]
+        for path, leaf in self._leaves:
+            if any(p.grad is not None for p in leaf.parameters()):
+                raise RuntimeError(_no_hooks(path, leaf, "has weights that were used outside of its forward"))
+        return result
 
     def release(self) -> None:
         """Restore every model, except for ZeRO-3's leaf modules, which its engine still needs."""
         super().release()
         while self._hooks:
             self._hooks.pop().remove()
+        self._leaves.clear()
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
@@ -238,29 +255,42 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 def _arguments_for_a_leaf(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass what requires a gradient to a leaf module by position where possible, hidden states in any case.
+    """Pass hidden states, the first floating-point tensor, to a leaf module by position, requiring a gradient.
 
     DeepSpeed fails without one, as after frozen embeddings: https://github.com/deepspeedai/DeepSpeed/pull/5074.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    hidden = next((t for t in tensors if t.is_floating_point()), None)
-    learns = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-    if learns and hidden is not None and not any(t.requires_grad for t in tensors):
-        differentiable = hidden.detach().requires_grad_()
-        args, kwargs = pytree.tree_map(lambda leaf: differentiable if leaf is hidden else leaf, (args, kwargs))
-    if not any(_require_gradients(value) for value in kwargs.values()):
+    if not _learns(module):
         return args, kwargs
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    last = max(i for i, value in enumerate((*bound.args, *bound.kwargs.values())) if _require_gradients(value))
-    first = max(len(args), last + 1)
-    named = dict(zip([*bound.arguments][first:], bound.args[first:], strict=False))
-    return bound.args[:first], named | bound.kwargs
+    if not any(_is_hidden(arg) for arg in args) and any(_is_hidden(value) for value in kwargs.values()):
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()  # else what follows an argument that is left out counts as a keyword
+        first = next((i for i, value in enumerate(bound.args) if _is_hidden(value)), len(args) - 1) + 1
+        named = {*[*bound.arguments][:first]}
+        args, kwargs = bound.args[:first], {name: value for name, value in kwargs.items() if name not in named}
+    index = next((i for i, arg in enumerate(args) if _is_hidden(arg)), None)
+    if index is None:
+        raise ValueError(_no_hooks(path, module, "takes no hidden states as a tensor by position"))
+    if not args[index].requires_grad:
+        args = (*args[:index], args[index].detach().requires_grad_(), *args[index + 1 :])
+    return args, kwargs
 
 
-def _require_gradients(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tree))
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _learns(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _no_hooks(path: str, module: nn.Module, what: str) -> str:
+    return (
+        f"{path} ({type(module).__name__}) {what}. Because tiles run in it, ZeRO-3 would lose its gradients. {_INSTEAD}"
+        " Or pass zero3_leaf_modules=False, and make the tiled modules leaf modules in configure_model:"
+        " deepspeed.utils.set_z3_leaf_modules."
+    )
 
 
 class _OneCall:
@@ -276,11 +306,17 @@ class _OneCall:
         """The latest backward pass through the leaf, and the call that it came from."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if any(p.requires_grad for p in module.parameters()):
-            check = partial(self._check, f"{self.path} ({type(module).__name__})", object())
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(check)
+        if not _learns(module):
+            return
+        outputs = output if isinstance(output, tuple) else (output,)
+        # Not weights, which a block may return too: a hook on one stays, and runs in later steps.
+        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
+        nested = not any(leaf is value for leaf in tensors for value in outputs)
+        if nested and (tensors or not isinstance(output, (Tensor, tuple))):
+            raise ValueError(_no_hooks(self.path, module, "does not return its output as a tensor or in a tuple"))
+        check = partial(self._check, f"{self.path} ({type(module).__name__})", object())
+        for leaf in tensors:
+            leaf.register_hook(check)
 
     def _check(self, name: str, call: object, gradient: Tensor) -> None:
         passed, of = torch._C._current_graph_task_id(), self._last

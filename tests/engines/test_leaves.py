@@ -1,0 +1,164 @@
+"""What blocks take, return and share under ZeRO-3, where those with tiled modules are leaf modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+import lt_tiled
+from tests.engines.cells import draw, strategy, train
+from tests.engines.conftest import OnRanks
+from tests.engines.test_setup import error_of
+from tests.models import Block, GatedMLP, H, TinyLM
+from tests.world import World
+
+
+class Crosses(Block):
+    """Adds a state that follows an argument which is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(H, H)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, state: Tensor | None = None) -> Tensor:
+        return super().forward(x) if state is None else super().forward(x + self.project(state))
+
+
+class Shares(Block):
+    """Reads and writes a dict of the caller."""
+
+    def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        x = super().forward(x + shared["last"] if shared else x)
+        shared["last"] = x * 0.5
+        return x
+
+
+class ReturnsDict(Block):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"hidden": super().forward(x)}
+
+
+class ReturnsWeight(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.norm2.weight
+
+
+class TakesTuple(Block):
+    def forward(self, inputs: tuple[Tensor, None]) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs[0])
+
+
+class OfBlocks(TinyLM):
+    """Blocks of one class after an embedding; ``call`` runs one block."""
+
+    def __init__(self, kind: type[Block], frozen: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+        self.state = nn.Linear(H, H)
+        self.embed.requires_grad_(not frozen)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        state, shared = self.state(x), {}  # type: ignore[var-annotated]
+        for block in self.blocks:
+            if isinstance(block, Crosses):
+                x = block(x, state=state)
+            elif isinstance(block, Shares):
+                x = block(x, shared=shared)
+            elif isinstance(block, ReturnsDict):
+                x = block(x)["hidden"]
+            elif isinstance(block, ReturnsWeight):
+                x, weight = block(x)
+                x = x * weight
+            elif isinstance(block, TakesTuple):
+                x = block((x, None))
+            else:
+                x = block(x)
+        return self.head(x + state)
+
+
+class UsesNormBefore(OfBlocks):
+    """Uses the norm of a block before the block runs."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.blocks[1].norm1(self.embed(ids))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OwnLeaves(OfBlocks):
+    """Makes its MLPs leaf modules."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        super().__init__(kind)
+        set_z3_leaf_modules(self, [GatedMLP])
+
+
+def losses(engine: str, model: type[OfBlocks], *args: Any) -> list[float]:
+    options: dict[str, Any] = {"zero3_leaf_modules": model is not OwnLeaves}
+    if engine == "ddp":
+        options = {"find_unused_parameters": True, "tiling": None}
+    chosen = strategy(lt_tiled.fabric, engine, **{"tiling": 4, "checkpointing": None} | options)
+    if engine == "zero3":
+        chosen.config["zero_optimization"]["reduce_bucket_size"] = 1
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = model(*args)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    try:
+        prepared, optimizer = fabric.setup(net, torch.optim.SGD(trained, 0.5, momentum=0.9))
+        return train(fabric, prepared, optimizer, [draw((2, 24), dist.get_rank())] * 3)
+    finally:
+        fabric.strategy.release()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", [Block, Crosses, Shares])
+def test_inputs_beside_hidden_states(kind: type[Block], frozen: bool, on_ranks: OnRanks) -> None:
+    """Blocks train as under DDP whatever they are given beside their hidden states, which may need no gradient."""
+    plain = on_ranks(losses, "ddp", OfBlocks, kind, frozen)
+    assert on_ranks(losses, "zero3", OfBlocks, kind, frozen) == [pytest.approx(each, rel=1e-5) for each in plain]
+
+
+def test_a_weight_among_the_outputs(on_ranks: OnRanks) -> None:
+    """A block that returns one of its weights too trains for several steps."""
+    plain = on_ranks(losses, "ddp", OfBlocks, ReturnsWeight)
+    assert on_ranks(losses, "zero3", OfBlocks, ReturnsWeight) == [pytest.approx(each, rel=1e-5) for each in plain]
+
+
+def refused(model: type[OfBlocks], kind: type[Block]) -> tuple[str, str]:
+    return error_of(lambda: losses("zero3", model, kind))
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "error", "text"),
+    [
+        (OfBlocks, TakesTuple, "ValueError", "blocks.0 (TakesTuple) takes no hidden states as a tensor by position."),
+        (OfBlocks, ReturnsDict, "ValueError", "blocks.0 (ReturnsDict) does not return its output as a tensor or in"),
+        (UsesNormBefore, Block, "RuntimeError", "blocks.1 (Block) has weights that were used outside of its forward."),
+    ],
+)
+def test_what_a_leaf_cannot_be(
+    model: type[OfBlocks], kind: type[Block], error: str, text: str, deepspeed_world: World
+) -> None:
+    """Blocks whose gradients ZeRO-3 would lose are refused by name in the first step."""
+    for found, message in deepspeed_world(refused, model, kind):
+        assert found == error
+        assert message.startswith(text)
+
+
+@pytest.mark.parametrize(("model", "kind"), [(OwnLeaves, TakesTuple), (OwnLeaves, ReturnsDict)])
+def test_own_leaves(model: type[OfBlocks], kind: type[Block], on_ranks: OnRanks) -> None:
+    """Such blocks train as under DDP where the model makes its MLPs leaf modules, as the error says."""
+    plain = on_ranks(losses, "ddp", model, kind)
+    own = on_ranks(losses, "zero3", model, kind)
+    assert own == [pytest.approx(each, rel=1e-5) for each in plain]
