@@ -160,7 +160,8 @@ class Offloader:
         """Wait until at most so many tensors, and bytes, are being stored, not counting ``wanted``."""
         while True:
             leaving = [p for r in self._leaving if (p := r()) is not None and p is not wanted]
-            if not leaving or (len(leaving) <= tensors and sum(p.geometry.nbytes for p in leaving) <= nbytes):
+            there = sum(t.nbytes for p in leaving if (t := p.tensor) is not None)
+            if not leaving or (len(leaving) <= tensors and there <= nbytes):
                 return
             assert leaving[0].stored is not None
             with waiting_for(leaving[0].origin, self.stats):
