@@ -37,7 +37,7 @@ class Tiling:
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
     """Tiles per call. ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles of at least 4096 tokens,
-    1024 in small models; more would hardly lower the peak memory."""
+    1024 for small weights; more would hardly lower the peak memory."""
     tile_tokens: PositiveInt | None = None
     """Tokens per tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"

@@ -57,7 +57,7 @@ class Forked:
 
 def _become(words: tuple[str, ...], printed: str, cwd: str, finalize: bool, env: dict[str, str]) -> None:
     if finalize:
-        os._exit = sys.exit  # which the fork server calls at the end of a fork
+        os._exit = sys.exit  # the fork server ends a fork with os._exit, which skips atexit
     os.environ.update(env)
     os.chdir(cwd)
     file = os.open(printed, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -26,8 +26,8 @@ from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import Checkpointing, parse_bytes
 
 IN_FLIGHT, BYTES_IN_FLIGHT = 2, 4 * 2**30
-"""Tensors, and bytes of several, that are being stored at once. The next one waits for the oldest, and the backward
-pass for what is larger: a slow disk costs time, not memory.
+"""The most tensors, and the most bytes of two, that are being stored at once. The next one waits for the oldest. One
+tensor may be larger, and the backward pass waits until it is stored. So a slow disk costs time, not memory.
 """
 
 

@@ -48,7 +48,7 @@ def run_plan(
         find: ``max-seq`` finds the longest sequence that fits, ``settings`` the fastest settings with which the
             sequence length fits.
         output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
-        plot: A plot of the memory over the step, with and without lt_tiled: ``.png``, ``.svg`` or ``.pdf``.
+        plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step, and with activation checkpointing alone.
         plot_lengths: A plot of the peak memory over the sequence length, for the combinations of features.
         tflops: The sustained speed of a device in 10**12 operations per second, for the bandwidth that hides
             offloading.
@@ -90,7 +90,8 @@ def run_plan(
     if plot is not None:
         before = found.settings.checkpointing and Checkpointing(targets=found.settings.checkpointing.targets)
         without = replace(found.settings, tiling=None, checkpointing=before, loss=None)
-        runs = {"without lt_tiled": plan(job, found.tokens, without, full_logits=True), "with lt_tiled": found}
+        alone = plan(job, found.tokens, without, full_logits=True)
+        runs = {"activation checkpointing alone": alone, "with lt_tiled": found}
         draw_step({title: run.simulation for title, run in runs.items()}, plot, limit)
         console.print(f"Plot written to {plot}.")
     if plot_lengths is not None:

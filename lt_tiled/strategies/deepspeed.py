@@ -4,10 +4,11 @@ NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
 tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
 leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
-Hooks of a leaf run on the gradients of tensors that are positional inputs, so hidden states are passed by position and
-require one. Autograd runs what was called first last, so by then it knows the gradients of all weights, whatever other
-inputs there are. The hooks reduce the gradients of the leaf when the backward pass of a call ends, so two calls in one
-backward pass are refused, as are inputs and outputs without hidden states of their own, and gradients that come later.
+Hooks of a leaf run when the gradient of a positional input that is a tensor is known, so hidden states are passed by
+position and require a gradient. The backward pass computes that gradient last, after those of all weights of the leaf,
+whatever other inputs there are. The hooks then reduce the gradients of the leaf. So two calls in one backward pass are
+refused, as are inputs without hidden states as a tensor, outputs that are neither a tensor nor a tuple with one, and
+gradients that arrive after the hooks ran.
 
 NOTE [ZeRO-1 and 2 need one order]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
@@ -49,8 +50,8 @@ class _DeepSpeed(TiledStrategy):
 
     Args:
         zero3_leaf_modules: Make the blocks with tiled modules leaf modules of ZeRO-3, which then all-gathers their
-            weights once per pass, whatever the number of tiles. Turn it off only if you make modules around the tiled
-            ones leaf modules yourself.
+            weights once per pass, whatever the number of tiles. Turn it off only if you make the tiled modules, or
+            modules around them, leaf modules yourself.
     """
 
     config: Any
@@ -110,11 +111,12 @@ class _DeepSpeed(TiledStrategy):
 
             leaves = whole_modules(model)
             trained = (row for row in shared_weights(model, leaves) if row[2].requires_grad)
-            for first, second, weight in trained if self.zero3_leaf_modules else ():
+            if self.zero3_leaf_modules and (shared := next(trained, None)):
+                first, second, weight = shared
                 shape = list(getattr(weight, "ds_shape", weight.shape))
                 raise ValueError(
-                    f"{first} and {second} share a weight of shape {shape}. Because tiles run in them, ZeRO-3 would"
-                    f" reduce its gradient when one of them is done and lose the rest. {_INSTEAD}"
+                    f"{first} and {second} share a weight of shape {shape}. ZeRO-3 would reduce its gradient when the"
+                    f" backward pass of a block with tiles ends, and lose the rest. {_INSTEAD}"
                 )
             for path, module in leaves:
                 self._hooks.append(module.register_forward_pre_hook(_let_modes_see_linear))
@@ -135,7 +137,7 @@ class _DeepSpeed(TiledStrategy):
         result = super().backward(*args, **kwargs)  # type: ignore[misc]
         for path, leaf in self._leaves:
             if any(p.grad is not None for p in leaf.parameters()):
-                raise RuntimeError(_no_hooks(path, leaf, "has weights that were used outside of its forward"))
+                raise RuntimeError(_gradients_lost(path, leaf, "has weights that were used outside of its forward"))
         return result
 
     def release(self) -> None:
@@ -214,13 +216,14 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
         patch.needs.defer = together  # else ZeRO-3 runs hooks on what is deferred, and may free a neighbor's weights
         if module not in whole:
             raise ValueError(
-                f"{path} ({type(module).__name__}) is tiled and not a leaf module of ZeRO-3, which would shard its"
-                " weights while its tiles run: use TiledDeepSpeedStrategy(stage=3), which makes it one; a callback runs"
-                " too late. Or call deepspeed.utils.set_z3_leaf_modules at the end of configure_model."
+                f"{path} ({type(module).__name__}) is tiled and not inside a leaf module of ZeRO-3, which would shard"
+                " its weights while its tiles run: use TiledDeepSpeedStrategy(stage=3) with zero3_leaf_modules=True,"
+                " which makes its block one; a callback runs too late. Or call deepspeed.utils.set_z3_leaf_modules at"
+                " the end of configure_model."
             )
 
 
-_INSTEAD = "Use another strategy or stage, or leave it untiled: Tiling(targets=...), or tiling=False."
+_INSTEAD = "Use another strategy or stage, or do not tile it: Tiling(targets=...), or tiling=False."
 _OWN_ATTRIBUTES = frozenset(
     (
         "applied_pre_backward_ref_cnt",
@@ -271,7 +274,7 @@ def _arguments_for_a_leaf(
         args, kwargs = bound.args[:first], {name: value for name, value in kwargs.items() if name not in named}
     index = next((i for i, arg in enumerate(args) if _is_hidden(arg)), None)
     if index is None:
-        raise ValueError(_no_hooks(path, module, "takes no hidden states as a tensor by position"))
+        raise ValueError(_gradients_lost(path, module, "takes no hidden states as a tensor by position"))
     if not args[index].requires_grad:
         args = (*args[:index], args[index].detach().requires_grad_(), *args[index + 1 :])
     return args, kwargs
@@ -285,10 +288,10 @@ def _learns(module: nn.Module) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 
-def _no_hooks(path: str, module: nn.Module, what: str) -> str:
+def _gradients_lost(path: str, module: nn.Module, what: str) -> str:
     return (
         f"{path} ({type(module).__name__}) {what}. Because tiles run in it, ZeRO-3 would lose its gradients. {_INSTEAD}"
-        " Or pass zero3_leaf_modules=False, and make the tiled modules leaf modules in configure_model:"
+        " You can also pass zero3_leaf_modules=False and make the tiled modules leaf modules in configure_model, with"
         " deepspeed.utils.set_z3_leaf_modules."
     )
 
@@ -313,12 +316,13 @@ class _OneCall:
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
         nested = not any(leaf is value for leaf in tensors for value in outputs)
         if nested and (tensors or not isinstance(output, (Tensor, tuple))):
-            raise ValueError(_no_hooks(self.path, module, "does not return its output as a tensor or in a tuple"))
+            raise ValueError(_gradients_lost(self.path, module, "does not return its output as a tensor or in a tuple"))
         check = partial(self._check, f"{self.path} ({type(module).__name__})", object())
         for leaf in tensors:
             leaf.register_hook(check)
 
     def _check(self, name: str, call: object, gradient: Tensor) -> None:
+        # Names the backward pass that runs, for which torch has no public name.
         passed, of = torch._C._current_graph_task_id(), self._last
         self._last = passed, call
         if of[0] == passed and of[1] is not call:

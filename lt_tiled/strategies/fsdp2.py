@@ -64,7 +64,8 @@ class _FSDP2(TiledStrategy):
                 " the model by blocks."
             )
         blocks = blocks_to_shard(model, self.checkpointing)
-        for first, second, weight in shared_weights(model, blocks):
+        if shared := next(shared_weights(model, blocks), None):
+            first, second, weight = shared
             raise ValueError(
                 f"{first} and {second} share a weight of shape {list(weight.shape)} and would shard it twice: put them"
                 " into one module, or call fully_shard on both together."

@@ -81,11 +81,14 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
 LARGE_TILE_TOKENS = 4096
-"""The least for large weights. Each tile reads and writes the float32 sum and the 16-bit gradient of a weight, up to 12
-bytes for 8 FLOPs per token: on an H100 (3.35 TB/s, 400 TFLOP/s) 4 % of the time of the arithmetic, at 1024 tokens 18 %.
+"""The same for large weights. For each element of a weight a tile reads and writes the float32 sum and the 16-bit
+gradient, up to 12 bytes, and takes 8 FLOPs per token. Estimated for an H100 (3.35 TB/s, 400 TFLOP/s) that is 4 % of the
+time of the arithmetic, at 1024 tokens 18 %.
 """
 LARGE_SUMS = 32 * 2**20
-"""Bytes of the sums of a gated MLP that stay in the cache of a GPU, where they cost little (an H100 has 50 MiB)."""
+"""The most bytes of float32 gradient sums, of three weights as in a gated MLP, that are assumed to stay in the cache of
+a GPU (an H100 has 50 MiB).
+"""
 
 Bounds = tuple[int, int]
 
@@ -97,9 +100,9 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int
     as large as the hidden states of all tokens. The six such tensors that a gated MLP holds in its backward pass are
     half as large, so the peak of a block is what attention holds, within 15 % (``pytest tests/planner/test_floor.py``),
     and each further tile would cost time on the host and save little. Where the size is not known it uses
-    ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). No tile has fewer than
-    :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` beside large weights. Every tile has two or more: one
-    does not show the layout of an output, and the compiler treats sizes of one apart.
+    ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). With ``"auto"`` no tile
+    but the last has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights. Every
+    tile has two or more: one does not show the layout of an output, and the compiler treats sizes of one apart.
     """
     rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head sees several for each token
     if tiling.tile_tokens is not None:

@@ -169,7 +169,10 @@ class GradientSum:
         return self._nothing if dense else gradient
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left @ right``; on the CPU a 16-bit product is rounded before that, as autograd's is."""
+        """Add ``left @ right``.
+
+        A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
+        """
         if self.sum is not None and self.sum.dtype == left.dtype:
             torch.addmm(self.sum, left, right, out=self.sum)
         elif self.sum is not None and adds_in_product(self.sum, left):
@@ -209,8 +212,8 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of inputs, as ``torch.autograd.grad``; those of the sums' leaves are added to the sums.
 
-    This is what ``torch.autograd.grad`` calls after checks in Python, which take a seventh of a tile's time on the host
-    and compare the shape of each gradient with that of its output, as the engine does itself.
+    ``torch.autograd.grad`` calls this after checks in Python, for each tile. They compare the shape of each gradient
+    with that of its output, as the engine does itself.
     """
     for total in sums:
         total.open = True

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lt_tiled
@@ -17,7 +18,7 @@ from lt_tiled import Checkpointing, Tiling
 from lt_tiled.planner.ledger import Flops
 from tests.engines.cells import ENGINES, draw, set_up, strategy
 from tests.engines.conftest import OnRanks
-from tests.models import TinyLM, lm_loss
+from tests.models import Block, PythonNorm, TinyLM, lm_loss
 
 
 def operations(engine: str, shards: int | None, checkpointed: bool) -> dict[str, int]:
@@ -40,13 +41,29 @@ def operations(engine: str, shards: int | None, checkpointed: bool) -> dict[str,
     return dict(Counter(name for name in names if name.startswith("c10d::") or name == "aten::_local_scalar_dense"))
 
 
-def flops(engine: str, shards: int | None) -> int:
+class NormAfter(Block):
+    """A block with a norm after its MLP, as Gemma 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.post_mlp_norm = PythonNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        return x + self.post_mlp_norm(self.mlp(self.norm2(x)))
+
+
+def flops(engine: str, shards: int | None, norm_after: bool) -> int:
     """The FLOPs of a settled step with activation checkpointing."""
+    net = TinyLM()
+    if norm_after:
+        net.blocks = nn.ModuleList(NormAfter() for _ in range(2))
     tiling = None if shards is None else Tiling(shards)
     chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
-    model, optimizer = set_up(fabric, TinyLM(), engine)
+    model, optimizer = set_up(fabric, net, engine)
     ids = draw((2, 32), dist.get_rank())
     for _ in range(2):
         with Flops() as counter:
@@ -57,12 +74,15 @@ def flops(engine: str, shards: int | None) -> int:
     return counter.total
 
 
+@pytest.mark.parametrize("norm_after", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_flops(engine: str, on_ranks: OnRanks) -> None:
-    """A step in tiles has no more FLOPs than the untiled step, and under every engine those of DDP."""
-    untiled, tiled = (on_ranks(flops, engine, shards) for shards in (None, 4))
+def test_flops(engine: str, norm_after: bool, on_ranks: OnRanks) -> None:
+    """A step in tiles has no more FLOPs than the untiled step, with and without a norm after the MLP, and under every
+    engine those of DDP.
+    """
+    untiled, tiled = (on_ranks(flops, engine, shards, norm_after) for shards in (None, 4))
     assert max(tiled) <= min(untiled)
-    assert tiled == on_ranks.once(flops, "ddp", 4)
+    assert tiled == on_ranks.once(flops, "ddp", 4, norm_after)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -71,7 +91,7 @@ def test_collectives(engine: str, checkpointed: bool, on_ranks: OnRanks) -> None
     """A step has no gather, reduction or read by the host that the untiled step has not, and as many at 1 as at 4 and
     at 16 tiles.
 
-    Under ZeRO-3 it has fewer gathers, because the weights of a tiled module come together.
+    Under ZeRO-3 it has fewer gathers, because the weights of a block with tiled modules are all-gathered together.
     """
     untiled, *tiled = (on_ranks(operations, engine, shards, checkpointed) for shards in (None, 1, 4, 16))
     for rank, plain in enumerate(untiled):

@@ -49,9 +49,9 @@ def run(directory: Path, *commands: tuple[str, ...]) -> tuple[list[int], str]:
     [("lightning", "fsdp2", "zero2"), ("torchrun", "zero3", "fsdp"), ("two nodes", "fsdp2", None)],
 )
 def test_launchers(launcher: str, engine: str, failing: str | None, directory: Path, on_ranks: OnRanks) -> None:
-    """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks, leaves no
-    file, and exits with 0. An exception on rank 1 in the second step of a second training of the same processes ends
-    every rank within the limit, with the exception in what is printed.
+    """Each launcher gives the losses of ranks that the tests started, divides a node's budget by its ranks and leaves
+    no file. Torchrun on two nodes exits with 0. With the others a second training of the same processes fails on rank
+    1, which ends every rank within the limit, with the exception in what is printed.
     """
     fails = [] if failing is None else [failing, "--fail-on=1"]
     program = (*PROGRAM[1:], str(directory), engine, *fails)

@@ -46,8 +46,8 @@ def test_auto(tokens: int, hidden: int, tiles: int) -> None:
     ],
 )
 def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> None:
-    """``auto`` makes the widest tensor of a feed-forward part's tile a twelfth as large as the hidden states, with the
-    floor of large weights.
+    """``auto`` makes the widest tensor of an MLP's tile a twelfth as large as the hidden states, with at least 4096
+    tokens a tile for large weights.
     """
     bounds = tile_bounds(Tiling(), tokens, 4096, (4096, wide))
     assert len(bounds) == tiles
@@ -55,7 +55,7 @@ def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> No
         assert 12 * (bounds[0][1] - 1) * wide <= tokens * 4096
 
 
-def test_auto_beside_small_weights() -> None:
+def test_auto_for_small_weights() -> None:
     """Where the gradient sums of an MLP fit into a GPU's cache, tiles may be smaller."""
     assert len(tile_bounds(Tiling(), 32768, 768, (768, 3072))) == 32
     assert len(tile_bounds(Tiling(), 32768, 2048, (2048, 8192))) == 8
