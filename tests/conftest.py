@@ -18,12 +18,16 @@ ON_RANKS = {"world", "deepspeed_world", "on_ranks"}
 """Fixtures that run ranks."""
 SLOW = (
     "benchmarks/",
+    "callbacks/test_memory_monitor.py::test_accumulation",
+    "callbacks/test_memory_monitor.py::test_picture_and_prediction",
     "callbacks/test_sequence_length_finder.py::test_memory_that_really_ends",
     "docs/",
     "engines/test_launch.py",
     "engines/test_setup.py::test_one_device",
     "examples/",
     "lm/test_causal.py::test_flex_attention",
+    "lm/test_causal.py::test_trains_any_architecture",
+    "loss/test_functional.py::test_auto_tiles_do_not_raise_the_peak",
     "offload/test_blocks.py::test_bit_identical",
     "offload/test_processes.py",
     "planner/test_command.py",
@@ -53,6 +57,7 @@ SLOW = (
     "tiling/test_compiled.py::test_a_whole_model",
     "tiling/test_compiled.py::test_inductor",
     "tiling/test_compiled.py::test_two_graphs",
+    "tiling/test_deferred.py::test_architectures_cost_nothing_more",
     "tiling/test_deferred.py::test_compiled_as_a_whole",
 )
 """Starts of the names of tests outside the quick tier: they start processes, or take seconds."""

@@ -37,7 +37,7 @@ def policy(**fields: Any) -> Checkpointing:
 
 
 def train(
-    checkpointing: Checkpointing | None, tiling: Tiling | None = None, steps: int = 20
+    checkpointing: Checkpointing | None, tiling: Tiling | None = None, steps: int = 10
 ) -> tuple[list[float], list[Tensor], Prepared]:
     """Train with accumulation over two micro-batches of different lengths, and a validation every fifth."""
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def _without(everything: bool, tiling: Tiling | None) -> tuple[list[float], list
 @pytest.mark.parametrize("tiling", [None, Tiling(4)], ids=["plain", "tiled"])
 @pytest.mark.parametrize("fields", TIERS, ids=str)
 def test_bit_identical(fields: dict[str, Any], tiling: Tiling | None) -> None:
-    """Over 20 steps with accumulation and validation, each tier gives bit for bit the losses and weights without it."""
+    """Over 10 steps with accumulation and validation, each tier gives bit for bit the losses and weights without it."""
     losses, weights = _without(fields.get("activations") == "all", tiling)
     offloaded, offloaded_weights, prepared = train(policy(**fields), tiling)
     assert offloaded == losses
