@@ -138,6 +138,7 @@ def test_no_such_attribute() -> None:
 
 PROGRAM = """
 import resource
+from lightning.pytorch.callbacks import LambdaCallback
 from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import trainer
@@ -146,8 +147,16 @@ from tests.planner.runs import LLAMA
 model = CausalLM({**LLAMA, "intermediate_size": 4096})
 finder = SequenceLengthFinder(start=512, granule=512)
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, -1))
-trainer("auto", callbacks=[finder], max_steps=1, limit_val_batches=0).fit(model, datamodule=TextFiles(seq_len=512))
+
+
+def allow(more):
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29 + more, -1))
+
+
+allow(0)
+later = LambdaCallback(on_train_start=lambda *_: allow(2**27))  # malloc does not return all that the search has freed
+run = trainer("auto", callbacks=[finder, later], max_steps=1, limit_val_batches=0)
+run.fit(model, datamodule=TextFiles(seq_len=512))
 print("found", finder.found)
 """
 

@@ -57,7 +57,7 @@ class NormAfter(Block):
 def flops(engine: str, shards: int | None) -> int:
     """The FLOPs of a settled step with activation checkpointing."""
     net = TinyLM()
-    net.blocks = nn.ModuleList([Block(), NormAfter()])
+    net.blocks = nn.ModuleList([Block(), Block(), NormAfter(), NormAfter()])
     tiling = None if shards is None else Tiling(shards)
     chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
