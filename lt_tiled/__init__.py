@@ -12,7 +12,8 @@ from lt_tiled.errors import (
     SimulationError,
 )
 from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
-from lt_tiled.policies import Checkpointing, Tiling
+from lt_tiled.policies import Checkpointing, SequenceParallel, Tiling
+from lt_tiled.sequence_parallel.groups import data_rank, data_world_size
 from lt_tiled.strategies import (
     TiledDDPStrategy,
     TiledDeepSpeedStrategy,
@@ -34,6 +35,7 @@ __all__ = [
     "OffloadDiskFullError",
     "OffloadError",
     "Prepared",
+    "SequenceParallel",
     "SimulationError",
     "TiledDDPStrategy",
     "TiledDeepSpeedStrategy",
@@ -43,6 +45,8 @@ __all__ = [
     "TiledSingleDeviceStrategy",
     "Tiling",
     "callbacks",
+    "data_rank",
+    "data_world_size",
     "fabric",
     "prepare",
     "tile",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lt_tiled._log import inform, warn
@@ -23,8 +24,19 @@ from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader, build_offloader
-from lt_tiled.policies import Checkpointing, LossShards, Tiers, Tiling, as_checkpointing, as_loss, as_tiling
+from lt_tiled.policies import (
+    Checkpointing,
+    LossShards,
+    SequenceParallel,
+    Tiers,
+    Tiling,
+    as_checkpointing,
+    as_loss,
+    as_sequence_parallel,
+    as_tiling,
+)
 from lt_tiled.report import Report
+from lt_tiled.sequence_parallel.share import find_chains, share
 from lt_tiled.tiling.patched import patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 
@@ -42,13 +54,16 @@ class Prepared(AbstractContextManager["Prepared"]):
         tiling: Tiling | None,
         checkpointing: Checkpointing | None,
         loss: LossShards | None = None,
+        sequence_parallel: SequenceParallel | None = None,
         *,
+        group: dist.ProcessGroup | None = None,
         needs: EngineNeeds | None = None,
         tiling_is_default: bool = False,
         ranks_per_node: int | None = None,
         build: Callable[[Checkpointing, int | None], Offloader] = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
+        chains = find_chains(model, sequence_parallel, group) if sequence_parallel else []
         losses = find_losses(model) if loss else []
         blocks = _not_wrapped(model, find_checkpointable(model, checkpointing)) if checkpointing else []
         try:
@@ -87,6 +102,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                 undo.callback(restore_block, block)
             for module in turn_off_own_checkpointing(model) if unpatched else ():
                 undo.callback(setattr, module, "gradient_checkpointing", True)
+            if chains:
+                undo.callback(share(chains))
             self._undo = undo.pop_all()
         inform(self.report().summary())
 
@@ -115,6 +132,8 @@ class PreparedModels(list[Prepared]):
                 policies.tiling,
                 policies.checkpointing,
                 policies.loss,
+                policies.sequence_parallel,
+                group=policies.sequence_group,
                 tiling_is_default=policies.tiling_is_default,
                 ranks_per_node=ranks_per_node,
             )
@@ -143,7 +162,10 @@ class AppliesPolicies:
     tiling_is_default = False
     """Whether a model without an MLP that can be tiled is trained without tiling."""
 
-    def set_policies(self, tiling: Any, checkpointing: Any, loss: Any) -> None:
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks that share each sequence with this one."""
+
+    def set_policies(self, tiling: Any, checkpointing: Any, loss: Any, sequence_parallel: Any = None) -> None:
         """Read the policies or their short forms.
 
         Raises:
@@ -151,6 +173,7 @@ class AppliesPolicies:
         """
         self.tiling, self.checkpointing = as_tiling(tiling), as_checkpointing(checkpointing)
         self.loss = as_loss(loss, self.tiling)
+        self.sequence_parallel = as_sequence_parallel(sequence_parallel)
         self._models = PreparedModels()
 
     def release(self) -> None:
@@ -164,6 +187,8 @@ def prepare(
     tiling: Tiling | bool | int | None = None,
     checkpointing: Checkpointing | bool | Tiers | None = None,
     loss: bool | int | None = None,
+    sequence_parallel: SequenceParallel | int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Prepared:
     """Apply tiling and activation checkpointing to a whole model in place, without any trainer.
 
@@ -173,6 +198,9 @@ def prepare(
         checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, or where their inputs are
             offloaded to; ``None`` for none.
         loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
+        sequence_parallel: How the ranks of ``group`` share each sequence: a policy or their number; ``None`` if they do
+            not. All of them call the model with the same inputs, and gradients are averaged over all ranks.
+        group: The process group that shares each sequence; by default all ranks.
 
     Returns:
         A handle that reports what was done and undoes it.
@@ -188,7 +216,21 @@ def prepare(
             f"{len(already)} modules are tiled already, {already[0].path} among them, and are not tiled anew:"
             " release what tiled them first."
         )
-    return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss, policy))
+    shared = as_sequence_parallel(sequence_parallel)
+    group = _group_of(shared, group) if shared else None
+    return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss, policy), shared, group=group)
+
+
+def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that shares sequences, if it is more than this rank."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    size = 1 if group is None else group.size()
+    if size != policy.size:
+        raise ValueError(
+            f"sequence_parallel={policy.size} and the process group has {size} ranks: pass a group of that size."
+        )
+    return group if size > 1 else None
 
 
 def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

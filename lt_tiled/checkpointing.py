@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
+from lt_tiled.sequence_parallel.region import current, entered
 from lt_tiled.side_effects import Seen, SideEffects
 from lt_tiled.tiling.layout import split_arguments
 
@@ -69,14 +71,16 @@ class BlockPatch(Patch):
             with offload.hooks(lambda tensor: not _is_weight(tensor, weights)):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
+        region = current()
         # The compiler traces a block as a function without side effects.
         effects = None if torch.compiler.is_compiling() else SideEffects(module, args, kwargs, self.seen)
 
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
-            if effects is None:
-                return self.inner(module, *inner_args, **inner_kwargs)
-            return effects.run(lambda: self.inner(module, *inner_args, **inner_kwargs))
+            with entered(region) if region is not None else nullcontext():
+                if effects is None:
+                    return self.inner(module, *inner_args, **inner_kwargs)
+                return effects.run(lambda: self.inner(module, *inner_args, **inner_kwargs))
 
         early_stop = effects is None or effects.early_stop
         checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, early_stop=early_stop)
@@ -154,7 +158,7 @@ def _checkpoints_itself(module: nn.Module) -> bool:
     return getattr(module, "gradient_checkpointing", False) is True
 
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
 
 
@@ -171,7 +175,7 @@ def _without_cache(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     own = getattr(module, "_can_checkpoint_with_cache", False)  # transformers' layers that restore their cache
     present = {} if own else {name: value for name, value in given.items() if value is not None}
-    caches = {name: v for name, v in present.items() if name in _CACHES or hasattr(v, "get_seq_length")}
+    caches = {name: v for name, v in present.items() if name in CACHES or hasattr(v, "get_seq_length")}
     if not caches and not given.get("use_cache"):
         return args, kwargs
     kind = type(module).__name__

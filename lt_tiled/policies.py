@@ -154,6 +154,33 @@ class Checkpointing:
             raise ValueError(f"directory={self.directory!r} has a NUL byte, which no path may have: remove it.")
 
 
+@dataclass(frozen=True)
+class SequenceParallel:
+    """How the ranks of a group share each sequence.
+
+    Raises:
+        ValueError: If a value is out of bounds.
+    """
+
+    size: PositiveInt = 1
+    """Ranks that share a sequence. It divides the number of ranks, and is at most the number of query heads."""
+    targets: str | Sequence[str] = "auto"
+    """``"auto"`` (a causal model of transformers from its token ids to its loss, other models from their first block to
+    their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, and whose inside is
+    shared."""
+    head_tiles: PositiveInt = 1
+    """Attention computes this many parts of the heads one after the other, so that the exchanged queries, keys, values
+    and their gradients of one part are alive at a time."""
+    self_check: bool = True
+    """Run a few tokens of the first input whole on each rank and shared, and raise an error if outputs, or what
+    attention is given, differ."""
+
+    def __post_init__(self) -> None:
+        check_count("size", self.size)
+        check_count("head_tiles", self.head_tiles)
+        _check_targets(self.targets)
+
+
 def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
     """Return the policy for a short form: a number of tiles, ``True`` (the default), ``False`` or ``None`` (off)."""
     if value is None or isinstance(value, Tiling):
@@ -183,6 +210,18 @@ def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointin
         tiers = ", ".join(map(repr, get_args(Tiers)))
         raise ValueError(f"checkpointing={value!r} is not understood: pass True, False, {tiers} or a Checkpointing.")
     return Checkpointing() if value else None
+
+
+def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParallel | None:
+    """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank with one head tile is off."""
+    if isinstance(value, bool) or not isinstance(value, int | SequenceParallel | None):
+        raise ValueError(
+            f"sequence_parallel={value!r} is not understood: pass a number of ranks, None or a SequenceParallel."
+        )
+    if isinstance(value, int):
+        check_count("sequence_parallel", value)
+        value = SequenceParallel(value)
+    return None if value is None or (value.size, value.head_tiles) == (1, 1) else value
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

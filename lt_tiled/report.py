@@ -15,6 +15,7 @@ from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.sequence_parallel.chain import BlockInRegion, Sharing
 from lt_tiled.tiling.state import TiledPatch
 
 __getattr__ = deprecated(__name__, {"CheckpointedBlock": "lt_tiled.report.RecomputedBlock"})
@@ -59,6 +60,16 @@ class RecomputedBlock:
 
 
 @dataclass(frozen=True)
+class SharedSequences:
+    """A model whose sequences several ranks share, with its first and its last block."""
+
+    owner: str
+    first: str
+    last: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class Report:
     """The tiled modules, the blocks with activation checkpointing and the tiled losses of a model."""
 
@@ -70,6 +81,8 @@ class Report:
     """Norms that ``targets="auto"`` found apart from MLPs."""
     offloaded: OffloadStats | None = None
     """What was offloaded so far, if anything is."""
+    shared: tuple[SharedSequences, ...] = ()
+    """The models whose sequences several ranks share."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
@@ -77,6 +90,7 @@ class Report:
         tiled: list[TiledModule] = []
         norms: list[TiledModule] = []
         blocks, losses, offloaded = [], [], None
+        chains: dict[Sharing, list[str]] = {}
         for path, module in [("", model), *walk(model)]:
             for patch in get_patches(module, TiledPatch):
                 if not patch.learned.untiled:
@@ -90,7 +104,10 @@ class Report:
                 blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
-        return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded)
+            if (part := get_patch(module, BlockInRegion)) is not None:
+                chains.setdefault(part.sharing, []).append(path)
+        shared = tuple(SharedSequences(s.owner, paths[0], paths[-1], s.size) for s, paths in chains.items())
+        return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, shared)
 
     def summary(self) -> str:
         """Return one line with the number of modules of each class."""
@@ -102,6 +119,7 @@ class Report:
         ):
             if kinds := Counter(row.kind for row in rows):
                 parts.append(f"{what} {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
+        parts += [f"shares the sequences of {row.owner} between {row.ranks} ranks" for row in self.shared]
         return "lt_tiled " + (" and ".join(parts) or "changes nothing in the model")
 
     def table(self, peak: str | None = None, steps: int = 0, seconds: float | None = None) -> Table:
@@ -127,6 +145,8 @@ class Report:
                 table.add_row(what, f"{count} x {kind}", path, *calls)
         for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
             table.add_row("activation checkpointing", f"{count} x {kind}", path, "", "")
+        for row in self.shared:
+            table.add_row("sequence parallelism", f"{row.ranks} ranks", f"{row.first} to {row.last}", "", "")
         if not table.rows:
             table.add_row("nothing")
         return table

@@ -14,7 +14,7 @@ from tests.processes import guard
 from tests.world import World
 
 TESTS = Path(__file__).parent
-ON_RANKS = {"world", "deepspeed_world", "on_ranks"}
+ON_RANKS = {"four_ranks", "world", "deepspeed_world", "on_ranks"}
 """Fixtures that run ranks."""
 SLOW = (
     "benchmarks/",
@@ -136,6 +136,14 @@ def _two_deepspeed_ranks() -> Iterator[World]:
 def deepspeed_world(_two_deepspeed_ranks: World) -> World:
     """Return two more ranks, because ZeRO-3 leaves ``torch.nn.functional.linear`` replaced in its process."""
     return _two_deepspeed_ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[World]:
+    """Return four gloo ranks that live for the session."""
+    world = World(4)
+    yield world
+    world.close()
 
 
 @pytest.fixture

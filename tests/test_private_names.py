@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch, _pytree
 
 import lt_tiled
+from tests.models import tiny_llama
 
 
 def imports(module: str, name: str) -> Callable[[], Any]:
@@ -45,6 +46,25 @@ def hooked(register: str, name: str) -> Callable[[], Any]:
         return len(getattr(linear, name)) == 1
 
     return check
+
+
+def checkpoint_hook() -> bool:
+    """Whether the hooks of torch's checkpoint can be told from others by their names."""
+    names: list[str] = []
+
+    def look(x: Tensor) -> Tensor:
+        names.append(torch._C._autograd._top_saved_tensors_default_hooks(True)[0].__qualname__)
+        return x * 2
+
+    torch.utils.checkpoint.checkpoint(look, torch.ones(1, requires_grad=True), use_reentrant=False)
+    return "_checkpoint_hook" in names[0]
+
+
+def loss_function() -> bool:
+    """Whether transformers keeps the loss function that is set on a model under this name."""
+    model = tiny_llama()
+    model.loss_function = loss_function
+    return vars(model)["_loss_function"] is loss_function
 
 
 def saved_tensors_hooks() -> bool:
@@ -208,6 +228,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_sequence_nr": lambda: isinstance(node()._sequence_nr(), int),
     "_snapshot": lambda: callable(torch.cuda.memory._snapshot),
     "_subclasses": fake,
+    "_checkpoint_hook": checkpoint_hook,
     "_top_saved_tensors_default_hooks": saved_tensors_hooks,
     "_version": version,
     # Lightning
@@ -238,6 +259,8 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_active_collector": lambda: (
         importlib.import_module("transformers.utils.output_capturing")._active_collector.get() is None
     ),
+    "_attn_implementation": lambda: tiny_llama().config._attn_implementation == "sdpa",
+    "_loss_function": loss_function,
     "_can_checkpoint_with_cache": lambda: "_can_checkpoint_with_cache" in source("transformers.modeling_layers"),
     "_computed": metric_state,
     "_update_count": metric_state,

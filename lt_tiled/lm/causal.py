@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from lt_tiled._log import inform, warn
 from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.errors import NothingFoundError, did_you_mean
 from lt_tiled.loss.cross_entropy import shifted
-from lt_tiled.loss.transformers import LossPatch, find_losses, patch_losses
+from lt_tiled.loss.transformers import LossPatch, find_losses, loss_function_set, patch_losses
 from lt_tiled.modules.find import plain_name
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import CompileOptions, as_loss, check_compile, check_count
+from lt_tiled.sequence_parallel.region import gathered
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
@@ -201,16 +201,18 @@ class CausalLM(LightningModule):
         """
         found: list[Tensor] = []
 
-        def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def loss_function(logits: Tensor, *_: Any, shift_labels: Tensor | None = None, **others: Any) -> Tensor:
+            labels = shifted(ids, -100) if shift_labels is None else shift_labels
             rows = logits.float().view(-1, logits.shape[-1])
-            found.append(F.cross_entropy(rows, shifted(ids, -100).flatten(), reduction="none").view(ids.shape)[:, :-1])
+            found.append(gathered(F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)))
             return found[-1].mean()
 
-        with _loss_function(self.model, loss_function):
+        inner = next((m for m in self.model.modules() if get_patch(m, LossPatch) is not None), self.model)
+        with loss_function_set(inner, loss_function):  # also inside of an adapter
             self.model(input_ids=ids, labels=ids, use_cache=False)
         if not found:  # the model does not call its loss function
             loss_function(self(ids))
-        return found[0]
+        return found[0][:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
@@ -245,20 +247,6 @@ def _flex_attention(options: Mapping[str, Any] | None) -> str:
     AttentionInterface.register(name, torch.compile(flex_attention_forward, **options))
     AttentionMaskInterface.register(name, flex_attention_mask)
     return name
-
-
-@contextmanager
-def _loss_function(model: Any, function: Any) -> Iterator[None]:
-    """Set the loss function of a transformers model, also inside of an adapter, and restore it."""
-    inner = next((m for m in model.modules() if get_patch(m, LossPatch) is not None), model)
-    before = vars(inner).get("_loss_function")
-    inner.loss_function = function
-    try:
-        yield
-    finally:
-        del inner._loss_function  # the attribute of the property, which has no deleter
-        if before is not None:
-            inner.loss_function = before
 
 
 class _Perplexity(MeanMetric):

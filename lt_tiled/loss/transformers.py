@@ -9,7 +9,7 @@ other use gets the full logits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
@@ -71,16 +71,19 @@ class HeadPatch(SharedPatch):
         return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
 
 
+_INSTEAD = ", use lt_tiled.metrics, or turn this off with loss=False."
+
+
 class AbsentLogits:
     """Stands in an output where the full logits were never computed, and raises when it is used."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, because: str = "computed its loss in tiles", instead: str = _INSTEAD) -> None:
+        self._name, self._because, self._instead = name, because, instead
 
     def _refuse(self, *_: Any) -> Any:
         raise AttributeError(
-            f"{self._name} computed its loss in tiles, so its logits are unavailable. Call it without labels for"
-            " logits, use lt_tiled.metrics, or turn this off with loss=False."
+            f"{self._name} {self._because}, so its logits are unavailable. Call it without labels for logits"
+            f"{self._instead}"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -236,6 +239,19 @@ def restore_losses(model: nn.Module, owner: object) -> None:
                 patch.owners.pop(owner, None)
                 if not patch.owners:
                     remove_patch(module, kind, function)
+
+
+@contextmanager
+def loss_function_set(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Set the loss function of a transformers model for a while."""
+    before = vars(model).get("_loss_function")
+    model.loss_function = function
+    try:
+        yield
+    finally:
+        del model._loss_function  # the attribute of the property, which has no deleter
+        if before is not None:
+            model.loss_function = before
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveInt
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.policies import Checkpointing, Tiers, Tiling
+from lt_tiled.policies import Checkpointing, SequenceParallel, Tiers, Tiling
+from lt_tiled.sequence_parallel.groups import Groups, remember
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
@@ -47,6 +48,7 @@ class TiledStrategy(Base):
             is the default policy; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns
             activation checkpointing off.
         loss: Whether transformers models compute their loss in tiles: ``True``, or the number of tiles.
+        sequence_parallel: How many ranks share each sequence, or a ``SequenceParallel``.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class TiledStrategy(Base):
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
         checkpointing: bool | Tiers | Checkpointing | None = True,
         loss: bool | PositiveInt | None = None,
+        sequence_parallel: PositiveInt | SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.set_policies(tiling, checkpointing, loss)
+        self.set_policies(tiling, checkpointing, loss, sequence_parallel)
+        self._groups: Groups | None = None
         self.prepared = self._models
         """The models that the policies were applied to."""
         self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
@@ -68,6 +72,29 @@ class TiledStrategy(Base):
     def on_cpu(self) -> bool:
         """Whether the strategy trains on the CPU."""
         return self.root_device.type == "cpu"
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.make_groups()
+
+    def make_groups(self) -> None:
+        """Make the groups of ranks that share sequences, once.
+
+        Raises:
+            ValueError: If their size does not divide the number of ranks.
+        """
+        policy = self.sequence_parallel
+        if policy is not None and policy.size > 1 and self._groups is None:
+            self._groups = Groups.of_size(policy.size)
+            self.sequence_group = self._groups.group
+        remember(self._groups)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The arguments of Lightning's ``DistributedSampler``: ranks that share sequences read the same data."""
+        if self._groups is None:
+            return super().distributed_sampler_kwargs  # type: ignore[misc,no-any-return]
+        return {"num_replicas": self._groups.count, "rank": self._groups.index}
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""

@@ -94,6 +94,7 @@ class _DeepSpeed(TiledStrategy):
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
         parent: Any = DeepSpeedStrategy if isinstance(self, DeepSpeedStrategy) else FabricDeepSpeedStrategy
         super(parent, self).setup_environment()  # not the parent's own, which accepts only CUDA devices
+        self.make_groups()
         return None
 
     def prepare_once(self, model: nn.Module) -> None:

@@ -41,6 +41,11 @@ class _FSDP2(TiledStrategy):
                 raise ValueError(f"{name}={size} does not divide the {ranks} ranks: choose a divisor.")
         if tensor == "auto":
             tensor = 1 if data == "auto" else ranks // data
+        if tensor > 1 and self.sequence_parallel is not None:
+            raise ValueError(
+                f"sequence_parallel={self.sequence_parallel.size} cannot be combined with"
+                f" tensor_parallel_size={tensor}: set tensor_parallel_size=1."
+            )
         self._data_parallel_size, self._tensor_parallel_size = (ranks // tensor if data == "auto" else data), tensor
         super().setup_environment()
 

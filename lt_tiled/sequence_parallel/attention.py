@@ -1,0 +1,144 @@
+"""Where attention is found: in the attention interface of transformers, and in calls of torch's function.
+
+Nothing here has an effect outside of a region.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lt_tiled.sequence_parallel.exchange import attend
+from lt_tiled.sequence_parallel.region import Region, current
+
+
+class _Shared:
+    """An attention function in transformers' table, which attends to the tokens of all ranks in a region."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        region = current()
+        if region is None:
+            return self.function(module, query, key, value, attention_mask, *args, **kwargs)
+        if kwargs.get("position_bias") is not None:
+            raise ValueError(
+                f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut."
+            )
+        mask = region.mask if region.own_mask else attention_mask
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = region.position_ids
+        heads = query.shape[1]
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
+            given = kwargs
+            if (sinks := kwargs.get("s_aux")) is not None:  # one logit for each head
+                given = kwargs | {"s_aux": sinks[mine]}
+            seen = _Grouped(module, q.shape[1] // k.shape[1])
+            if region.documents is not None and mask is None:
+                documents = zip(*(t.split(region.documents, 2) for t in (q, k, v)), strict=True)
+                outputs = [self.function(seen, *document, None, *args, **given)[0] for document in documents]
+                return torch.cat(outputs, 1).transpose(1, 2)
+            own: Tensor = self.function(seen, q, k, v, _mask_of(region, mask, mine, heads), *args, **given)[0]
+            return own.transpose(1, 2)
+
+        return attend(region, query, key, value, attention).transpose(1, 2), None
+
+
+class _Grouped:
+    """An attention module as its function sees it, with the number of query heads for each key-value head here."""
+
+    def __init__(self, module: Any, groups: int) -> None:
+        self.__dict__.update(_module=module, num_key_value_groups=groups)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class SharedInterface:
+    """Wraps the attention functions of transformers, from the first :meth:`wrap` to the last :meth:`unwrap`."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._wrapped: dict[str, _Shared] = {}
+
+    def wrap(self) -> None:
+        """Wrap every function in the table, for one more user."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+        self._users += 1
+        for name, function in list(TABLE.items()):
+            if not isinstance(function, _Shared):
+                TABLE[name] = self._wrapped[name] = _Shared(function)
+
+    def unwrap(self) -> None:
+        """Restore the functions when the last user leaves, unless others replaced them since."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+        self._users -= 1
+        if self._users:
+            return
+        for name, shared in self._wrapped.items():
+            if TABLE.get(name) is shared:
+                del TABLE[name]  # the table falls back to what is registered
+                if TABLE.get(name) is not shared.function:
+                    TABLE[name] = shared.function
+        self._wrapped.clear()
+
+
+class SeesAttention(TorchFunctionMode):
+    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        region, kwargs = current(), kwargs or {}
+        if region is None:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            raise ValueError(
+                f"{region.owner} uses nn.MultiheadAttention, whose projections and attention are one function. With"
+                " sequence parallelism call F.scaled_dot_product_attention in its place."
+            )
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        call = _SDPA.bind(*args, **kwargs).arguments
+        query, key, value, mask = (call.pop(name, None) for name in ("query", "key", "value", "attn_mask"))
+        heads = query.shape[1]
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
+            own = _mask_of(region, mask, mine, heads)
+            out: Tensor = func(q, k, v, own, **call | {"enable_gqa": q.shape[1] != k.shape[1]})
+            return out
+
+        return attend(region, query, key, value, attention)
+
+
+def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
+    """Return the mask of a rank's heads, for all tokens.
+
+    Raises:
+        ValueError: If the mask is not that of all tokens.
+    """
+    if mask is None:
+        return None
+    keys, queries = mask.shape[-1], mask.shape[-2] if len(mask.shape) > 2 else 1  # [B, S] is padding
+    if keys not in (1, region.total) or queries not in (1, region.total):
+        raise ValueError(
+            f"{region.owner} was given an attention mask of the shape {list(mask.shape)}, which is not that of all"
+            f" {region.total} tokens. Make masks before the first block, or leave them out for causal attention."
+        )
+    several = len(mask.shape) == 4 and mask.shape[1] == heads > 1
+    return mask[:, mine] if several else mask
+
+
+_SDPA = inspect.signature(
+    lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False: None
+)

@@ -1,0 +1,63 @@
+"""The groups of ranks that share sequences, and which data each group takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of consecutive ranks, which are on one node where the size allows.
+
+    Attributes:
+        group: That of this rank.
+        index: Its place among the groups.
+        count: The number of groups.
+    """
+
+    group: dist.ProcessGroup
+    index: int
+    count: int
+
+    @classmethod
+    def of_size(cls, size: int) -> Groups:
+        """Make the groups of all ranks. Every rank calls it.
+
+        Raises:
+            ValueError: If the size does not divide the number of ranks.
+        """
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if world % size:
+            divisors = [n for n in range(1, world + 1) if world % n == 0]
+            raise ValueError(f"sequence_parallel={size} does not divide the {world} ranks: choose one of {divisors}.")
+        group, _ = dist.new_subgroups(size)
+        return cls(group, rank // size, world // size)
+
+
+_latest: Groups | None = None
+
+
+def remember(groups: Groups | None) -> None:
+    """Make these the groups that :func:`data_rank` tells."""
+    global _latest
+    _latest = groups
+
+
+def data_rank() -> int:
+    """Return the place of this rank's data: the ranks of a group that shares its sequences read the same data.
+
+    It is the global rank without sequence parallelism. Use it, with :func:`data_world_size`, wherever data depends on
+    the rank, as in an ``IterableDataset``.
+    """
+    return _latest.index if _latest is not None else dist.get_rank() if _started() else 0
+
+
+def data_world_size() -> int:
+    """Return the number of ranks, or of groups that share their sequences, that read different data."""
+    return _latest.count if _latest is not None else dist.get_world_size() if _started() else 1
+
+
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()

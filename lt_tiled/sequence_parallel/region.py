@@ -1,0 +1,194 @@
+"""The region in which each rank of a group has its own tokens of a sequence.
+
+NOTE [Sequence parallelism]
+Outside of a region all ranks of a group hold the same values: whole inputs go in; the loss of the whole sequence, or
+hidden states of all tokens, come out. Inside of it each rank has a run of consecutive tokens. What the model computes
+is the mean over the ranks of the loss that each returns. The gradient of that mean is the mean of the ranks' gradients,
+which every engine computes over all ranks anyway. So no engine is told anything, provided that the backward pass of
+each collective is its exact adjoint:
+
+==================================================  ===================================================
+forward pass                                        backward pass
+==================================================  ===================================================
+cut out the rank's own tokens                       the own part of the gradient
+all-gather                                          reduce-scatter, summed
+all-to-all                                          the reverse all-to-all
+mean over the group, of losses computed from the    identity
+rank's labels and the mean of the group's counts
+==================================================  ===================================================
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
+
+
+@dataclass(eq=False)
+class Region:
+    """How the tokens of one forward pass are shared. The first ranks have one token more if the length is no multiple.
+
+    Args:
+        group: The ranks that share the sequence; ``None`` for this rank alone.
+        total: The sequence length.
+        owner: The class and path of the model, for messages.
+        in_blocks: Whether the region is a chain of blocks, whose inputs are whole outside, and not a whole model.
+    """
+
+    group: dist.ProcessGroup | None
+    total: int
+    owner: str
+    in_blocks: bool = False
+    sees: AbstractContextManager[Any] | None = None
+    """The torch function mode that finds the attention of hand-written models."""
+    position_ids: Tensor | None = None
+    """Of all tokens."""
+    documents: list[int] | None = None
+    """The lengths of packed documents that attend only to themselves."""
+    mask: Any = None
+    """The mask of all tokens, which attention uses instead of the one that it is given, if ``own_mask`` is set."""
+    own_mask: bool = False
+    head_tiles: int = 1
+    """How many times attention computes a part of the heads."""
+    record: list[Any] | None = None
+    """Collects the inputs of attention with the heads that they belong to, if it is a list."""
+    exchanges: int = 0
+    """How often attention saw all tokens."""
+    size: int = field(init=False)
+    rank: int = field(init=False)
+    lengths: list[int] = field(init=False)
+    bounds: tuple[int, int] = field(init=False)
+    _begun: tuple[Any, bool] = field(init=False, default=(None, True))
+    """The saved-tensor hooks and the grad mode with which the current block began."""
+
+    def __post_init__(self) -> None:
+        self.name, self.size, self.rank = (
+            ("", 1, 0) if self.group is None else (name_of(self.group), self.group.size(), self.group.rank())
+        )
+        each, more = divmod(self.total, self.size)
+        self.lengths = [each + (rank < more) for rank in range(self.size)]
+        low = sum(self.lengths[: self.rank])
+        self.bounds = low, low + self.lengths[self.rank]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of this rank."""
+        return self.lengths[self.rank]
+
+    def local(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the rank's own tokens."""
+        return x.narrow(dim, self.bounds[0], self.length)
+
+    def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return all tokens."""
+        if self.size == 1:
+            return x
+        whole: Tensor = all_gather(x, self.lengths, dim % x.dim(), self.name)
+        return self.kept_by(whole)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over the group of a loss that each rank computed from its own labels."""
+        if self.size == 1:
+            return x
+        mean: Tensor = group_mean(x, self.name)
+        return self.kept_by(mean)
+
+    def kept_by(self, x: Tensor) -> Tensor:
+        """Keep the region for as long as the graph of this tensor, which may recompute parts of it."""
+        if x.requires_grad:
+            x.register_hook(self._of_graph)
+        return x
+
+    def _of_graph(self, _: Tensor) -> None: ...
+
+    def check_recompute(self) -> None:
+        """Refuse attention that a checkpoint inside of a block would recompute outside of the region.
+
+        Raises:
+            RuntimeError: If there is such a checkpoint.
+        """
+        (hooks, grad), (now, on) = self._begun, _saving()
+        inside = now is not hooks and "_checkpoint_hook" in getattr(now, "__qualname__", "")
+        if inside or on != grad:
+            raise RuntimeError(
+                f"{self.owner} uses activation checkpointing inside of its blocks, around attention. With sequence"
+                " parallelism its recompute would see the tokens of one rank. Use lt_tiled's activation checkpointing"
+                " (checkpointing=True), or checkpoint whole blocks."
+            )
+
+
+_current: ContextVar[Region | None] = ContextVar("region", default=None)
+
+
+def current() -> Region | None:
+    """Return the region in which this thread computes."""
+    return _current.get()
+
+
+def _saving() -> tuple[Any, bool]:
+    """Return the function that packs saved tensors, and whether gradients are on."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
+    return (None if hooks is None else hooks[0]), torch.is_grad_enabled()
+
+
+@contextmanager
+def entered(region: Region | None) -> Iterator[None]:
+    """Compute in a region, or with ``None`` outside of any. A recompute enters the region of its forward pass again."""
+    before, token, begun = current(), _current.set(region), None
+    sees = None if region is None or region is before else region.sees
+    if region is not None:
+        begun, region._begun = region._begun, _saving()
+    try:
+        with nullcontext() if sees is None else sees:
+            yield
+    finally:
+        _current.reset(token)
+        if region is not None and begun is not None:
+            region._begun = begun
+
+
+def gathered(x: Tensor, dim: int = 1) -> Tensor:
+    """Return the tokens of all ranks of a tensor that is computed in a region, and outside of one the tensor itself."""
+    region = current()
+    return x if region is None else region.gathered(x, dim)
+
+
+class Live:
+    """The regions whose graphs exist. What recomputes a block by its own checkpointing needs the one that it was in."""
+
+    def __init__(self) -> None:
+        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
+
+    def add(self, region: Region) -> None:
+        """Add a region; it is forgotten with its graph."""
+        self._regions.add(region)
+
+    def only(self, owner: str) -> Region:
+        """Return the one region.
+
+        Raises:
+            RuntimeError: If there are several, so that it is not known which one is recomputed.
+        """
+        found = list(self._regions)
+        if len(found) != 1:
+            raise RuntimeError(
+                f"{owner} is recomputed in the backward pass by its own activation checkpointing, and {len(found)}"
+                " forward passes with sequence parallelism may have saved it. Use lt_tiled's activation checkpointing"
+                " (checkpointing=True), or run the backward pass of one before the next forward pass."
+            )
+        return found[0]
+
+
+def is_backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1  # no public name

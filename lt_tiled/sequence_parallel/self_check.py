@@ -1,0 +1,101 @@
+"""The self-check of sequence parallelism: a few tokens, whole on each rank and shared, must give the same.
+
+It compares what attention is given, too: queries and keys that were rotated by the positions of a rank's own tokens
+differ as a whole, where the loss would differ in its fourth digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lt_tiled.sequence_parallel.region import Region, entered
+from lt_tiled.tiling.recompute import random_state_kept, training_set
+
+TOKENS = 4
+"""Tokens of each rank; the first rank has one more, as lengths may be uneven."""
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2}  # products in TF32 have errors of 1e-3
+"""Of the norm of a difference, relative to the norm."""
+COARSE = 0.1
+
+
+def check_shared(
+    module: nn.Module,
+    owner: str,
+    device: torch.device,
+    whole: Region,
+    shared: Region,
+    run: Callable[[Region], Tensor],
+) -> None:
+    """Compare a call of a module with its tokens on one rank and shared by the group, in evaluation mode.
+
+    Args:
+        module: What runs.
+        owner: The name in messages.
+        device: Where it runs.
+        whole: A region of one rank.
+        shared: A region of the group.
+        run: Calls the module in a region and returns its output for the rank's own tokens, ``[B, n, ...]``.
+
+    Raises:
+        ValueError: If they differ, or no attention saw the tokens of all ranks.
+    """
+    whole.record, shared.record = [], []
+    modes = training_set([(part, False) for part in module.modules()])
+    with torch.no_grad(), random_state_kept(device), modes:
+        with entered(whole):
+            expected = shared.local(run(whole))
+        with entered(shared):
+            found = run(shared)
+    problem = _difference(owner, whole, shared, found, expected)
+    problems: list[str | None] = [None] * shared.size
+    dist.all_gather_object(problems, problem, group=shared.group)  # positions of the first rank are always right
+    if problem := next(filter(None, problems), None):
+        raise ValueError(problem)
+
+
+def _difference(owner: str, whole: Region, shared: Region, found: Tensor, expected: Tensor) -> str | None:
+    """Return what differs, if anything does."""
+    assert whole.record is not None
+    assert shared.record is not None
+    if len(whole.record) != len(shared.record):
+        return (
+            f"{owner} computes attention {len(whole.record)} times for {whole.total} tokens and {len(shared.record)}"
+            f" times for {shared.total} that {shared.size} ranks share. {REMEDY}"
+        )
+    for index, (everything, mine) in enumerate(zip(whole.record, shared.record, strict=True)):
+        share, *here = mine
+        for name, one, other in zip(("queries", "keys", "values"), everything[1:], here, strict=True):
+            heads = share.queries if name == "queries" else share.keys
+            if (error := _error(other, one[:, heads])) > _tolerance(one):
+                return (
+                    f"{owner} gives attention {index} other {name} when {shared.size} ranks share the sequence"
+                    f" (relative difference {error:.1e}). It may compute positions from the number of tokens that it"
+                    f" is given, or mix tokens outside of attention. {REMEDY}"
+                )
+    if (error := _error(found, expected)) > _tolerance(expected):
+        unseen = "" if shared.record else " None of its attention was seen."
+        return (
+            f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
+            f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
+            f" F.scaled_dot_product_attention. {REMEDY}"
+        )
+    return None
+
+
+REMEDY = (
+    "Use the sdpa, flash or flex attention of transformers, pass position_ids that the model reads, or name the modules"
+    " that are independent of this in SequenceParallel(targets=...)."
+)
+
+
+def _error(found: Tensor, true: Tensor) -> float:
+    difference = torch.where(found.isnan() & true.isnan(), 0.0, (found - true).double())
+    return float(difference.norm() / true.double().nan_to_num().norm().clamp_min(1e-30))
+
+
+def _tolerance(tensor: Tensor) -> float:
+    return TOLERANCE.get(tensor.dtype, COARSE)

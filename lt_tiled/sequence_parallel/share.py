@@ -1,0 +1,92 @@
+"""Share the sequences of a whole model: which parts, and what undoes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
+from lt_tiled.policies import SequenceParallel
+from lt_tiled.sequence_parallel.attention import SeesAttention, SharedInterface
+from lt_tiled.sequence_parallel.causal import share_model
+from lt_tiled.sequence_parallel.chain import Sharing, share_chain
+
+_INTERFACE = SharedInterface()
+Chain = tuple[Sharing, nn.Module | None, list[tuple[str, nn.Module]]]
+"""How a model is shared; the model, if it is one of transformers; and the modules of its region."""
+
+
+def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Chain]:
+    """Return the parts of a model that share its sequences.
+
+    Raises:
+        NothingFoundError: If there are no blocks.
+        ValueError: If a target matches nothing, or a model cannot be shared.
+    """
+    everything = [("", model), *walk(model)]
+    pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
+    if policy.targets != "auto":
+        named = find_named(model, policy.targets, "SequenceParallel")
+        inside = {id(part) for _, m in pretrained for part in m.modules()}
+        return [(_sharing(path, m, policy, group, id(m) in inside), None, [(path, m)]) for path, m in named]
+    if not pretrained:
+        blocks = _blocks_of("", model)
+        return [(_sharing("", model, policy, group, False), None, blocks)]
+    return [
+        (_sharing(path, m, policy, group, True), m, _blocks_of(path, m)) for path, m in pretrained if _checked(path, m)
+    ]
+
+
+def _sharing(
+    path: str, module: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None, interface: bool
+) -> Sharing:
+    owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
+    return Sharing(owner, policy, group, None if interface else SeesAttention())
+
+
+def _checked(path: str, model: nn.Module) -> bool:
+    """Refuse models of transformers whose sequences cannot be shared."""
+    config, kind = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone.")
+    if config.get_text_config()._attn_implementation == "eager":  # type: ignore[operator,union-attr]
+        raise ValueError(
+            f"{kind} uses eager attention, which sequence parallelism does not support: load it with"
+            " attn_implementation='sdpa', 'flash_attention_2' or 'flex_attention'."
+        )
+    return True
+
+
+def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of a model in their order, with full paths."""
+    decoder: Any = getattr(model, "get_decoder", None)  # of a vision-language model
+    inner: nn.Module = model if decoder is None else decoder()
+    names = {m: name for name, m in [("", model), *walk(model)]}
+    blocks = find_blocks(inner)
+    parents = {name.rpartition(".")[0] for name, _ in blocks}
+    if not blocks or len(parents) > 1:
+        found = f"blocks in {', '.join(sorted(parents))}" if blocks else "no blocks"
+        raise NothingFoundError(
+            f"SequenceParallel found {found} in {type(model).__name__}, and needs one list of blocks: name the modules"
+            " to share in SequenceParallel(targets=...)."
+        )
+    return [(f"{path}.{names[m]}".lstrip("."), m) for _, m in blocks]
+
+
+def share(chains: list[Chain]) -> Callable[[], None]:
+    """Share what :func:`find_chains` found. Return what undoes it."""
+    with ExitStack() as undo:
+        for sharing, model, modules in chains:
+            undo.callback(share_chain(sharing, modules))
+            if sharing.sees is None:
+                _INTERFACE.wrap()
+                undo.callback(_INTERFACE.unwrap)
+            if model is not None:
+                undo.callback(share_model(sharing, model))
+        return undo.pop_all().close
+    raise AssertionError

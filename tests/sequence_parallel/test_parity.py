@@ -1,0 +1,31 @@
+"""Loss and gradients of shared sequences are those of one process, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.sequence_parallel.models import CASES
+from tests.sequence_parallel.runs import errors
+from tests.world import World
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_plain(name: str, size: int, four_ranks: World) -> None:
+    """Groups of two and four ranks have the loss and gradients of plain data parallelism over groups."""
+    for found in four_ranks(errors, [name], size):
+        assert found[name] < CASES[name].error
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [{"checkpointing": True}, {"tiling": 3, "checkpointing": True}, {"checkpointing": "disk"}],
+    ids=["checkpointed", "tiled", "disk"],
+)
+@pytest.mark.parametrize("name", ["llama", "packed", "gemma 3", "mixtral", "hand-written"])
+def test_with_policies(name: str, policies: dict[str, Any], four_ranks: World) -> None:
+    """Activation checkpointing, tiles and offloading leave them as they are."""
+    for found in four_ranks(errors, [name], 2, None, policies):
+        assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
