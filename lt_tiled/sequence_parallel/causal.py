@@ -66,7 +66,7 @@ def _refuse_outputs(owner: str, config: Any, given: Mapping[str, Any]) -> None:
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if given[name] if given.get(name) is not None else getattr(config, name, False):
             raise ValueError(
-                f"{owner} is asked for {name}, of which each rank has only its own tokens: with sequence parallelism set"
+                f"{owner} is asked for {name}, of which each rank has its own tokens: with sequence parallelism set"
                 " it to False."
             )
 
