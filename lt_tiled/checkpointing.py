@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing
-from lt_tiled.sequence_parallel.region import current, entered
+from lt_tiled.sequence_parallel.kept import Keep, Kept
+from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.side_effects import Seen, SideEffects
 from lt_tiled.tiling.layout import split_arguments
 
@@ -72,12 +73,13 @@ class BlockPatch(Patch):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
+        keeps = None if region is None or region.keep is None else self.keeps(region.keep)
         # The compiler traces a block as a function without side effects.
         effects = None if torch.compiler.is_compiling() else SideEffects(module, args, kwargs, self.seen)
 
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
-            with entered(region) if region is not None else nullcontext():
+            with _in_region(region, keeps):
                 if effects is None:
                     return self.inner(module, *inner_args, **inner_kwargs)
                 return effects.run(lambda: self.inner(module, *inner_args, **inner_kwargs))
@@ -96,6 +98,23 @@ class BlockPatch(Patch):
         # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
         with offload.hooks(lambda tensor: view_key(tensor) in views):
             return checkpointed()
+
+    def keeps(self, what: Keep) -> Kept:
+        """Return what a call keeps of the exchange between ranks for its recompute."""
+        if self.offload is None:
+            return Kept(what)
+        offloader, block = self.offload.offloader, self.offload.block
+        return Kept(what, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+
+
+@contextmanager
+def _in_region(region: Region | None, keeps: Kept | None) -> Iterator[None]:
+    """Compute a block in the region in which its forward pass was."""
+    if region is None:
+        yield
+        return
+    with entered(region), nullcontext() if keeps is None else keeps.begun():
+        yield
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -171,6 +171,10 @@ class SequenceParallel:
     head_tiles: PositiveInt = 1
     """Attention computes this many parts of the heads one after the other, so that the exchanged queries, keys, values
     and their gradients of one part are alive at a time."""
+    keep: Literal["exchange", "attention"] | None = None
+    """What blocks with activation checkpointing keep for their recompute: what attention exchanged, so that nothing is
+    exchanged in the recompute, or attention with its saved tensors, so that it does not run again either. It is
+    offloaded as block inputs are."""
     self_check: bool = True
     """Run a few tokens of the first input whole on each rank and shared, and raise an error if outputs, or what
     attention is given, differ."""
@@ -178,6 +182,7 @@ class SequenceParallel:
     def __post_init__(self) -> None:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
+        _check_choice("keep", self.keep, ("exchange", "attention", None))
         _check_targets(self.targets)
 
 

@@ -48,6 +48,16 @@ def hooked(register: str, name: str) -> Callable[[], Any]:
     return check
 
 
+def keeps_graph() -> bool:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    x.register_hook(lambda _: seen.append(torch._C._autograd._get_current_graph_task_keep_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    return seen == [True, False]
+
+
 def checkpoint_hook() -> bool:
     """Whether the hooks of torch's checkpoint can be told from others by their names."""
     names: list[str] = []
@@ -229,6 +239,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_snapshot": lambda: callable(torch.cuda.memory._snapshot),
     "_subclasses": fake,
     "_checkpoint_hook": checkpoint_hook,
+    "_get_current_graph_task_keep_graph": keeps_graph,
     "_top_saved_tensors_default_hooks": saved_tensors_hooks,
     "_version": version,
     # Lightning

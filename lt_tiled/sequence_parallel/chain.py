@@ -43,7 +43,8 @@ class Sharing:
 
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
-        return Region(self.group, total, self.owner, sees=self.sees, head_tiles=self.policy.head_tiles, **options)
+        tiles, keep = self.policy.head_tiles, self.policy.keep
+        return Region(self.group, total, self.owner, sees=self.sees, head_tiles=tiles, keep=keep, **options)
 
     def small_regions(self, **options: Any) -> tuple[Region, Region]:
         """Return two regions of a few tokens: of this rank alone, and of the group."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from lt_tiled.sequence_parallel.collectives import all_to_all
+from lt_tiled.sequence_parallel.kept import attended, exchanged
 from lt_tiled.sequence_parallel.region import Region, entered
 
 Attention = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
@@ -37,10 +38,10 @@ class Share:
         return heads % keys != 0 or self.key_of != tuple(head * keys // heads for head in range(heads))
 
 
-def shares_of(heads: slice, queries: int, keys: int, size: int) -> list[Share]:
-    """Return what each of ``size`` ranks attends with, of some of ``queries`` heads on ``keys`` key-value heads."""
-    each, more = divmod(heads.stop - heads.start, size)
-    cuts = accumulate([each + (rank < more) for rank in range(size)], initial=heads.start)
+def shares_of(queries: int, keys: int, size: int) -> list[Share]:
+    """Return what each of ``size`` ranks attends with, of ``queries`` heads on ``keys`` key-value heads."""
+    each, more = divmod(queries, size)
+    cuts = accumulate([each + (rank < more) for rank in range(size)], initial=0)
     shares = []
     for low, high in pairwise(cuts):
         of = [head * keys // queries for head in range(low, high)]
@@ -68,23 +69,13 @@ def attend(region: Region, query: Tensor, key: Tensor, value: Tensor, attention:
             f"{region.owner} has {heads} query heads, which {region.size} ranks cannot share: use"
             f" sequence_parallel={heads} or less."
         )
-    outputs = [
-        _of_heads(region, slice(low, high), query, key, value, attention)
-        for low, high in _head_tiles(heads, region.size, region.head_tiles)
-    ]
     region.exchanges += 1
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return attended(partial(_attend, region, attention), query, key, value)
 
 
-def _head_tiles(heads: int, size: int, tiles: int) -> list[tuple[int, int]]:
-    tiles = min(tiles, heads // size)
-    cuts = [heads * index // tiles for index in range(tiles + 1)]
-    return list(pairwise(cuts))
-
-
-def _of_heads(region: Region, heads: slice, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
-    """Return the attention of some heads: exchange, attend, exchange back."""
-    shares = shares_of(heads, query.shape[1], key.shape[1], region.size)
+def _attend(region: Region, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Exchange, attend, exchange back."""
+    shares = shares_of(query.shape[1], key.shape[1], region.size)
     mine = shares[region.rank]
     q, k, v = _to_heads(region, shares, query, key, value)
     if region.record is not None:
@@ -107,7 +98,7 @@ def _to_heads(region: Region, shares: list[Share], *tensors: Tensor) -> list[Ten
     widths = [p.shape[1] * p.shape[3] for p in mine]
     receive = [batch * length * sum(widths) for length in region.lengths]
     packed = torch.cat([p.reshape(-1) for part in parts for p in part])
-    arrived = all_to_all(packed, send, receive, region.name).split(receive)
+    arrived = exchanged(packed, send, receive, region.name).split(receive)
     from_ranks = [
         chunk.split([batch * length * width for width in widths])
         for chunk, length in zip(arrived, region.lengths, strict=True)
@@ -132,6 +123,6 @@ def _to_tokens(region: Region, heads: list[int], out: Tensor) -> Tensor:
     parts = out.split(region.lengths, 2)
     receive = [batch * count * region.length * width for count in heads]
     packed = torch.cat([part.reshape(-1) for part in parts])
-    arrived = all_to_all(packed, [part.numel() for part in parts], receive, region.name).split(receive)
+    arrived = exchanged(packed, [part.numel() for part in parts], receive, region.name).split(receive)
     shapes = [(batch, count, region.length, width) for count in heads]
     return torch.cat([chunk.view(shape) for chunk, shape in zip(arrived, shapes, strict=True)], 1)

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,8 @@ class Region:
     own_mask: bool = False
     head_tiles: int = 1
     """How many times attention computes a part of the heads."""
+    keep: Literal["exchange", "attention"] | None = None
+    """What blocks with activation checkpointing keep for their recompute."""
     record: list[Any] | None = None
     """Collects the inputs of attention with the heads that they belong to, if it is a list."""
     exchanges: int = 0

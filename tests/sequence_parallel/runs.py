@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
 from lt_tiled import SequenceParallel
 from tests.parity import spread
-from tests.sequence_parallel.models import CASES
+from tests.sequence_parallel.models import CASES, causal
 
 
 def value_of(output: Any) -> Tensor:
@@ -63,3 +65,47 @@ def errors(
         with lt_tiled.prepare(model, sequence_parallel=policy, group=group, **loss, **(policies or {})):
             found[name] = worst(step(model, inputs), true)
     return found
+
+
+class _Counts(TorchDispatchMode):
+    """Counts collectives, and calls of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space in ("lt_tiled", "c10d"):  # the package's operators hide those of torch that they call
+            self.found[name] += 1
+        self.found["attention"] += "attention" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def _causal(layers: int, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    group, _ = dist.new_subgroups(2)
+    model = causal("llama", num_hidden_layers=layers)()
+    policy = SequenceParallel(2, self_check=False, **options)
+    prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, checkpointing=True, loss=True)
+    return prepared, model, CASES["llama"].inputs()
+
+
+def collectives(layers: int, options: dict[str, Any], attention: bool = False) -> dict[str, int]:
+    """The collectives of one checkpointed step of a causal model; with ``attention`` the calls of attention too."""
+    prepared, model, inputs = _causal(layers, options)
+    with prepared, _Counts() as counts:
+        model(**inputs).loss.backward()
+    return {name: count for name, count in counts.found.items() if count and (attention or name != "attention")}
+
+
+def twice(options: dict[str, Any]) -> tuple[float, float]:
+    """The norms of all gradients after a first and a second backward pass."""
+    prepared, model, inputs = _causal(2, options)
+    norms = []
+    with prepared:
+        loss = model(**inputs).loss
+        for last in (False, True):
+            model.zero_grad(set_to_none=True)
+            loss.backward(retain_graph=not last)
+            norms.append(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+    return norms[0], norms[1]

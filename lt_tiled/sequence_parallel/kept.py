@@ -1,0 +1,189 @@
+"""What a checkpointed block keeps for its recompute: the tensors that attention exchanged, or attention itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from lt_tiled.sequence_parallel.collectives import all_to_all
+
+Keep = Literal["exchange", "attention"]
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Return a tensor to keep: an output that its own node held through a hook would keep the node alive."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+class Kept:
+    """What one call of a block keeps: recorded in its forward pass, replayed in the same order in its recompute.
+
+    Args:
+        what: What is kept.
+        pack: Stores a tensor until the recompute, for example in CPU memory.
+        unpack: Returns it.
+    """
+
+    def __init__(
+        self, what: Keep, pack: Callable[[Tensor], Any] = _apart, unpack: Callable[[Any], Tensor] = lambda t: t
+    ) -> None:
+        self.what, self.pack, self.unpack = what, pack, unpack
+        self._values: list[Any] = []
+        self._next = 0
+        self._recorded = False
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Record what the first call computes, and replay it in later ones."""
+        token, self._next = _kept.set(self), 0
+        try:
+            yield
+            self._recorded = True
+        finally:
+            _kept.reset(token)
+
+    def value(self, compute: Callable[[], Any], store: Callable[[Any], Any], load: Callable[[Any], Any]) -> Any:
+        """Return what ``compute`` returns, or returned in the forward pass.
+
+        Args:
+            compute: Called in the forward pass alone.
+            store: Turns what it returned into what is kept.
+            load: Turns that back.
+        """
+        if not self._recorded:
+            found = compute()
+            self._values.append(store(found))
+            return found
+        index, self._next = self._next, self._next + 1
+        value = self._values[index]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # no public name
+            self._values[index] = None  # no second backward pass will need it
+        return load(value)
+
+
+_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+
+
+def kept(what: Keep) -> Kept | None:
+    """Return where this thread's block keeps it, if it does."""
+    found = _kept.get()
+    return found if found is not None and found.what == what else None
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Keep nothing of what is computed inside."""
+    token = _kept.set(None)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def exchanged(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    """Return :func:`all_to_all` of a tensor, or what it returned in the forward pass of the block."""
+    where = kept("exchange")
+    if where is None:
+        arrived: Tensor = all_to_all(x, send, receive, group)
+        return arrived
+
+    def compute() -> Any:
+        return all_to_all(x.detach(), send, receive, group)
+
+    value: Tensor = where.value(compute, where.pack, where.unpack)
+    return _Arrived.apply(value, send, receive, group, x)  # type: ignore[no-any-return]
+
+
+class _Arrived(torch.autograd.Function):
+    """What an exchange returned, with its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, send: list[int], receive: list[int], group: str, _: Tensor) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, None, None, all_to_all(gradient.contiguous(), ctx.receive, ctx.send, ctx.group)
+
+
+def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return attention of queries, keys and values, or what it was in the forward pass of the block, with its graph.
+
+    Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once.
+    """
+    where = kept("attention")
+    if where is None:
+        return compute(*inputs)
+
+    def store(run: _Run) -> Any:
+        return run, where.pack(run.output)
+
+    def load(stored: tuple[_Run, Any]) -> _Run:
+        run, packed = stored
+        run.output = where.unpack(packed)
+        return run
+
+    run: _Run = where.value(lambda: _Run.of(compute, inputs, where), store, load)
+    output, run.output = run.output, None
+    return _Attended.apply(run.edge, run.starts, output, *inputs)  # type: ignore[no-any-return]
+
+
+class _Run:
+    """One run of attention with a graph of its own, which holds no inputs.
+
+    Attributes:
+        output: The output, without a graph; ``None`` while nobody needs it.
+        edge: Where the graph ends.
+        starts: Where it begins, for each input that wants a gradient.
+    """
+
+    output: Any
+    edge: GradientEdge
+    starts: list[GradientEdge | None]
+
+    @classmethod
+    def of(cls, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...], where: Kept) -> _Run:
+        """Run attention, and store what it saves."""
+        run = cls()
+        with torch.enable_grad(), saved_tensors_hooks(where.pack, where.unpack):
+            link = torch.empty(0, device=inputs[0].device, requires_grad=True)
+            begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
+            run.starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
+            output = compute(*begun)
+        run.output, run.edge = output.detach(), get_gradient_edge(output)
+        return run
+
+
+class _Begin(torch.autograd.Function):
+    """Begins a graph at a tensor that the graph does not hold, as that of a leaf would."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None
+
+
+class _Attended(torch.autograd.Function):
+    """The output of a run, whose backward pass goes through the run's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: GradientEdge, starts: list[GradientEdge | None], output: Tensor, *_: Tensor) -> Tensor:
+        ctx.edge, ctx.starts = edge, starts
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        wanted = [start for start in ctx.starts if start is not None]
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = iter(torch.autograd.grad([ctx.edge], wanted, [gradient], retain_graph=again, allow_unused=True))
+        return (None, None, None, *(None if start is None else next(found) for start in ctx.starts))

@@ -1,0 +1,45 @@
+"""What a checkpointed block keeps for its recompute, and the collectives of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.sequence_parallel.models import CASES
+from tests.sequence_parallel.runs import collectives, errors, twice
+from tests.world import World
+
+LAYERS = 3
+
+
+@pytest.mark.parametrize("keep", ["exchange", "attention"])
+@pytest.mark.parametrize("policies", [{"checkpointing": True}, {"checkpointing": "disk", "tiling": 3}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "packed", "gemma 3", "hand-written"])
+def test_gradients(name: str, policies: dict[str, Any], keep: str, four_ranks: World) -> None:
+    """Loss and gradients do not depend on what is kept, nor on where."""
+    for found in four_ranks(errors, [name], 2, {"keep": keep}, policies):
+        assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
+
+
+@pytest.mark.parametrize(("keep", "count"), [(None, 6), ("exchange", 4), ("attention", 4)])
+def test_collectives(keep: str | None, count: int, four_ranks: World) -> None:
+    """A layer makes two all-to-alls in the forward pass and two in the backward pass, and two in its recompute unless
+    they are kept; a step makes one all-reduce for the loss, and nothing else.
+    """
+    for found in four_ranks(collectives, LAYERS, {"keep": keep}):
+        assert found == {"all_to_all": count * LAYERS, "group_mean": 1}
+
+
+@pytest.mark.parametrize(("keep", "count"), [(None, 2), ("exchange", 2), ("attention", 1)])
+def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None:
+    """With ``keep="attention"`` attention is not computed in the recompute."""
+    for found in four_ranks(collectives, LAYERS, {"keep": keep}, True):
+        assert found["attention"] == count * LAYERS
+
+
+@pytest.mark.parametrize("keep", [None, "exchange", "attention"])
+def test_second_backward_pass(keep: str | None, four_ranks: World) -> None:
+    """``retain_graph=True`` allows a second backward pass with the same gradients."""
+    for first, second in four_ranks(twice, {"keep": keep}):
+        assert first == second
