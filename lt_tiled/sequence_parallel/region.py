@@ -62,6 +62,8 @@ class Region:
     """How many times attention computes a part of the heads."""
     keep: Literal["exchange", "attention"] | None = None
     """What blocks with activation checkpointing keep for their recompute."""
+    losses: int = 0
+    """How many losses were computed from the labels of all ranks, which may leave the region as scalars."""
     record: list[Any] | None = None
     """Collects the inputs of attention with the heads that they belong to, if it is a list."""
     exchanges: int = 0
@@ -104,6 +106,12 @@ class Region:
             return x
         mean: Tensor = group_mean(x, self.name)
         return self.kept_by(mean)
+
+    def shifted(self, labels: Tensor, ignore_index: int) -> Tensor:
+        """Return for each of the rank's tokens the next one's label, and none for the last of the sequence."""
+        whole = all_gather(labels[..., :1].contiguous(), [1] * self.size, labels.dim() - 1, self.name)
+        after = torch.nn.functional.pad(whole, (0, 1), value=ignore_index)[..., self.rank + 1, None]
+        return torch.cat([labels[..., 1:], after], -1)
 
     def kept_by(self, x: Tensor) -> Tensor:
         """Keep the region for as long as the graph of this tensor, which may recompute parts of it."""

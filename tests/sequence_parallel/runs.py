@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from tests.meters import profiled_peak_bytes
+from tests.meters import peak_bytes
 from tests.parity import spread
 from tests.sequence_parallel.models import CASES, causal, ids
 
@@ -117,8 +117,8 @@ def peaks(tokens: int, options: dict[str, Any], policies: dict[str, Any]) -> tup
     found = []
     for size in (4, 1):
         group, _ = dist.new_subgroups(size)
-        fields = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 16}
-        model = causal("llama", **fields, intermediate_size=768)().float()
+        fields = {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8}
+        model = causal("llama", **fields, intermediate_size=256)().float()
         sequence_parallel = SequenceParallel(size, **options) if size > 1 or options.get("head_tiles") else None
         inputs = {"input_ids": (x := ids(1, tokens * size // 4)), "labels": x, "use_cache": False}
 
@@ -128,5 +128,5 @@ def peaks(tokens: int, options: dict[str, Any], policies: dict[str, Any]) -> tup
 
         with lt_tiled.prepare(model, sequence_parallel=sequence_parallel, group=group, **policies):
             run()  # learns, and checks
-            found.append(profiled_peak_bytes(run))
+            found.append(peak_bytes(run))
     return found[0], found[1]
