@@ -51,7 +51,7 @@ class _Shared:
             own: Tensor = self.function(seen, q, k, v, _mask_of(region, mask, mine, heads), *args, **given)[0]
             return own.transpose(1, 2)
 
-        return attend(region, query, key, value, attention).transpose(1, 2), None
+        return attend(region, query, key, value, attention).transpose(1, 2).contiguous(), None
 
 
 class _Grouped:

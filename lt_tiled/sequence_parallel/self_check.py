@@ -47,7 +47,13 @@ def check_shared(
     modes = training_set([(part, False) for part in module.modules()])
     with torch.no_grad(), random_state_kept(device), modes:
         with entered(whole):
-            expected = shared.local(run(whole))
+            try:
+                expected = shared.local(run(whole))
+            except (RuntimeError, IndexError, TypeError) as error:  # on all ranks: they have the same tokens
+                raise ValueError(
+                    f"{owner} cannot run on {whole.total} tokens, with which sequence parallelism checks it ({error})."
+                    f" It may need a number of tokens that is a product of others, as of an image. {REMEDY}"
+                ) from error
         with entered(shared):
             found = run(shared)
     problem = _difference(owner, whole, shared, found, expected)

@@ -55,6 +55,13 @@ def _checked(path: str, model: nn.Module) -> bool:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone.")
     if config.get_text_config()._attn_implementation == "eager":  # type: ignore[operator,union-attr]
+        others = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+        if not any(getattr(model, name, False) for name in others):
+            raise ValueError(
+                f"{kind} passes on what tokens know in another way than by attention, or has eager attention alone, and"
+                " sequence parallelism needs an attention that transformers replaces: use another model, or"
+                " sequence_parallel=1."
+            )
         raise ValueError(
             f"{kind} uses eager attention, which sequence parallelism does not support: load it with"
             " attn_implementation='sdpa', 'flash_attention_2' or 'flex_attention'."
