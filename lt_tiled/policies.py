@@ -171,6 +171,9 @@ class SequenceParallel:
     head_tiles: PositiveInt = 1
     """Attention computes this many parts of the heads one after the other, so that the exchanged queries, keys, values
     and their gradients of one part are alive at a time."""
+    batch: Literal["check", "trust"] = "check"
+    """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
+    differ."""
     self_check: bool = True
     """Run a few tokens of the first input whole on each rank and shared, and raise an error if outputs, or what
     attention is given, differ."""
@@ -178,6 +181,7 @@ class SequenceParallel:
     def __post_init__(self) -> None:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
+        _check_choice("batch", self.batch, ("check", "trust"))
         _check_targets(self.targets)
 
 

@@ -6,7 +6,8 @@ without labels share a sequence: what is before and behind the blocks is whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from lt_tiled.sequence_parallel.arguments import changed_arguments, hidden_of, n
 from lt_tiled.sequence_parallel.attention import SeesAttention
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Live, Region, current, entered, is_backward
+from lt_tiled.sequence_parallel.same_batch import SameBatch
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 
 
@@ -40,6 +42,25 @@ class Sharing:
     """The region that the first block opened and the last one will close."""
     checked: set[object] = field(default_factory=set)
     """What passed the self-check."""
+    same_batch: SameBatch | None = field(init=False, default=None)
+    _compared: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        if self.group is not None and self.policy.batch == "check":
+            self.same_batch = SameBatch(self.owner, self.group)
+
+    @contextmanager
+    def compared(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[None]:
+        """Raise an error if the ranks of the group have different inputs, which are not compared again inside."""
+        if self.same_batch is None or self._compared:
+            yield
+            return
+        self.same_batch.check(inputs)
+        self._compared = True
+        try:
+            yield
+        finally:
+            self._compared = False
 
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
@@ -128,7 +149,8 @@ def _opened(
                 once=f"shared cache {sharing.owner}",
             )
             return None
-    return sharing.region(hidden.shape[1], in_blocks=True) if sharing.shares(hidden.shape[1]) else None
+    with sharing.compared(named_arguments(module, args, kwargs)):
+        return sharing.region(hidden.shape[1], in_blocks=True) if sharing.shares(hidden.shape[1]) else None
 
 
 def _run(

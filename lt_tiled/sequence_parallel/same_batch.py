@@ -1,0 +1,142 @@
+"""The check that all ranks of a group, which share each sequence, were given the same batch.
+
+The ranks exchange a few numbers on the host, once for each forward pass, and all of them raise the same error. Names,
+shapes and dtypes are compared at once. So are the values of tensors on the CPU, and those of the first pass on an
+accelerator. Values of later passes there are copied without a wait, and compared with the next pass.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SAMPLES = 1024
+"""How many floating-point numbers are compared."""
+TOLERANCE = 0.05
+"""Their difference, relative to their norm: devices may round differently, and other batches differ by more."""
+MAX_DIGESTED = 2**24
+"""Integers of larger tensors, which are masks, are not compared."""
+_LIMITS = (4, 64, 4)
+"""Samples of the first dimensions; one of each other."""
+
+_hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a gloo group of the same ranks. Each of them makes it with the first call, unless the group is one."""
+    if group not in _hosts:
+        if "cpu:gloo" in dist.get_backend_config(group):
+            return group
+        ranks = dist.get_process_group_ranks(group)
+        _hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _hosts[group]
+
+
+class SameBatch:
+    """Compares the batches of the ranks of a group.
+
+    Args:
+        owner: The name of the model in messages.
+        group: The ranks that share each sequence.
+    """
+
+    def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
+        self.owner, self.size, self._host = owner, group.size(), host_group(group)
+        self._last: tuple[Tensor, torch.Event | None] | None = None
+        """The values of the last pass, and what tells that their copy has arrived."""
+        self.compared = 0
+        """How often values were compared."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def check(self, inputs: Iterable[tuple[str, object]]) -> None:
+        """Compare the tensors among named inputs, on all ranks of the group.
+
+        Raises:
+            ValueError: On all ranks, if they differ between ranks.
+        """
+        tensors = [(name, value) for name, value in inputs if isinstance(value, Tensor)]
+        described = zlib.crc32(repr([(name, t.dtype, [*t.shape]) for name, t in tensors]).encode())
+        values = _values([t for _, t in tensors])
+        if values.device.type == "cpu" or self._last is None:
+            before, self._last = values.cpu(), (values[:0], None)
+        else:
+            before, self._last = self._arrived(), _leaving(values)
+        mine = torch.cat([torch.tensor([described]), before])
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self._host)
+        self.compared += 1
+        shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in tensors)
+        for rank, other in enumerate(every):
+            if bool(other[0] != every[0][0]):
+                raise ValueError(self._differs(rank, f"of other shapes; here {shapes}"))
+            if _differ(every[0][1:], other[1:]):
+                raise ValueError(self._differs(rank, f"with other values in {shapes}"))
+
+    def _arrived(self) -> Tensor:
+        """Return the values of the last pass."""
+        assert self._last is not None
+        values, event = self._last
+        if event is not None:
+            event.synchronize()
+        return values if len(values) else torch.zeros(1 + SAMPLES, dtype=torch.int64)
+
+    def _differs(self, rank: int, how: str) -> str:
+        return (
+            f"{self.owner} was given a batch on rank {rank} of a group that shares each sequence, and another on rank 0"
+            f" ({how}). All {self.size} ranks of a group need the same batch. Let Lightning set the sampler"
+            " (use_distributed_sampler=True), or give yours num_replicas=lt_tiled.data_world_size() and"
+            " rank=lt_tiled.data_rank() and the same seed on all ranks. If they are the same and random numbers change"
+            " them in the model, set SequenceParallel(batch='trust')."
+        )
+
+
+def _leaving(values: Tensor) -> tuple[Tensor, torch.Event]:
+    """Begin to copy values to the host."""
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    event = torch.Event(values.device)
+    event.record(torch.accelerator.current_stream(values.device))
+    return copy, event
+
+
+def _values(tensors: list[Tensor]) -> Tensor:
+    """Return a digest of the integers, and bits of some of the floating-point numbers: ``[1 + SAMPLES]``, int64."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    values = torch.zeros(1 + SAMPLES, dtype=torch.int64, device=device)
+    floats = [_sampled(t).to(device) for t in tensors if t.is_floating_point()]
+    for index, sample in enumerate(floats):
+        part = values[1:].tensor_split(len(floats))[index]
+        sample = sample[: len(part)]
+        part[: len(sample)] = sample.view(torch.int32)
+    for tensor in tensors:
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MAX_DIGESTED:
+            values[0] = values[0] * 31 + _digest(tensor).to(device)
+    return values
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1).to(torch.int64)
+    mixed = (flat + 1) * (torch.arange(len(flat), device=flat.device) * 0x1E3779B97F4A7C15 + 1)
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    limits = [*_LIMITS, *[1] * tensor.dim()]
+    steps = [slice(None, None, max(1, -(-size // most))) for size, most in zip(tensor.shape, limits, strict=False)]
+    return tensor[tuple(steps)].reshape(-1).float()
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether values differ by more than rounding. Entries that are zero in one of them may be dropped at random."""
+    if bool(one[0] != other[0]):
+        return True
+    a, b = (values[1:].to(torch.int32).view(torch.float32) for values in (one, other))
+    both = (a != 0) & (b != 0)
+    a, b = a[both], b[both]
+    return bool(((a - b).abs() > TOLERANCE * a.square().mean().sqrt()).any())
