@@ -185,7 +185,9 @@ def _caches(model: Any, given: Mapping[str, Any]) -> bool:
     """Whether a call without sequence parallelism would fill a key-value cache."""
     asked = given.get("use_cache")
     recomputes = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    return bool(getattr(model.config.get_text_config(), "use_cache", False) if asked is None else asked) and not recomputes
+    return (
+        bool(getattr(model.config.get_text_config(), "use_cache", False) if asked is None else asked) and not recomputes
+    )
 
 
 def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, tokens: Tensor) -> Any:

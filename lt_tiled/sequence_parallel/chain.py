@@ -212,11 +212,9 @@ def _check(
     sharing = patch.sharing
     whole, shared = sharing.small_regions(in_blocks=True)
     few = repeated_to(shared.total)
-    if patch.first:
-        start = few(hidden.detach(), 1)
-    else:  # the first tokens of each rank
-        count = min(TOKENS, min(region.lengths))
-        start = few(all_gather(hidden.detach()[:, :count], [count] * region.size, 1, region.name), 1)
+    # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
+    count, own = min(TOKENS, min(region.lengths)), region.local(hidden) if patch.first else hidden
+    start = few(all_gather(own.detach()[:, :count], [count] * region.size, 1, region.name), 1)
     args, kwargs = changed_arguments(name, module, args, kwargs, region.total, start, few, masks=True)
 
     def run(small: Region) -> Tensor:

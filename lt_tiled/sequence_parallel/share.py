@@ -55,8 +55,8 @@ def _checked(path: str, model: nn.Module) -> bool:
     text, kind = config.get_text_config(), type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone: use a model with"
-            " one, or sequence_parallel=1."
+            f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone: use a model"
+            " with one, or sequence_parallel=1."
         )
     if others := set(getattr(text, "layer_types", None) or ()) - _KINDS:
         raise ValueError(

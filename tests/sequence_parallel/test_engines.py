@@ -59,6 +59,7 @@ class Lit(pl.LightningModule):
     def training_step(self, x: Tensor, index: int) -> Tensor:
         loss = loss_and_logits(self.name, self.net, x)
         self.losses.append(float(loss.detach()))
+        self.log("loss", loss)
         return loss
 
     def validation_step(self, x: Tensor, index: int) -> None:
@@ -136,9 +137,7 @@ def one_process(name: str) -> tuple[list[float], Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_one_process(
-    loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Two ranks that share each sequence train as one process: the same losses, and logits after three steps."""
     world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
     for found in world(each_model, loop, engine, mode, str(tmp_path)):
