@@ -1,14 +1,14 @@
 """The check that all ranks of a group, which share each sequence, were given the same batch.
 
 The ranks exchange a few numbers on the host, once for each forward pass, and all of them raise the same error. Names,
-shapes and dtypes are compared at once. So are the values of tensors on the CPU, and those of the first pass on an
-accelerator. Values of later passes there are copied without a wait, and compared with the next pass.
+shapes and dtypes are compared at once. So are values, but for those of later passes on a GPU: they are copied to the
+host without a wait for the GPU, and compared with the next pass.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -46,8 +46,8 @@ class SameBatch:
 
     def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
         self.owner, self.size, self._host = owner, group.size(), host_group(group)
-        self._last: tuple[Tensor, torch.Event | None] | None = None
-        """The values of the last pass, and what tells that their copy has arrived."""
+        self._last: tuple[Tensor, Callable[[], None]] | None = None
+        """The values of the last pass, and what waits for their copy."""
         self.compared = 0
         """How often values were compared."""
 
@@ -62,10 +62,11 @@ class SameBatch:
         tensors = [(name, value) for name, value in inputs if isinstance(value, Tensor)]
         described = zlib.crc32(repr([(name, t.dtype, [*t.shape]) for name, t in tensors]).encode())
         values = _values([t for _, t in tensors])
-        if values.device.type == "cpu" or self._last is None:
-            before, self._last = values.cpu(), (values[:0], None)
+        if self._last is None or values.device.type != "cuda":
+            before, self._last = values.cpu(), (torch.zeros(values.shape, dtype=values.dtype), lambda: None)
         else:
-            before, self._last = self._arrived(), _leaving(values)
+            (before, wait), self._last = self._last, leaving(values)
+            wait()
         mine = torch.cat([torch.tensor([described]), before])
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self._host)
@@ -77,14 +78,6 @@ class SameBatch:
             if _differ(every[0][1:], other[1:]):
                 raise ValueError(self._differs(rank, f"with other values in {shapes}"))
 
-    def _arrived(self) -> Tensor:
-        """Return the values of the last pass."""
-        assert self._last is not None
-        values, event = self._last
-        if event is not None:
-            event.synchronize()
-        return values if len(values) else torch.zeros(1 + ROWS * WIDTH, dtype=torch.int64)
-
     def _differs(self, rank: int, how: str) -> str:
         return (
             f"{self.owner} was given a batch on rank {rank} of a group that shares each sequence, and another on rank 0"
@@ -95,13 +88,11 @@ class SameBatch:
         )
 
 
-def _leaving(values: Tensor) -> tuple[Tensor, torch.Event]:
-    """Begin to copy values to the host."""
+def leaving(values: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to copy values to the host. Return the copy and what waits for it."""
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     copy.copy_(values, non_blocking=True)
-    event = torch.Event(values.device)
-    event.record(torch.accelerator.current_stream(values.device))
-    return copy, event
+    return copy, torch.cuda.current_stream(values.device).record_event().synchronize
 
 
 def _values(tensors: list[Tensor]) -> Tensor:

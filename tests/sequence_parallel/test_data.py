@@ -128,6 +128,28 @@ def test_trusted(world: World) -> None:
     assert world(different, "llama", "values", "trust") == ["", ""]
 
 
+def hosts() -> tuple[list[int], list[int], list[int]]:
+    """The ranks of a group of two, of the gloo group that is made for it if it were of NCCL, and of the one if not."""
+    from lt_tiled.sequence_parallel import same_batch
+
+    group, _ = dist.new_subgroups(2)
+    plain = same_batch.host_group(group)
+    before, dist.get_backend_config = dist.get_backend_config, lambda _: "cuda:nccl"
+    try:
+        made = same_batch.host_group(group)
+        assert same_batch.host_group(group) is made is not group
+    finally:
+        dist.get_backend_config = before
+    dist.barrier(made)
+    return tuple(dist.get_process_group_ranks(g) for g in (group, made, plain))
+
+
+def test_host_group(four_ranks: World) -> None:
+    """A group without gloo gets a gloo group of its ranks, once, and one of gloo is used as it is."""
+    for rank, groups in enumerate(four_ranks(hosts)):
+        assert groups == (([0, 1], [2, 3])[rank // 2],) * 3
+
+
 class Dropping(GPT):
     def __init__(self) -> None:
         super().__init__()
@@ -252,17 +274,18 @@ def with_option(name: str, chosen: Any) -> tuple[list[float], list[float], Tenso
         chosen, lit, DataLoader(torch.cat(batches(4)), batch_size=2), use_distributed_sampler=False, **OPTIONS[name]
     )
     logged = [float(value) for value in run.callback_metrics.values()]
-    weights = [p.detach().flatten() for p in lit.parameters() if p.requires_grad]
-    return lit.losses, logged, torch.cat(weights)
+    return lit.losses, logged, trained(lit)
+
+
+def trained(lit: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in lit.parameters() if p.requires_grad])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, world: World) -> None:
     """Accumulated and clipped gradients, and those of LoRA, train the weights of one process."""
     losses, logged, weights = with_option(name, "auto")
-    before = torch.cat(
-        [p.detach().flatten() for p in (Adapted if name == "LoRA" else Lit)("llama").parameters() if p.requires_grad]
-    )
+    before = trained((Adapted if name == "LoRA" else Lit)("llama"))
     for found in world(with_option, name, "ddp"):
         assert found[0] == pytest.approx(losses, rel=NEAR)
         assert found[1] == pytest.approx(logged, rel=NEAR)

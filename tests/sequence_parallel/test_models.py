@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -109,12 +110,7 @@ def test_shared(name: str, world: World) -> None:
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""
     for _, _, message in world(shared, name):
-        matches(message, REFUSED[name])
-
-
-def matches(message: str, pattern: str) -> None:
-    with pytest.raises(ValueError, match=pattern):
-        raise ValueError(message)
+        assert re.search(REFUSED[name], message)
 
 
 def padded_encoder(padded: bool) -> tuple[float, int, str]:
@@ -145,7 +141,7 @@ def asked_for(option: str) -> str:
 def test_outputs(option: str, world: World) -> None:
     """Outputs of which each rank would have a part are refused."""
     for message in world(asked_for, option):
-        matches(message, f"{option}.*set it to False")
+        assert re.search(f"{option}.*set it to False", message)
 
 
 def trained_without_labels() -> tuple[float, int, str]:
