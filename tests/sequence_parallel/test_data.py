@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.engines.cells import strategy
 from tests.lit import trainer
+from tests.processes import ROOT
 from tests.sequence_parallel.models import GPT, causal, ids
 from tests.sequence_parallel.test_engines import MODELS, NEAR, Lit, batches, error, loss_and_logits
 from tests.world import World
@@ -84,6 +87,21 @@ def test_ranks_of_a_group_read_the_same(read: Any, iterable: bool, four_ranks: W
     assert seen[2] == seen[3]
     assert len(seen[0]) == len(seen[2]) == 2
     assert sum(seen[0]) + sum(seen[2]) == int(torch.cat(batches(4)).sum())
+
+
+def told_a_worker() -> str:
+    """What a new process of the last rank, which has no process group, is told about its data."""
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy(lt_tiled.fabric, "ddp", sequence_parallel=2))
+    fabric.launch()
+    if fabric.global_rank < 3:
+        return ""
+    asks = "from lt_tiled.sequence_parallel.groups import *; print(data_rank(), data_world_size())"
+    return subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_spawned_workers(four_ranks: World) -> None:
+    """Workers of a data loader that are new processes read what their rank would."""
+    assert four_ranks(told_a_worker)[3].split() == ["1", "2"]
 
 
 # The check that they do
@@ -319,34 +337,41 @@ def test_no_sync(world: World) -> None:
 # Checkpoints
 
 
-def resumed(folder: str, first: int, second: int, steps: int) -> tuple[list[float], str]:
+def resumed(folder: str, engine: str, first: int, second: int, steps: int) -> tuple[list[float], str]:
     """The losses of an epoch after one, or a part of one, of groups of another size."""
     path = str(Path(folder) / f"{first}.ckpt")
-    loader = lambda: DataLoader(torch.cat(batches(4)), batch_size=2)  # noqa: E731
-    chosen = [strategy(lt_tiled, "ddp", sequence_parallel=size) for size in (first, second)]
-    run = fit(chosen[0], Lit("llama"), loader(), max_steps=steps, max_epochs=1)
-    run.save_checkpoint(path)
+    data = DataLoader(torch.cat(batches(4)), batch_size=2)
+    chosen = [strategy(lt_tiled, engine, sequence_parallel=size) for size in (first, second)]
+    fit(chosen[0], Lit("llama"), data, max_steps=steps, max_epochs=1).save_checkpoint(path)
     lit = Lit("llama")
     run = trainer(chosen[1], devices=2, max_steps=-1, max_epochs=2)
     try:
-        run.fit(lit, loader(), ckpt_path=path)
+        run.fit(lit, data, ckpt_path=path)
     except ValueError as error:
         return [], str(error)
     return lit.losses, ""
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_resumed_after_an_epoch(first: int, second: int, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_resumed_after_an_epoch(
+    engine: str, first: int, second: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """A run goes on with groups of another size where an epoch ended: the next epoch has all of its batches."""
-    for losses, message in world(resumed, str(tmp_path), first, second, -1):
+    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    for losses, message in world(resumed, str(tmp_path), engine, first, second, -1):
         assert message == ""
         assert len(losses) == 4 * second // 2
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_resumed_in_an_epoch(first: int, second: int, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_resumed_in_an_epoch(
+    engine: str, first: int, second: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """In the middle of an epoch that is refused, because the batches that are left would be others."""
-    for losses, message in world(resumed, str(tmp_path), first, second, 1):
+    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    for losses, message in world(resumed, str(tmp_path), engine, first, second, 1):
         assert losses == []
         assert f"with sequence_parallel={first}" in message
         assert f"resume with {first}" in message
