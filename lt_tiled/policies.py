@@ -176,6 +176,9 @@ class SequenceParallel:
     """What blocks with activation checkpointing keep for their recompute: what attention exchanged, so that nothing is
     exchanged in the recompute, or attention with its saved tensors, so that it does not run again either. It is
     offloaded as block inputs are."""
+    batch: Literal["check", "trust"] = "check"
+    """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
+    differ."""
     self_check: bool = True
     """Run a few tokens of the first input whole on each rank and shared, and raise an error if outputs, or what
     attention is given, differ."""
@@ -189,6 +192,7 @@ class SequenceParallel:
                 f"keep='exchange' would keep what head_tiles={self.head_tiles} exchanges of all heads: set"
                 " keep='attention' or head_tiles=1."
             )
+        _check_choice("batch", self.batch, ("check", "trust"))
         _check_targets(self.targets)
 
 

@@ -14,7 +14,7 @@ from tests.processes import guard
 from tests.world import World
 
 TESTS = Path(__file__).parent
-ON_RANKS = {"four_ranks", "world", "deepspeed_world", "on_ranks"}
+ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "on_ranks"}
 """Fixtures that run ranks."""
 SLOW = (
     "benchmarks/",
@@ -141,6 +141,14 @@ def deepspeed_world(_two_deepspeed_ranks: World) -> World:
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[World]:
     """Return four gloo ranks that live for the session."""
+    world = World(4)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def four_deepspeed_ranks() -> Iterator[World]:
+    """Return four more ranks, for ZeRO-3 as in ``deepspeed_world``."""
     world = World(4)
     yield world
     world.close()

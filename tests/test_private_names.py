@@ -271,6 +271,10 @@ CANARIES: dict[str, Callable[[], Any]] = {
         importlib.import_module("transformers.utils.output_capturing")._active_collector.get() is None
     ),
     "_attn_implementation": lambda: tiny_llama().config._attn_implementation == "sdpa",
+    **{
+        name: lambda name=name: getattr(type(tiny_llama()), name) is True
+        for name in ("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa")
+    },
     "_loss_function": loss_function,
     "_can_checkpoint_with_cache": lambda: "_can_checkpoint_with_cache" in source("transformers.modeling_layers"),
     "_computed": metric_state,

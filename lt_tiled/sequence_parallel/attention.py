@@ -32,7 +32,8 @@ class _Shared:
             return self.function(module, query, key, value, attention_mask, *args, **kwargs)
         if kwargs.get("position_bias") is not None:
             raise ValueError(
-                f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut."
+                f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
+                " with other positions, or sequence_parallel=1."
             )
         mask = region.mask if region.own_mask else attention_mask
         if kwargs.get("position_ids") is not None:
@@ -51,7 +52,7 @@ class _Shared:
             own: Tensor = self.function(seen, q, k, v, _mask_of(region, mask, mine, heads), *args, **given)[0]
             return own.transpose(1, 2)
 
-        return attend(region, query, key, value, attention).transpose(1, 2), None
+        return attend(region, query, key, value, attention).transpose(1, 2).contiguous(), None
 
 
 class _Grouped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -40,11 +41,43 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_outputs(patch.sharing.owner, self.config, given)
     tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if given.get("labels") is None or not isinstance(tokens, Tensor) or not _computes_loss(self) or _partly(given):
-        return patch.inner(self, *args, **kwargs)  # its blocks share the sequence
-    return _shared_loss(self, patch, given, tokens)
+        return _shared_blocks(self, patch, given, args, kwargs)
+    with patch.sharing.compared(given.items()):
+        return _shared_loss(self, patch, given, tokens)
+
+
+def _shared_blocks(
+    model: Any, patch: ModelInRegion, given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a model whose blocks share the sequence.
+
+    Raises:
+        ValueError: If code between the blocks needs all tokens.
+    """
+    sharing = patch.sharing
+    trains = model.training or given.get("labels") is not None
+    if trains and _caches(model, given) and not any(given.get(name) is not None for name in _NEEDS_CACHE):
+        kwargs = kwargs | {"use_cache": False}  # the default, of which training has no use
+    alone = _caches(model, {**given, **kwargs}) or _partly(given)  # as generate: the ranks' calls may differ
+    try:
+        with nullcontext() if alone else sharing.compared(given.items()):
+            return patch.inner(model, *args, **kwargs)
+    except (RuntimeError, IndexError) as error:
+        if sharing.open is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        sharing.open = None
+        raise ValueError(
+            f"{sharing.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
+            " without what it uses there, as features of images that it adds to hidden states, or name one module"
+            " around it in SequenceParallel(targets=...)."
+        ) from error
 
 
 _forward.__name__ = "forward"  # what pickle looks up on the class
+
+
+_NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
+"""Arguments with which the default cache may matter: transformers finds packed documents where there is none."""
 
 
 def _partly(given: Mapping[str, Any]) -> bool:
@@ -152,7 +185,9 @@ def _caches(model: Any, given: Mapping[str, Any]) -> bool:
     """Whether a call without sequence parallelism would fill a key-value cache."""
     asked = given.get("use_cache")
     recomputes = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    return bool(getattr(model.config, "use_cache", False) if asked is None else asked) and not recomputes
+    return (
+        bool(getattr(model.config.get_text_config(), "use_cache", False) if asked is None else asked) and not recomputes
+    )
 
 
 def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, tokens: Tensor) -> Any:
@@ -161,7 +196,7 @@ def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, toke
     Packed documents that the position ids show are noted in the region instead, where attention can run on each.
 
     Raises:
-        ValueError: If layers are not attention, or a mask would be too large.
+        ValueError: If a mask would be too large.
     """
     from transformers.masking_utils import create_masks_for_generate
 
@@ -170,11 +205,6 @@ def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, toke
     config, total, batch = model.config, region.total, tokens.shape[0]
     attention = str(config._attn_implementation)
     kinds = set(getattr(config, "layer_types", None) or ())
-    if others := kinds - _KINDS:
-        raise ValueError(
-            f"{region.owner} has layers of the kinds {sorted(others)}, which pass on a state from token to token that"
-            " sequence parallelism does not exchange: use a model with attention layers alone."
-        )
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     plain = kinds == {"full_attention"} or (not kinds and not any(windows))
     if attention == "sdpa" and positions is not None and mask is None and batch == 1:
@@ -194,9 +224,6 @@ def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, toke
             )
     like = torch.empty((), dtype=model.dtype, device=tokens.device).expand(batch, total, 1)
     return create_masks_for_generate(config, like, mask, None, positions)
-
-
-_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def _check(model: Any, patch: ModelInRegion, tokens: Tensor) -> None:

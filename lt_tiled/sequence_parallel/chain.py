@@ -6,7 +6,8 @@ without labels share a sequence: what is before and behind the blocks is whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from lt_tiled.sequence_parallel.arguments import changed_arguments, hidden_of, n
 from lt_tiled.sequence_parallel.attention import SeesAttention
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Live, Region, current, entered, is_backward
+from lt_tiled.sequence_parallel.same_batch import SameBatch
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 
 
@@ -40,6 +42,25 @@ class Sharing:
     """The region that the first block opened and the last one will close."""
     checked: set[object] = field(default_factory=set)
     """What passed the self-check."""
+    same_batch: SameBatch | None = field(init=False, default=None)
+    _compared: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        if self.group is not None and self.policy.batch == "check":
+            self.same_batch = SameBatch(self.owner, self.group)
+
+    @contextmanager
+    def compared(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[None]:
+        """Raise an error if the ranks of the group have different inputs, which are not compared again inside."""
+        if self.same_batch is None or self._compared:
+            yield
+            return
+        self.same_batch.check(inputs)
+        self._compared = True
+        try:
+            yield
+        finally:
+            self._compared = False
 
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
@@ -129,7 +150,8 @@ def _opened(
                 once=f"shared cache {sharing.owner}",
             )
             return None
-    return sharing.region(hidden.shape[1], in_blocks=True) if sharing.shares(hidden.shape[1]) else None
+    with sharing.compared(named_arguments(module, args, kwargs)):
+        return sharing.region(hidden.shape[1], in_blocks=True) if sharing.shares(hidden.shape[1]) else None
 
 
 def _run(
@@ -160,9 +182,13 @@ def _joined(patch: BlockInRegion, region: Region, name: str, output: Any) -> Any
     """Return the output of a block; that of the last one with all tokens.
 
     Raises:
-        ValueError: If it has other tensors than hidden states.
+        ValueError: If it has other tensors than hidden states, or a loss that was computed from all labels.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    if patch.first and patch.last and region.losses and len(leaves) == 1 and leaves[0].dim() == 0:
+        loss = region.mean(leaves[0])
+        patch.sharing.close(region, loss)
+        return pytree.tree_map(lambda leaf: loss if leaf is leaves[0] else leaf, output)
     if len(leaves) != 1 or leaves[0].dim() < 2 or leaves[0].shape[1] != region.length:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
         raise ValueError(
@@ -191,17 +217,16 @@ def _check(
     sharing = patch.sharing
     whole, shared = sharing.small_regions(in_blocks=True)
     few = repeated_to(shared.total)
-    if patch.first:
-        start = few(hidden.detach(), 1)
-    else:  # the first tokens of each rank
-        count = min(TOKENS, min(region.lengths))
-        start = few(all_gather(hidden.detach()[:, :count], [count] * region.size, 1, region.name), 1)
+    # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
+    count, own = min(TOKENS, min(region.lengths)), region.local(hidden) if patch.first else hidden
+    start = few(all_gather(own.detach()[:, :count], [count] * region.size, 1, region.name), 1)
     args, kwargs = changed_arguments(name, module, args, kwargs, region.total, start, few, masks=True)
 
     def run(small: Region) -> Tensor:
         own, named = changed_arguments(name, module, args, kwargs, small.total, small.local(start), small.local)
         leaves = pytree.tree_leaves(patch.inner(module, *own, **named))
-        return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return small.mean(found) if found.dim() == 0 else found
 
     check_shared(module, name, hidden.device, whole, shared, run)
     sharing.checked.add(patch.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -37,12 +38,15 @@ class Groups:
 
 
 _latest: Groups | None = None
+_FOR_WORKERS = "LT_TILED_DATA_RANK"
+"""The environment variable that tells what spawned workers of data loaders, which have no process group, would ask."""
 
 
 def remember(groups: Groups | None) -> None:
     """Make these the groups that :func:`data_rank` tells."""
     global _latest
     _latest = groups
+    os.environ[_FOR_WORKERS] = "{} {}".format(*_place()) if groups or _started() else "0 1"
 
 
 def data_rank() -> int:
@@ -51,12 +55,21 @@ def data_rank() -> int:
     It is the global rank without sequence parallelism. Use it, with :func:`data_world_size`, wherever data depends on
     the rank, as in an ``IterableDataset``.
     """
-    return _latest.index if _latest is not None else dist.get_rank() if _started() else 0
+    return _place()[0]
 
 
 def data_world_size() -> int:
     """Return the number of ranks, or of groups that share their sequences, that read different data."""
-    return _latest.count if _latest is not None else dist.get_world_size() if _started() else 1
+    return _place()[1]
+
+
+def _place() -> tuple[int, int]:
+    if _latest is not None:
+        return _latest.index, _latest.count
+    if _started():
+        return dist.get_rank(), dist.get_world_size()
+    rank, count = os.environ.get(_FOR_WORKERS, "0 1").split()
+    return int(rank), int(count)
 
 
 def _started() -> bool:

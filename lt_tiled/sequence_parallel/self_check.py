@@ -38,7 +38,8 @@ def check_shared(
         device: Where it runs.
         whole: A region of one rank.
         shared: A region of the group.
-        run: Calls the module in a region and returns its output for the rank's own tokens, ``[B, n, ...]``.
+        run: Calls the module in a region and returns its output for the rank's own tokens, ``[B, n, ...]``, or the
+            loss of all.
 
     Raises:
         ValueError: If they differ, or no attention saw the tokens of all ranks.
@@ -47,7 +48,15 @@ def check_shared(
     modes = training_set([(part, False) for part in module.modules()])
     with torch.no_grad(), random_state_kept(device), modes:
         with entered(whole):
-            expected = shared.local(run(whole))
+            try:
+                expected = run(whole)
+            except (RuntimeError, IndexError, TypeError) as error:  # on all ranks: they have the same tokens
+                raise ValueError(
+                    f"{owner} cannot run on {whole.total} tokens, with which sequence parallelism checks it ({error})."
+                    f" It may need a number of tokens that is a product of others, as of an image. {REMEDY}"
+                ) from error
+        if expected.dim() > 1:
+            expected = shared.local(expected)
         with entered(shared):
             found = run(shared)
     problem = _difference(owner, whole, shared, found, expected)

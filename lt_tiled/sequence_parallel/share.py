@@ -52,15 +52,35 @@ def _sharing(
 
 def _checked(path: str, model: nn.Module) -> bool:
     """Refuse models of transformers whose sequences cannot be shared."""
-    config, kind = model.config, type(model).__name__
+    config: Any = model.config
+    text, kind = config.get_text_config(), type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone.")
-    if config.get_text_config()._attn_implementation == "eager":  # type: ignore[operator,union-attr]
         raise ValueError(
-            f"{kind} uses eager attention, which sequence parallelism does not support: load it with"
-            " attn_implementation='sdpa', 'flash_attention_2' or 'flex_attention'."
+            f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone: use a model"
+            " with one, or sequence_parallel=1."
+        )
+    if others := set(getattr(text, "layer_types", None) or ()) - _KINDS:
+        raise ValueError(
+            f"{kind} has layers of the kinds {sorted(others)}, which pass on a state from token to token that sequence"
+            " parallelism does not exchange: use a model with attention layers alone, or sequence_parallel=1."
+        )
+    if text._attn_implementation == "eager":
+        found = [name for name, flag in _INSTEAD_OF_EAGER.items() if getattr(model, flag, False)]
+        remedy = f"load it with attn_implementation={' or '.join(map(repr, found))}" if found else "use another model"
+        raise ValueError(
+            f"{kind} uses eager attention, or no attention, which sequence parallelism does not support: {remedy}, or"
+            " sequence_parallel=1."
         )
     return True
+
+
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_INSTEAD_OF_EAGER = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+"""Attentions that are replaced in a region, and what transformers says where a model supports them."""
 
 
 def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -68,7 +88,7 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
     decoder: Any = getattr(model, "get_decoder", None)  # of a vision-language model
     inner: nn.Module = model if decoder is None else decoder()
     names = {m: name for name, m in [("", model), *walk(model)]}
-    blocks = find_blocks(inner)
+    blocks = find_blocks(inner) or find_blocks(model)  # a decoder may be a head
     parents = {name.rpartition(".")[0] for name, _ in blocks}
     if not blocks or len(parents) > 1:
         found = f"blocks in {', '.join(sorted(parents))}" if blocks else "no blocks"

@@ -36,6 +36,8 @@ else:
     Base, FabricBase, TrainerBase = AppliesPolicies, object, object
 
 _DEFAULT = Tiling()
+_SIZE = "sequence_parallel_size"
+"""The key in checkpoints of runs with sequence parallelism."""
 
 
 class TiledStrategy(Base):
@@ -156,6 +158,29 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.prepared.free_buffers()  # a full state dict may need the memory
         return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._groups is not None:
+            checkpoint[_SIZE] = self._groups.group.size()
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint.
+
+        Raises:
+            ValueError: If a run is resumed in the middle of an epoch, whose batches other groups of ranks shared.
+        """
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        before, now = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+        fits = self.lightning_module.trainer.state.fn == "fit"
+        if before != now and fits and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
+            raise ValueError(
+                f"The checkpoint was saved in the middle of an epoch with sequence_parallel={before}, and with"
+                f" sequence_parallel={now} its batches are not those that were left: resume with {before}, or from a"
+                " checkpoint of an epoch's end."
+            )
+        return checkpoint
 
 
 class TiledFabricStrategy(TiledStrategy, FabricBase):

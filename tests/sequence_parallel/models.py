@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lt_tiled import tiled_linear_cross_entropy
 from tests.models import WIDE, GatedMLP, H
 
 VOCAB = 64
@@ -71,6 +72,32 @@ class GPT(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class Body(nn.Module):
+    """From embedded tokens and labels to a loss in tiles."""
+
+    def __init__(self, **loss: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head, self.loss = nn.LayerNorm(H), nn.Linear(H, VOCAB, bias=False), loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return tiled_linear_cross_entropy(self.norm(x), self.head.weight, labels, shift=True, **self.loss)
+
+
+class WithBody(nn.Module):
+    """A model with a module that a policy can name, which computes the loss."""
+
+    def __init__(self, **loss: Any) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCAB, H), nn.Embedding(256, H)
+        self.body = Body(**loss)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.body(self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1])), labels)
+
+
 class HeadsBlock(nn.Module):
     """Causal attention alone, with the projections that head tiles need."""
 
@@ -113,6 +140,7 @@ class Case:
     tokens: int = 37
     rows: int = 2
     given: Callable[[Tensor], dict[str, Any]] = field(default=lambda x: {"input_ids": x, "labels": x})
+    targets: str = "auto"
     error: float = 1e-12
     """Relative; more where a model rounds to float32 whatever its weights are."""
 
@@ -140,6 +168,14 @@ def gpt(**heads: int) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return GPT(**heads).double()
+
+    return build
+
+
+def body(**loss: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return WithBody(**loss).double()
 
     return build
 
@@ -201,5 +237,9 @@ CASES = {
     "mixtral": Case(causal("mixtral", num_local_experts=4, num_experts_per_tok=2)),
     "hand-written": Case(gpt()),
     "hand-written 6/3": Case(gpt(heads=6, keys=3)),
+    "own loss": Case(body(), given=half_ignored, targets="body"),
+    "own loss, sum": Case(body(reduction="sum"), targets="Body"),
+    "own loss, count": Case(body(count=50.0), targets="body"),
+    "own loss, global count": Case(body(count="global"), given=half_ignored, targets="body"),
     "hand-written, window": Case(gpt(), given=lambda x: {"input_ids": x, "labels": x, "window": 5}),
 }

@@ -62,7 +62,7 @@ def errors(
         if loss["loss"]:
             lt_tiled.prepare(reference, **loss)
         true = step(reference, inputs)
-        policy = SequenceParallel(size, **(options or {}))
+        policy = SequenceParallel(size, targets=case.targets, **(options or {}))
         with lt_tiled.prepare(model, sequence_parallel=policy, group=group, **loss, **(policies or {})):
             found[name] = worst(step(model, inputs), true)
     return found

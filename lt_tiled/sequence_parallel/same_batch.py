@@ -1,0 +1,141 @@
+"""The check that all ranks of a group, which share each sequence, were given the same batch.
+
+The ranks exchange a few numbers on the host, once for each forward pass, and all of them raise the same error. Names,
+shapes and dtypes are compared at once. So are values, but for those of later passes on a GPU: they are copied to the
+host without a wait for the GPU, and compared with the next pass.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROWS, WIDTH = 64, 16
+"""How many places of floating-point tensors are compared, and how many numbers of each, as of a token's features."""
+TOLERANCE = 0.05
+"""Their difference, relative to their norm: devices may round differently, and other tokens differ by more."""
+MAX_DIGESTED = 2**24
+"""Integers of larger tensors, which are masks, are not compared."""
+
+_hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a gloo group of the same ranks. Each of them makes it with the first call, unless the group is one."""
+    if group not in _hosts:
+        if "cpu:gloo" in dist.get_backend_config(group):
+            return group
+        ranks = dist.get_process_group_ranks(group)
+        _hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _hosts[group]
+
+
+class SameBatch:
+    """Compares the batches of the ranks of a group.
+
+    Args:
+        owner: The name of the model in messages.
+        group: The ranks that share each sequence.
+    """
+
+    def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
+        self.owner, self.size, self._host = owner, group.size(), host_group(group)
+        self._last: tuple[Tensor, Callable[[], None]] | None = None
+        """The values of the last pass, and what waits for their copy."""
+        self.compared = 0
+        """How often values were compared."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def check(self, inputs: Iterable[tuple[str, object]]) -> None:
+        """Compare the tensors among named inputs, on all ranks of the group.
+
+        Raises:
+            ValueError: On all ranks, if they differ between ranks.
+        """
+        tensors = [(name, value) for name, value in inputs if isinstance(value, Tensor)]
+        described = zlib.crc32(repr([(name, t.dtype, [*t.shape]) for name, t in tensors]).encode())
+        values = _values([t for _, t in tensors])
+        if self._last is None or values.device.type != "cuda":
+            before, self._last = values.cpu(), (torch.zeros(values.shape, dtype=values.dtype), lambda: None)
+        else:
+            (before, wait), self._last = self._last, leaving(values)
+            wait()
+        mine = torch.cat([torch.tensor([described]), before])
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self._host)
+        self.compared += 1
+        shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in tensors)
+        for rank, other in enumerate(every):
+            if bool(other[0] != every[0][0]):
+                raise ValueError(self._differs(rank, f"of other shapes; here {shapes}"))
+            if _differ(every[0][1:], other[1:]):
+                raise ValueError(self._differs(rank, f"with other values in {shapes}"))
+
+    def _differs(self, rank: int, how: str) -> str:
+        return (
+            f"{self.owner} was given a batch on rank {rank} of a group that shares each sequence, and another on rank 0"
+            f" ({how}). All {self.size} ranks of a group need the same batch. Let Lightning set the sampler"
+            " (use_distributed_sampler=True), or give yours num_replicas=lt_tiled.data_world_size() and"
+            " rank=lt_tiled.data_rank() and the same seed on all ranks. If they are the same and random numbers change"
+            " them in the model, set SequenceParallel(batch='trust')."
+        )
+
+
+def leaving(values: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to copy values to the host. Return the copy and what waits for it."""
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    return copy, torch.cuda.current_stream(values.device).record_event().synchronize
+
+
+def _values(tensors: list[Tensor]) -> Tensor:
+    """Return a digest of the integers, and bits of some floating-point numbers: ``[1 + ROWS * WIDTH]``, int64."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    values = torch.zeros(1 + ROWS * WIDTH, dtype=torch.int64, device=device)
+    floats = [t for t in tensors if t.is_floating_point() and t.numel()][:ROWS]
+    parts = values[1:].view(ROWS, WIDTH).tensor_split(max(1, len(floats)))
+    for tensor, part in zip(floats, parts, strict=False):
+        sample = _sampled(tensor, len(part)).to(device)
+        part[: len(sample), : sample.shape[1]] = sample.view(torch.int32)
+    for tensor in tensors:
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MAX_DIGESTED:
+            values[0] = values[0] * 31 + _digest(tensor).to(device)
+    return values
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1).to(torch.int64)
+    mixed = (flat + 1) * (torch.arange(len(flat), device=flat.device) * 0x1E3779B97F4A7C15 + 1)
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def _sampled(tensor: Tensor, rows: int) -> Tensor:
+    """Return some of the features of evenly spaced tokens, ``[at most rows, at most WIDTH]``, in float32."""
+    *leading, width = tensor.shape or (1,)
+    places = torch.linspace(0, prod(leading) - 1, min(rows, prod(leading)), device=tensor.device).long()
+    tokens = tensor[torch.unravel_index(places, leading)] if leading else tensor.reshape(1, -1)
+    return tokens[:, :: max(1, width // WIDTH)][:, :WIDTH].float().contiguous()
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether values differ by more than rounding, and otherwise than by dropout.
+
+    Dropout in front of the blocks leaves some of the features of each token equal, and another token hardly any.
+    """
+    if bool(one[0] != other[0]):
+        return True
+    a, b = (values[1:].to(torch.int32).view(torch.float32).view(ROWS, WIDTH) for values in (one, other))
+    counted = (a != 0) | (b != 0)
+    equal = ((a - b).abs() <= TOLERANCE * a.square().mean().sqrt()) & counted
+    rows = counted.any(1)
+    if not rows.any():
+        return False
+    share = equal[rows].sum(1) / counted[rows].sum(1)
+    return bool((share <= 1 / 8).float().mean() > (0 if share.median() > 3 / 4 else 0.1))

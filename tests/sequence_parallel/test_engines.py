@@ -1,0 +1,170 @@
+"""Every engine trains with shared sequences as one process does, in Trainer and in Fabric."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lt_tiled
+from lt_tiled import Checkpointing
+from tests.engines.cells import ENGINES, set_up, sgd, strategy
+from tests.lit import trainer
+from tests.sequence_parallel.models import GPT, causal, ids
+from tests.world import World
+
+NEAR = 2e-6
+"""The relative error of losses and logits after three optimizer steps in float32."""
+TOKENS, STEPS = 25, 3
+MODELS = {"llama": lambda: causal("llama")().float(), "hand-written": lambda: seeded(GPT)}
+MODES = ("plain", "tiled", "disk")
+
+
+def seeded(build: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def batches(count: int = STEPS, rows: int = 2) -> list[Tensor]:
+    return [ids(rows, TOKENS, seed) for seed in range(count)]
+
+
+def loss_and_logits(name: str, net: Any, x: Tensor, labels: bool = True) -> Any:
+    uncached = {} if "hand" in name else {"use_cache": False}
+    output = net(input_ids=x, labels=x) if labels else net(input_ids=x, **uncached)
+    return output if isinstance(output, Tensor) else output.loss if labels else output.logits
+
+
+class Lit(pl.LightningModule):
+    """Notes its losses, and the logits of a validation."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.net = MODELS[name]()  # before the strategy's contexts, because ZeRO-3 draws weights of its own
+        self.losses: list[float] = []
+        self.logits: Tensor | None = None
+
+    def configure_model(self) -> None: ...
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        loss = loss_and_logits(self.name, self.net, x)
+        self.losses.append(float(loss.detach()))
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, x: Tensor, index: int) -> None:
+        self.logits = loss_and_logits(self.name, self.net, x, labels=False).clone()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self.trainer.model.parameters())
+
+
+def policies(name: str, mode: str, directory: str) -> dict[str, Any]:
+    offload = Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
+    if mode == "plain":
+        return {"tiling": None, "checkpointing": None}
+    return {
+        "tiling": 3,
+        "checkpointing": True if mode == "tiled" else offload,
+        "loss": name == "llama" or None,
+    }
+
+
+def in_trainer(engine: str, name: str, mode: str, directory: str) -> tuple[list[float], Tensor]:
+    lit = Lit(name)
+    chosen = strategy(lt_tiled, engine, sequence_parallel=2, **policies(name, mode, directory))
+    loader, val = (DataLoader(torch.cat(rows), batch_size=2) for rows in (batches(), batches(1)))
+    options = {"num_sanity_val_steps": 0, "use_distributed_sampler": False}  # it would shuffle
+    trainer(chosen, devices=2, max_epochs=1, **options).fit(lit, loader, val)
+    return lit.losses, lit.logits
+
+
+def in_fabric(engine: str, name: str, mode: str, directory: str) -> tuple[list[float], Tensor]:
+    chosen = strategy(lt_tiled.fabric, engine, sequence_parallel=2, **policies(name, mode, directory))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    model, optimizer = set_up(fabric, MODELS[name](), engine)
+    losses = []
+    for x in fabric.setup_dataloaders(DataLoader(torch.cat(batches()), batch_size=2)):
+        loss = loss_and_logits(name, model, x)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    model.eval()
+    with torch.no_grad():
+        logits = loss_and_logits(name, model, batches(1)[0], labels=False).clone()
+    fabric.strategy.release()
+    return losses, logits
+
+
+LOOPS = {"trainer": in_trainer, "fabric": in_fabric}
+
+
+def error(found: Tensor, true: Tensor) -> float:
+    return float((found - true).norm() / true.norm())
+
+
+def each_model(loop: str, engine: str, mode: str, directory: str) -> dict[str, tuple[list[float], Tensor]]:
+    return {name: LOOPS[loop](engine, name, mode, directory) for name in MODELS}
+
+
+@cache
+def one_process(name: str) -> tuple[list[float], Tensor]:
+    """The losses of three steps of one process, and the logits behind them."""
+    net, losses = MODELS[name](), []
+    optimizer = sgd(net.parameters())
+    for x in batches():
+        optimizer.zero_grad()
+        loss = loss_and_logits(name, net, x)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        return losses, loss_and_logits(name, net, batches(1)[0], labels=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Two ranks that share each sequence train as one process: the same losses, and logits after three steps."""
+    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    for found in world(each_model, loop, engine, mode, str(tmp_path)):
+        for name, (losses, logits) in found.items():
+            true, true_logits = one_process(name)
+            assert losses == pytest.approx(true, rel=NEAR)
+            assert error(logits, true_logits) < NEAR
+            assert losses[0] != losses[-1]
+
+
+def clipped(engine: str, size: int) -> tuple[list[float], Tensor]:
+    """Three clipped steps of a Trainer on as many groups as there are data-parallel ranks."""
+    lit = Lit("llama")
+    policy = {"sequence_parallel": size, "tiling": 3, "loss": True}
+    chosen = DDPStrategy() if engine == "plain" else strategy(lt_tiled, engine, **policy)
+    loader, val = (DataLoader(torch.cat(rows), batch_size=2) for rows in (batches(2 * STEPS), batches(2)))
+    options = {"devices": dist.get_world_size(), "max_epochs": 1, "num_sanity_val_steps": 0}
+    trainer(chosen, gradient_clip_val=0.2, **options).fit(lit, loader, val)
+    return lit.losses, lit.logits
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2", "zero2", "zero3"])
+def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> None:
+    """Two groups of two ranks with Lightning's sampler and clipped gradients train as plain DDP on two ranks."""
+    four: World = request.getfixturevalue("four_deepspeed_ranks" if engine.startswith("zero") else "four_ranks")
+    true = world(clipped, "plain", 1)
+    for rank, (losses, logits) in enumerate(four(clipped, engine, 2)):
+        assert losses == pytest.approx(true[rank // 2][0], rel=NEAR)
+        assert error(logits, true[rank // 2][1]) < NEAR
+    assert true[0][0] != true[1][0]

@@ -1,0 +1,156 @@
+"""Every architecture of the table shares its sequences as one process computes them, or is refused with a remedy."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lt_tiled
+from lt_tiled import SequenceParallel
+from lt_tiled.errors import NothingFoundError
+from lt_tiled.sequence_parallel import attention
+from tests.architectures import ARCHITECTURES
+from tests.sequence_parallel.models import causal, ids
+from tests.sequence_parallel.runs import step, worst
+from tests.world import World
+
+_EAGER = r"uses eager attention, or no attention, .*: "
+_NONE = _EAGER + "use another model"
+_STATES = r"has layers of the kinds .* use a model with attention layers alone"
+_TWO = "has an encoder and a decoder, .* use a model with one"
+_CROSS = r"needs self-attention of all .* tokens .*SequenceParallel\(targets=...\)"
+_UNSEEN = r"None of its attention was seen.* Use the sdpa, flash or flex attention"
+_BETWEEN = r"needs all tokens between its blocks, .* call it without what it uses there"
+_IMAGE = r"cannot run on 9 tokens, .* SequenceParallel\(targets=...\)"
+_BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
+REFUSED = {
+    "BART": _TWO,
+    "BLOOM": _NONE,
+    "DeBERTa V2": _NONE,
+    "Doge": _UNSEEN,
+    "FNet": _NONE,
+    "Falcon": _UNSEEN,
+    "Falcon H1": _STATES,
+    "GPT-J": _EAGER + "load it with attn_implementation='flash_attention_2'",
+    "GPT-Neo": _EAGER + "load it with attn_implementation='flash_attention_2'",
+    "GPT-OSS": _EAGER + "load it with attn_implementation='flash_attention_2' or 'flex_attention'",
+    "Gemma 2": _EAGER + "load it with attn_implementation='flash_attention_2' or 'flex_attention'",
+    "Granite 4 (hybrid)": _STATES,
+    "Hiera": _NONE,
+    "Jamba": _STATES,
+    "LFM 2": _STATES,
+    "LeViT": _NONE,
+    "Llama 3.2 (image and text)": _CROSS,
+    "Longformer": _NONE,
+    "MPT": _NONE,
+    "Mamba": _STATES,
+    "MiniMax": _STATES,
+    "Qwen 3-Next": _STATES,
+    "Qwen 3-VL": _BETWEEN,
+    "RWKV": _NONE,
+    "Swin": _IMAGE,
+    "T5": _TWO,
+    "T5Gemma": _TWO,
+    "Whisper": _TWO,
+    "Zamba 2": _STATES,
+    "wav2vec 2.0": _BLOCKS,
+    "wav2vec 2.0-BERT": "adds a position bias .* use a model with other positions",
+}
+"""Why, and the remedy."""
+NEAR = 3e-7
+"""Where a model computes a part in float32; elsewhere errors are those of float64."""
+
+
+def shared(name: str) -> tuple[float, int, str]:
+    """The error of a step whose sequences all ranks share, its exchanges, or why the architecture is refused."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    return against_whole(model, architecture.feed(model))
+
+
+def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[float, int, str]:
+    reference, policies = copy.deepcopy(model), {"loss": True}
+    try:
+        lt_tiled.prepare(reference, loss=True)
+    except NothingFoundError:
+        policies = {}
+    true = step(reference, inputs)
+    exchanges, attend = 0, attention.attend
+
+    def counted(region: Any, *args: Any) -> Any:
+        nonlocal exchanges
+        exchanges += region.size == 2 and torch.is_grad_enabled()  # the self-check needs no gradients
+        return attend(region, *args)
+
+    attention.attend = counted
+    try:
+        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, **options), **policies):
+            return worst(step(model, inputs), true), exchanges, ""
+    except ValueError as error:
+        return 0.0, 0, str(error)
+    finally:
+        attention.attend = attend
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
+def test_shared(name: str, world: World) -> None:
+    """The loss and all gradients of two ranks are those of one, and attention exchanged heads for tokens."""
+    for error, exchanges, message in world(shared, name):
+        assert message == ""
+        assert exchanges
+        assert error < max(NEAR, ARCHITECTURES[name].error)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, world: World) -> None:
+    """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""
+    for _, _, message in world(shared, name):
+        assert re.search(REFUSED[name], message)
+
+
+def padded_encoder(padded: bool) -> tuple[float, int, str]:
+    """BERT on rows of unequal length, or on whole ones."""
+    model = ARCHITECTURES["BERT"].build()
+    inputs = ARCHITECTURES["BERT"].feed(model)
+    mask = torch.ones_like(inputs["input_ids"])
+    if padded:
+        mask[0, -20:] = 0
+        inputs["labels"] = inputs["labels"].where(mask.bool(), -100)
+    return against_whole(model, inputs | {"attention_mask": mask})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder(padded: bool, world: World) -> None:
+    """A bidirectional encoder attends to all tokens of all ranks but padding."""
+    for error, exchanges, message in world(padded_encoder, padded):
+        assert message == ""
+        assert exchanges == 2
+        assert error < 1e-12
+
+
+def asked_for(option: str) -> str:
+    return against_whole(causal("llama")(), {"input_ids": (x := ids(2, 24)), "labels": x, option: True})[2]
+
+
+@pytest.mark.parametrize("option", ["output_attentions", "output_hidden_states"])
+def test_outputs(option: str, world: World) -> None:
+    """Outputs of which each rank would have a part are refused."""
+    for message in world(asked_for, option):
+        assert re.search(f"{option}.*set it to False", message)
+
+
+def trained_without_labels() -> tuple[float, int, str]:
+    return against_whole(causal("llama")(), {"input_ids": ids(2, 24)})
+
+
+def test_own_loss(world: World) -> None:
+    """A model in training that is called as it is loaded, with its cache on by default, shares its sequences too."""
+    for error, exchanges, message in world(trained_without_labels):
+        assert message == ""
+        assert exchanges == 2
+        assert error < 1e-12
