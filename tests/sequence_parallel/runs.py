@@ -86,7 +86,7 @@ class _Counts(TorchDispatchMode):
 def _causal(layers: int, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     group, _ = dist.new_subgroups(2)
     model = causal("llama", num_hidden_layers=layers)()
-    policy = SequenceParallel(2, self_check=False, **options)
+    policy = SequenceParallel(2, self_check=False, batch="trust", **options)
     prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, checkpointing=True, loss=True)
     return prepared, model, CASES["llama"].inputs()
 
