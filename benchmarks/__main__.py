@@ -92,7 +92,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
     device = device_at_hand()
     rounds = 3 if quick else 9
     few = Size(tokens=1024, hidden=128, intermediate=512, layers=2, shards=8)
-    shared = Size(tokens=2048, hidden=256, intermediate=1024, layers=3)
+    shared = Size(tokens=512 if quick else 2048, hidden=256, intermediate=1024, layers=3)
     rows = [row for row in ROWS if row.lengths == (24, 24) and row.accumulate == 1] if quick else ROWS
     sizes = (2048, 128, 8192) if quick else (4096, 256, 16384)
     if device.type == "cuda":
@@ -101,7 +101,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "peers": lambda: [roll_call(everyone)],
         "correctness": lambda: [*correctness(everyone), *rounding(everyone, device)],
         "engines": lambda: engines(everyone, rows),
-        "sequence_parallel": lambda: sequence_parallel(few if quick else shared, rounds=rounds),
+        "sequence_parallel": lambda: sequence_parallel(shared, (2,) if quick else (2, 4), rounds),
         "costs": lambda: costs(everyone, few if quick else Size()),
         "step_time": lambda: step_time(everyone, device, rounds, quick),
         "host": lambda: host(everyone, 9 if quick else 25),

@@ -8,17 +8,18 @@ the group by the labels that count. One process in float64 gives the true gradie
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import statistics
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from benchmarks.sheet import Cell, Sheet, machine, reason, spread, version_of
 from benchmarks.step_time import interleaved, ratios
 from lt_tiled import SequenceParallel, prepare
 from tests.engines.cells import strategy
-from tests.meters import profiled_peak_bytes
+from tests.meters import LiveBytes
 from tests.world import RanksFailed, World
 
 ENGINES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
@@ -112,7 +113,6 @@ def true_gradients(case: Case) -> dict[str, Tensor]:
 
 def error_and_scale(system: str, engine: str, name: str) -> tuple[float, float]:
     """Return the error of all gradients relative to their norm, and the scale at which they are closest."""
-    _quiet()
     case = CASES[name]
     true, model = true_gradients(case), case.build()
     before = {key: weight.detach().clone() for key, weight in model.named_parameters()}
@@ -124,9 +124,13 @@ def error_and_scale(system: str, engine: str, name: str) -> tuple[float, float]:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns, or the error that it raises as a string."""
+    """Return what a function returns, or the error that it raises as a string. What engines print is not shown."""
+    warnings.simplefilter("ignore")
+    for name in ("lt_tiled", "DeepSpeed"):
+        logging.getLogger(name).disabled = True
     try:
-        return function(*args)
+        with redirect_stdout(io.StringIO()):
+            return function(*args)
     except Exception as error:  # either system may raise anything
         return f"raises {type(error).__name__}: {reason(error)}"
 
@@ -237,12 +241,11 @@ def loss_of_share(wrapped: nn.Module, model: Any, own: Batch, mpu: Any) -> Tenso
 
 @dataclass(frozen=True)
 class Way:
-    """How a step runs. ``options`` are those of ``prepare``, and ``keep`` of ``SequenceParallel``."""
+    """How a step runs."""
 
     system: str = "lt_tiled"
     checkpointing: bool = False
-    keep: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    keep: Literal["exchange", "attention"] | None = None
 
 
 WAYS = {
@@ -252,9 +255,6 @@ WAYS = {
     "lt_tiled, activation checkpointing": Way(checkpointing=True),
     'lt_tiled, `keep="exchange"`': Way(checkpointing=True, keep="exchange"),
     'lt_tiled, `keep="attention"`': Way(checkpointing=True, keep="attention"),
-    "lt_tiled, activation checkpointing, tiled MLPs and loss": Way(
-        checkpointing=True, options={"tiling": True, "loss": True}
-    ),
 }
 ALONE = {
     "one process": Way("one process"),
@@ -262,14 +262,13 @@ ALONE = {
 }
 COLLECTIVES = {"all-to-all": "alltoall", "all-gather": "allgather", "reduce-scatter": "reducescatter"}
 """By the names of torch's operators."""
-_STEPS: dict[str, Callable[[], Tensor]] = {}
-"""In the process of a rank: runs a forward pass and returns the loss, by the names of ways."""
+_STEPS: dict[str, Callable[[], None]] = {}
+"""In the process of a rank: runs a forward and a backward pass, by the names of ways."""
 _OPEN = ExitStack()
 
 
 def set_up(names: list[str], size: Size) -> None:
     """Make the steps of some ways on a rank, and run each once, because a first step checks and allocates."""
-    _quiet()
     model: Any = llama(size, CPU)
     ids = torch.randint(512, (1, size.tokens), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(size.tokens)[None]}
@@ -277,26 +276,26 @@ def set_up(names: list[str], size: Size) -> None:
     deepspeed = any(way.system == "DeepSpeed" for way in ways.values())
     mpu = _OPEN.enter_context(ulysses(model)) if deepspeed else None
     for name, way in ways.items():
-        _STEPS[name] = _loss(way, copy.deepcopy(model).train(), batch, mpu)
-        _STEPS[name]().backward()
+        _STEPS[name] = _step(way, copy.deepcopy(model).train(), batch, mpu)
+        _STEPS[name]()
 
 
-def _loss(way: Way, model: Any, batch: Batch, mpu: Any) -> Callable[[], Tensor]:
-    """Return a function that clears the gradients, runs a forward pass and returns the loss."""
+def _step(way: Way, model: Any, batch: Batch, mpu: Any) -> Callable[[], None]:
+    """Return a function that runs a forward and a backward pass and frees the gradients."""
     if way.system == "DeepSpeed":
         if way.checkpointing:
             model.gradient_checkpointing_enable()
-        run = partial(loss_of_share, model, model, share_of(batch, mpu), mpu)
+        loss = partial(loss_of_share, model, model, share_of(batch, mpu), mpu)
     else:
-        shared = SequenceParallel(dist.get_world_size(), keep=way.keep)  # type: ignore[arg-type]
-        prepare(model, sequence_parallel=shared, checkpointing=way.checkpointing, **way.options)
-        run = partial(loss_of, model, batch)
+        shared = SequenceParallel(dist.get_world_size(), keep=way.keep)
+        prepare(model, sequence_parallel=shared, checkpointing=way.checkpointing)
+        loss = partial(loss_of, model, batch)
 
-    def cleared() -> Tensor:
+    def step() -> None:
+        loss().backward()
         model.zero_grad(set_to_none=True)
-        return run()
 
-    return cleared
+    return step
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -308,7 +307,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def collectives(name: str) -> dict[str, int]:
     """Count the collectives of a forward and a backward pass on this rank, by kind."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        _STEPS[name]().backward()
+        _STEPS[name]()
     names = [event.name.replace("_", "") for event in profiled.events() if event.name.startswith("c10d::")]
     kinds = [next((kind for kind, plain in COLLECTIVES.items() if plain in found), "other") for found in names]
     return dict(Counter(kinds))
@@ -316,14 +315,16 @@ def collectives(name: str) -> dict[str, int]:
 
 def peak(name: str) -> int:
     """Return the most bytes alive at once on this rank in a forward and a backward pass, without weights."""
-    return profiled_peak_bytes(lambda: _STEPS[name]().backward())
+    with LiveBytes() as meter:  # torch's profiler also sees what threads of gloo free a moment later
+        _STEPS[name]()
+    return int(meter.peak)
 
 
 def seconds(name: str) -> float:
     """Time a forward and a backward pass on this rank."""
     dist.barrier()
     start = time.perf_counter()
-    _STEPS[name]().backward()
+    _STEPS[name]()
     return time.perf_counter() - start
 
 
@@ -345,6 +346,18 @@ class Worlds:
             return "dies" if "the process died" in str(failure) else "hangs"
         return next((answer for answer in answers if isinstance(answer, str)), answers)
 
+    def measure(self, system: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what a function returns on each rank.
+
+        Raises:
+            RuntimeError: If it fails.
+        """
+        found = self(system, ranks, function, *args)
+        if isinstance(found, str):
+            raise RuntimeError(f"{system} on {ranks} ranks {found}")
+        answers: list[Any] = found
+        return answers
+
     def close(self) -> None:
         for world in self._worlds.values():
             world.kill()
@@ -362,8 +375,8 @@ def gradients(worlds: Worlds, sizes: tuple[int, ...] = (2, 4), names: Iterable[s
     headings = ["", *(f"{system}, {ENGINES[engine]}" for system, engine in columns)]
     sheet = Sheet("sequence_parallel", "gradients of one sequence that the ranks share", headings)
     sheet.notes = [
-        f"Error of all gradients relative to their norm, float32 on gloo ranks; one process in float64 is the reference;"
-        f" ✗ above {CLOSE:.0e}. x2.00 are gradients that are right except for that factor. deepspeed"
+        f"Error of all gradients relative to their norm, float32 on gloo ranks; one process in float64 is the"
+        f" reference; ✗ above {CLOSE:.0e}. x2.00 are gradients that are right except for that factor. deepspeed"
         f" {version_of('deepspeed')}, sdpa attention."
     ]
     for ranks in sizes:
@@ -388,19 +401,20 @@ def exact_costs(worlds: Worlds, size: Size, sizes: tuple[int, ...] = (2, 4)) -> 
     headings = ["", *COLLECTIVES, "other", *(f"peak live bytes, {ranks} ranks" for ranks in sizes)]
     sheet = Sheet("sequence_parallel_costs", f"a step of {size.layers} layers, {size.tokens} tokens", headings)
     sheet.notes = [
-        f"Collectives of a forward and a backward pass of {size.layers} layers, without an engine. Bytes are those that"
-        f" torch's allocator hands out in the step of {size.tokens} tokens, without weights, on the rank with the most,"
+        f"Collectives of a forward and a backward pass of {size.layers} layers on {sizes[-1]} ranks, without an engine."
+        " The other ones belong to the loss: an all-reduce, and scatters that stand for a reduce-scatter on gloo. Bytes"
+        f" are those that the step of {size.tokens} tokens allocates, without weights, on the rank with the most,"
         " relative to one process with or without activation checkpointing. Exact, on the CPU."
     ]
     ways = {name: way for name, way in WAYS.items() if way.system in _here()}
-    worlds("one process", 1, set_up, list(ALONE), size)
-    alone = {way.checkpointing: worlds("one process", 1, peak, name)[0] for name, way in ALONE.items()}
+    worlds.measure("one process", 1, set_up, list(ALONE), size)
+    alone = {way.checkpointing: worlds.measure("one process", 1, peak, name)[0] for name, way in ALONE.items()}
     for system in _here():
         for ranks in sizes:
-            worlds(system, ranks, set_up, [name for name, way in ways.items() if way.system == system], size)
+            worlds.measure(system, ranks, set_up, [name for name, way in ways.items() if way.system == system], size)
     for name, way in ways.items():
-        counts = worlds(way.system, sizes[-1], collectives, name)[0]
-        bytes_ = [max(worlds(way.system, ranks, peak, name)) / alone[way.checkpointing] for ranks in sizes]
+        counts = worlds.measure(way.system, sizes[-1], collectives, name)[0]
+        bytes_ = [max(worlds.measure(way.system, ranks, peak, name)) / alone[way.checkpointing] for ranks in sizes]
         sheet.add(name, *(str(counts.get(kind, 0)) for kind in (*COLLECTIVES, "other")), *(f"{b:.2f}" for b in bytes_))
     return sheet
 
@@ -431,15 +445,8 @@ def times(worlds: Worlds, size: Size, sizes: tuple[int, ...], rounds: int) -> Sh
 
 
 def _slowest(worlds: Worlds, way: Way, ranks: int, name: str) -> float:
-    return float(max(worlds(way.system, ranks, seconds, name)))
+    return float(max(worlds.measure(way.system, ranks, seconds, name)))
 
 
 def _here() -> list[str]:
     return [system for system in SYSTEMS if system != "DeepSpeed" or find_spec("deepspeed")]
-
-
-def _quiet() -> None:
-    """Silence what engines print, which the tables do not need."""
-    warnings.simplefilter("ignore")
-    for name in ("lt_tiled", "DeepSpeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
