@@ -1,4 +1,4 @@
-"""The collectives of sequence parallelism. The backward pass of each is its exact adjoint.
+"""The collectives of sequence parallelism. The backward pass of each is its exact adjoint (the exchange has its own).
 
 They are custom operators, so that ``torch.compile`` and simulations on fake tensors see them.
 """
@@ -36,17 +36,6 @@ def all_to_all(x: Tensor, send: list[int], receive: list[int], group: str) -> Te
 @all_to_all.register_fake
 def _(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     return x.new_empty(sum(receive))
-
-
-def _save_parts(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.send, ctx.receive, ctx.group = inputs
-
-
-def _send_back(ctx: Any, gradient: Tensor) -> Any:
-    return all_to_all(gradient.contiguous(), ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-all_to_all.register_autograd(_send_back, setup_context=_save_parts)
 
 
 @torch.library.custom_op("lt_tiled::all_gather", mutates_args=())

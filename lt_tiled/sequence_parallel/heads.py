@@ -1,5 +1,4 @@
-"""Attention of a few heads at a time, from their projections on, so that queries, keys, values and what is exchanged of
-all heads are never alive together.
+"""Attention of a few heads at a time: queries, keys and values of all heads are never alive together.
 
 NOTE [Head tiles]
 An attention module runs once for each part of its heads, with the rows of its query, key and value projections that
@@ -11,7 +10,7 @@ projections gets its gradient from one part, rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +26,7 @@ from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.sequence_parallel.kept import keeping_nothing, kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
+from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, random_state_kept, saves_elsewhere
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import Substituted, Weight, paired, trainable_weights
@@ -86,9 +86,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"{patch.path} is called with other tensors that want a gradient than hidden states, so its heads cannot be"
             " computed in parts: set head_tiles=1."
         )
-    call = _Call(self, patch, region, parts, args[1:], kwargs, AutocastState.now(given[0].device))
-    weights = call.weights()
-    attended = _HeadTiles.apply(call, given[0], *(weight.tensor for weight in weights))
+    hidden = given[0].value("attention in head tiles") if isinstance(given[0], Deferred) else given[0]
+    call = _Call(self, patch, region, parts, args[1:], kwargs, AutocastState.now(hidden.device))
+    attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
     output = self.o_proj(attended)
     return pytree.tree_map(lambda leaf: output if leaf is _OUTPUT else leaf, call.output)
 
@@ -123,21 +123,13 @@ class _Call:
         owners = [owner for owner, _ in weight.places]
         return next((name for name in _PROJECTIONS[:3] if getattr(self.module, name) in owners), None)
 
-    def frozen(self, part: _Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the projections' weights that want no gradient, with their rows of a part."""
-        for name in _PROJECTIONS[:3]:
-            linear = getattr(self.module, name)
-            yield from (
-                (t, t[part.rows(name)]) for t in (linear.weight, linear.bias) if t is not None and not t.requires_grad
-            )
-
-    def run(self, part: _Part, hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the input of the output projection for some heads.
+    def run(self, part: _Part, hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, _Projections]:
+        """Return the input of the output projection for some heads, and what its projections computed.
 
         Raises:
             ValueError: If the module does something else with it than to project it.
         """
-        mode = _UpToOutput([*pairs, *self.frozen(part)], self.module.o_proj)
+        mode = _Projections(self.module, part, pairs)
         try:
             with entered(self.region), keeping_nothing(), mode:
                 output = self.patch.inner(self.module, hidden, *self.args, **self.kwargs)
@@ -150,26 +142,42 @@ class _Call:
                 " else, so its heads cannot be computed in parts: set head_tiles=1."
             )
         self.output = pytree.tree_map(lambda leaf: _OUTPUT if leaf is mode.found else leaf, output)
-        return tensors[0]
+        return tensors[0], mode
 
 
-class _UpToOutput(Substituted):
-    """Also lets a linear module return its input, and notes it."""
+class _Projections(Substituted):
+    """Computes the rows of the projections that belong to some heads, and lets the output projection return its input.
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], linear: nn.Linear) -> None:
+    Where gradients are on, a graph begins at the output of each projection.
+    """
+
+    def __init__(self, module: Any, part: _Part, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__(pairs)
-        self._weight: Any = linear.weight
+        self._linears = {id(module._modules[name].weight): (name, module._modules[name]) for name in _PROJECTIONS}
+        self._part = part
         self.found: Tensor | None = None
+        """The input of the output projection."""
+        self.made: dict[str, tuple[Tensor, Tensor]] = {}
+        """The input and the output of each of the other projections."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and self._weight is not None and args[1] is self._weight:
+        if func is not F.linear or id(args[1]) not in self._linears:
+            return super().__torch_function__(func, types, args, kwargs)
+        name, linear = self._linears[id(args[1])]
+        if name == "o_proj":
             self.found = args[0]
             return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
+        if name in self.made:
+            raise ValueError(f"{name} of an attention module ran twice, so its heads cannot be computed in parts.")
+        rows = self._part.rows(name)
+        with torch.no_grad():
+            out = func(args[0], linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+        self.made[name] = args[0], out.requires_grad_(torch.is_grad_enabled())
+        return out
 
     def end(self) -> None:
         super().end()
-        self._weight = None
+        self._linears = {}
 
 
 class _HeadTiles(torch.autograd.Function):
@@ -181,12 +189,9 @@ class _HeadTiles(torch.autograd.Function):
         ctx.save_for_backward(hidden)
 
         def compute() -> Tensor:
-            start = RandomState.now(hidden.device)
-            whole = None
-            own = call.weights()
+            start, whole = RandomState.now(hidden.device), None
             for part in call.parts:
-                pairs = [(t, _rows(t, call.projection_of(w), part)) for w in own for t in w.now()]
-                out = call.run(part, hidden, pairs)
+                out = call.run(part, hidden, [])[0]
                 whole = out.new_empty(*out.shape[:-1], call.parts[-1].queries.stop) if whole is None else whole
                 whole[..., part.queries] = out
             call.random = None if start.same_as(RandomState.now(hidden.device)) else start
@@ -212,62 +217,99 @@ class _HeadTiles(torch.autograd.Function):
         call: _Call = ctx.call
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{call.patch.path}: attention in head tiles has no second derivative, and this backward pass was called"
-                " with create_graph=True. Call it without, or set head_tiles=1."
+                f"{call.patch.path}: attention in head tiles has no second derivative, and this backward pass was"
+                " called with create_graph=True. Call it without, or set head_tiles=1."
             )
         (hidden,) = ctx.saved_tensors
-        weights = call.weights()
-        sums: list[Any] = [None] * (1 + len(weights))
-        outside = saves_elsewhere()
-        with random_state_kept(hidden.device, call.random) if call.random is not None else nullcontext():
+        sums = _Sums(call, hidden, ctx.wants)
+        random = nullcontext() if call.random is None else random_state_kept(hidden.device, call.random)
+        with (
+            random,
+            torch.enable_grad(),
+            call.autocast.context(),
+            SavedCounter() if saves_elsewhere() else nullcontext(),
+        ):
             for part in call.parts:
-                _add_gradients(call, part, hidden, weights, gradient[..., part.queries], ctx.wants, sums, outside)
-        return (None, *sums)
+                sums.add(part, gradient[..., part.queries])
+        return (None, *sums.found())
 
 
-def _rows(tensor: Tensor, projection: str | None, part: _Part) -> Tensor:
-    return tensor if projection is None else tensor[part.rows(projection)]
+class _Sums:
+    """The gradients of one call, summed over the parts of its heads.
 
+    Args:
+        call: The call.
+        hidden: The hidden states.
+        wants: Whether these, and each weight, want a gradient.
+    """
 
-def _add_gradients(
-    call: _Call,
-    part: _Part,
-    hidden: Tensor,
-    weights: Sequence[Weight],
-    gradient: Tensor,
-    wants: Sequence[bool],
-    sums: list[Any],
-    outside: bool,
-) -> None:
-    """Run some heads again with a graph, and add their gradients to the sums."""
-    names = [call.projection_of(weight) for weight in weights]
-    x = hidden.detach().requires_grad_(wants[0])
-    leaves = [_rows(w.now()[-1].detach(), name, part).requires_grad_() for w, name in zip(weights, names, strict=True)]
-    pairs = paired(weights, leaves)
-    with torch.enable_grad(), call.autocast.context(), SavedCounter() if outside else nullcontext():
-        out = call.run(part, x, pairs)
-    # Custom autograd Functions get the weights themselves: see NOTE [Substitution].
-    direct = [(index, t) for index, w in enumerate(weights) if names[index] is None for t in w.now() if t.requires_grad]
-    targets = [*([x] if wants[0] else []), *leaves, *(t for _, t in direct)]
-    found = list(torch.autograd.grad(out, targets, gradient, allow_unused=True))
-    if wants[0]:
-        sums[0] = _added(sums[0], found.pop(0))
-    for index, (weight, name) in enumerate(zip(weights, names, strict=True), 1):
-        own = found.pop(0)
-        if name is None:
-            sums[index] = _added(sums[index], own)
-            continue
-        if sums[index] is None:
-            sums[index] = torch.empty_like(weight.tensor, requires_grad=False)
-        sums[index][part.rows(name)] = 0 if own is None else own
-    for (index, _), own in zip(direct, found, strict=True):
-        sums[index + 1] = _added(sums[index + 1], own)
+    def __init__(self, call: _Call, hidden: Tensor, wants: Sequence[bool]) -> None:
+        self.call, self.hidden, self.wants = call, hidden.detach(), wants
+        self.weights = call.weights()
+        self.others = [weight for weight in self.weights if call.projection_of(weight) is None]
+        self.of_hidden: Tensor | None = None
+        self.of_weights: dict[int, Tensor] = {}
 
+    def add(self, part: _Part, gradient: Tensor) -> None:
+        """Compute some heads again with a graph, and add their gradients."""
+        x = self.hidden.view_as(self.hidden).requires_grad_(self.wants[0])
+        leaves = [weight.now()[-1].detach().requires_grad_() for weight in self.others]
+        out, mode = self.call.run(part, x, paired(self.others, leaves) if leaves else [])
+        made = [mode.made[name][1] for name in mode.made]
+        # Custom autograd Functions get the weights themselves: see NOTE [Substitution].
+        direct = [(weight, t) for weight in self.others for t in weight.now() if t.requires_grad]
+        targets = [*made, *([x] if x.requires_grad else []), *leaves, *(t for _, t in direct)]
+        with self.call.autocast.disabled():
+            found = list(torch.autograd.grad(out, targets, gradient, allow_unused=True))
+        del out
+        with torch.no_grad():
+            self._add_projections(part, mode, [found.pop(0) for _ in made])
+            if x.requires_grad:
+                self._add_to_hidden(found.pop(0))
+            for weight, own in zip([*self.others, *(weight for weight, _ in direct)], found, strict=True):
+                self._add_to_weight(weight, own)
 
-def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if total is None or gradient is None:
-        return gradient if total is None else total
-    return total.add_(gradient)
+    def _add_projections(self, part: _Part, mode: _Projections, gradients: list[Tensor | None]) -> None:
+        """Add the gradients of the projections' inputs, weights and biases."""
+        known = [(n, made[0], g) for (n, made), g in zip(mode.made.items(), gradients, strict=True) if g is not None]
+        flat = [g.reshape(-1, g.shape[-1]) for _, _, g in known]
+        for (name, x, _), g in zip(known, flat, strict=True):
+            linear = self.call.module._modules[name]
+            for weight in self.weights:
+                if (linear, "weight") in weight.places:
+                    self._rows(weight)[part.rows(name)] = g.t() @ x.reshape(-1, x.shape[-1]).to(g.dtype)
+                elif (linear, "bias") in weight.places:
+                    self._rows(weight)[part.rows(name)] = g.sum(0)
+        if not self.wants[0] or not flat:
+            return
+        # One product for queries, keys and values: the sum over the parts is rounded as often as without parts.
+        rows = [self.call.module._modules[name].weight[part.rows(name)] for name, _, _ in known]
+        left, right = torch.cat(flat, -1), torch.cat(rows).to(flat[0].dtype)
+        del flat, known, gradients
+        if self.of_hidden is None:
+            self.of_hidden = (left @ right).view(self.hidden.shape).to(self.hidden.dtype)
+        elif self.of_hidden.dtype == left.dtype:
+            self.of_hidden.view(-1, self.of_hidden.shape[-1]).addmm_(left, right)
+        else:
+            self.of_hidden += (left @ right).view(self.hidden.shape)
+
+    def _rows(self, weight: Weight) -> Tensor:
+        if id(weight) not in self.of_weights:
+            self.of_weights[id(weight)] = torch.zeros_like(weight.tensor, requires_grad=False)
+        return self.of_weights[id(weight)]
+
+    def _add_to_hidden(self, gradient: Tensor | None) -> None:
+        """Add what the module does to its input besides projections."""
+        if gradient is not None:
+            self.of_hidden = gradient if self.of_hidden is None else self.of_hidden.add_(gradient)
+
+    def _add_to_weight(self, weight: Weight, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._rows(weight).add_(gradient)
+
+    def found(self) -> list[Tensor | None]:
+        """Return the gradients of the hidden states and of the weights."""
+        return [self.of_hidden, *(self.of_weights.get(id(weight)) for weight in self.weights)]
 
 
 def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list[tuple[str, nn.Module]]:
@@ -286,8 +328,8 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
                 found.append((f"{path}.{below}".strip("."), module))
     if not found:
         raise ValueError(
-            f"head_tiles={tiles} needs attention modules with head_dim and four linear layers {', '.join(_PROJECTIONS)},"
-            f" as Llama has them, and there are none in {modules[0][0]}: set head_tiles=1."
+            f"head_tiles={tiles} needs attention modules with head_dim and four linear layers as Llama has them"
+            f" ({', '.join(_PROJECTIONS)}), and there are none in {modules[0][0]}: set head_tiles=1."
         )
     return found
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lt_tiled.sequence_parallel.collectives import all_to_all
-
 Keep = Literal["exchange", "attention"]
 
 
@@ -84,33 +82,6 @@ def keeping_nothing() -> Iterator[None]:
         yield
     finally:
         _kept.reset(token)
-
-
-def exchanged(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    """Return :func:`all_to_all` of a tensor, or what it returned in the forward pass of the block."""
-    where = kept("exchange")
-    if where is None:
-        arrived: Tensor = all_to_all(x, send, receive, group)
-        return arrived
-
-    def compute() -> Any:
-        return all_to_all(x.detach(), send, receive, group)
-
-    value: Tensor = where.value(compute, where.pack, where.unpack)
-    return _Arrived.apply(value, send, receive, group, x)  # type: ignore[no-any-return]
-
-
-class _Arrived(torch.autograd.Function):
-    """What an exchange returned, with its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, send: list[int], receive: list[int], group: str, _: Tensor) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, None, None, all_to_all(gradient.contiguous(), ctx.receive, ctx.send, ctx.group)
 
 
 def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -71,6 +71,35 @@ class GPT(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class HeadsBlock(nn.Module):
+    """Causal attention alone, with the projections that head tiles need."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class HeadsOnly(nn.Module):
+    """Two blocks of attention alone."""
+
+    def __init__(self, hidden: int, heads: int, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HeadsBlock(hidden, heads) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
     """Random token ids ``[rows, tokens]``."""
     return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
