@@ -35,6 +35,7 @@ from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.offload import offload
 from benchmarks.peers import PACKAGES, Peer, peers, roll_call
+from benchmarks.sequence_parallel import sequence_parallel
 from benchmarks.sheet import Cell, Sheet, device_at_hand, machine, version_of
 from benchmarks.step_time import step_time
 
@@ -91,6 +92,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
     device = device_at_hand()
     rounds = 3 if quick else 9
     few = Size(tokens=1024, hidden=128, intermediate=512, layers=2, shards=8)
+    shared = Size(tokens=512 if quick else 2048, hidden=256, intermediate=1024, layers=3)
     rows = [row for row in ROWS if row.lengths == (24, 24) and row.accumulate == 1] if quick else ROWS
     sizes = (2048, 128, 8192) if quick else (4096, 256, 16384)
     if device.type == "cuda":
@@ -99,6 +101,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "peers": lambda: [roll_call(everyone)],
         "correctness": lambda: [*correctness(everyone), *rounding(everyone, device)],
         "engines": lambda: engines(everyone, rows),
+        "sequence_parallel": lambda: sequence_parallel(shared, (2,) if quick else (2, 4), rounds),
         "costs": lambda: costs(everyone, few if quick else Size()),
         "step_time": lambda: step_time(everyone, device, rounds, quick),
         "host": lambda: host(everyone, 9 if quick else 25),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from benchmarks.kills import Soak
 from benchmarks.kills import sheet as kills
 from benchmarks.loss import candidates, errors, usable
 from benchmarks.peers import Peer, peers, roll_call
+from benchmarks.sequence_parallel import Worlds, exact_costs, gradients
 from benchmarks.sheet import Sheet
 
 CPU = torch.device("cpu")
@@ -156,3 +158,31 @@ def test_markdown_and_json(tmp_path: Path) -> None:
     assert told["versions"]["torch"] == torch.__version__
     assert {"seed", "load_at_the_end", "machine", "quick"} <= told.keys()
     assert sheets_of(told) == [sheet]
+
+
+def test_sequence_parallelism_is_right() -> None:
+    """lt_tiled has the gradients of one process under every engine and mask; DeepSpeed under ZeRO-3, and neither twice
+    as large nor for packed documents.
+    """
+    with closing(Worlds()) as worlds:
+        sheet = gradients(worlds, (2,), ["causal", "packed documents"])
+    ours, theirs = ([h.startswith(name) for h in sheet.headings].index(True) for name in ("lt_tiled", "DeepSpeed"))
+    for row in sheet.rows:
+        assert [cell.good for cell in row[ours:theirs]] == [True] * 4
+    causal, packed = (row[theirs:] for row in sheet.rows)
+    assert [cell.text for cell in causal[1:3]] == ["x2.00"] * 2
+    assert [cell.good for cell in causal] == [True, False, False, True]
+    assert [cell.good for cell in packed] == [False] * 4
+
+
+def test_sequence_parallelism_halves_memory() -> None:
+    """A step of two ranks has two all-to-alls for each layer forward and two backward, and half of the memory."""
+    size = Size(tokens=512, hidden=128, intermediate=256, layers=2)
+    with closing(Worlds()) as worlds:
+        sheet = exact_costs(worlds, size, (2,))
+    found = {row[0].text: [cell.text for cell in row[1:]] for row in sheet.rows}
+    assert found["lt_tiled"][:4] == ["8", "0", "0", "1"]
+    assert found["lt_tiled, activation checkpointing"][0] == "12"
+    assert found['lt_tiled, `keep="exchange"`'][0] == "8"
+    assert found["DeepSpeed"][:2] == ["16", "4"]
+    assert float(found["lt_tiled"][4]) < 0.55
