@@ -55,8 +55,10 @@ def _shared_blocks(
         ValueError: If code between the blocks needs all tokens.
     """
     sharing = patch.sharing
+    taken = inspect.signature(type(model).forward).parameters.values()
+    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in taken)
     trains = model.training or given.get("labels") is not None
-    if trains and _caches(model, given) and not any(given.get(name) is not None for name in _NEEDS_CACHE):
+    if takes and trains and _caches(model, given) and not any(given.get(name) is not None for name in _NEEDS_CACHE):
         kwargs = kwargs | {"use_cache": False}  # the default, of which training has no use
     alone = _caches(model, {**given, **kwargs}) or _partly(given)  # as generate: the ranks' calls may differ
     try:

@@ -29,6 +29,11 @@ class Groups:
         Raises:
             ValueError: If the size does not divide the number of ranks.
         """
+        if not _started():  # as on a single device
+            raise ValueError(
+                f"sequence_parallel={size} needs as many ranks, and there is one: use a distributed strategy such as"
+                " tiled_ddp, or sequence_parallel=1."
+            )
         world, rank = dist.get_world_size(), dist.get_rank()
         if world % size:
             divisors = [n for n in range(1, world + 1) if world % n == 0]

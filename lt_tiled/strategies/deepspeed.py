@@ -74,6 +74,13 @@ class _DeepSpeed(TiledStrategy):
                 " checkpointing=False."
             )
 
+        if self.sequence_parallel is not None and "sequence_parallel_size" in self.config:
+            raise ValueError(
+                f"{type(self).__name__} was given sequence_parallel={self.sequence_parallel.size} and DeepSpeed's"
+                " sequence_parallel_size, which would share sequences twice: leave sequence_parallel_size out of the"
+                " config."
+            )
+
     def setup_environment(self) -> None:
         """Let DeepSpeed run on the CPU too, which it supports and Lightning does not allow."""
         if not self.on_cpu:

@@ -168,3 +168,33 @@ def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> No
         assert losses == pytest.approx(true[rank // 2][0], rel=NEAR)
         assert error(logits, true[rank // 2][1]) < NEAR
     assert true[0][0] != true[1][0]
+
+
+def refused(engine: str, size: int) -> str:
+    with pytest.raises(ValueError, match="sequence_parallel") as error:
+        Fabric(
+            accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, engine, sequence_parallel=size)
+        ).launch()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_size_that_does_not_divide(engine: str, request: pytest.FixtureRequest) -> None:
+    """A size that does not divide the ranks is refused with those that do."""
+    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    for message in world(refused, engine, 3):
+        assert message == "sequence_parallel=3 does not divide the 2 ranks: choose one of [1, 2]."
+
+
+def test_single_device() -> None:
+    """One device has no ranks that could share a sequence."""
+    with pytest.raises(ValueError, match="sequence_parallel=2 needs as many ranks, and there is one: use"):
+        trainer(lt_tiled.TiledSingleDeviceStrategy(sequence_parallel=2)).fit(Lit("llama"), batches())
+
+
+def test_sequence_parallelism_of_deepspeed() -> None:
+    """DeepSpeed's own setting is refused next to that of lt_tiled."""
+    with pytest.raises(ValueError, match="leave sequence_parallel_size out of the config"):
+        lt_tiled.TiledDeepSpeedStrategy(
+            config={"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2}, sequence_parallel=2
+        )

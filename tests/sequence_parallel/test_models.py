@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import SequenceParallel
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.sequence_parallel import attention
 from tests.architectures import ARCHITECTURES
-from tests.sequence_parallel.models import causal, ids
+from tests.models import H
+from tests.sequence_parallel.models import GPT, causal, ids
 from tests.sequence_parallel.runs import step, worst
 from tests.world import World
 
@@ -154,3 +156,54 @@ def test_own_loss(world: World) -> None:
         assert message == ""
         assert exchanges == 2
         assert error < 1e-12
+
+
+class Convolved(GPT):
+    """A GPT whose first block mixes each token with the one before it outside of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].mlp = Convolution()
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Conv1d(H, H, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weights(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+class Attended(GPT):
+    """A GPT whose first block calls ``nn.MultiheadAttention``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].attention = Multihead()
+
+
+class Multihead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(H, 4, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def said_of(build: Callable[[], nn.Module]) -> str:
+    return against_whole(build().double(), {"input_ids": (x := ids(2, 24)), "labels": x})[2]
+
+
+@pytest.mark.parametrize(
+    ("build", "pattern"),
+    [
+        (Convolved, r"blocks.0 has another output .* may mix tokens in other code"),
+        (Attended, r"uses nn.MultiheadAttention.* call F.scaled_dot_product_attention in its place"),
+    ],
+)
+def test_hand_written(build: Callable[[], nn.Module], pattern: str, world: World) -> None:
+    """Blocks that mix tokens outside of attention, or in attention that cannot be exchanged, are refused."""
+    for message in world(said_of, build):
+        assert re.search(pattern, message)
