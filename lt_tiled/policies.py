@@ -169,8 +169,9 @@ class SequenceParallel:
     their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, and whose inside is
     shared."""
     head_tiles: PositiveInt = 1
-    """Attention computes this many parts of the heads one after the other, so that the exchanged queries, keys, values
-    and their gradients of one part are alive at a time."""
+    """Attention modules compute this many parts of their heads one after the other, from their projections on, and
+    again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
+    time. Useful with one rank, too. At most the number of key-value heads."""
     keep: Literal["exchange", "attention"] | None = None
     """What blocks with activation checkpointing keep for their recompute: what attention exchanged, so that nothing is
     exchanged in the recompute, or attention with its saved tensors, so that it does not run again either. It is
@@ -183,6 +184,11 @@ class SequenceParallel:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
         _check_choice("keep", self.keep, ("exchange", "attention", None))
+        if self.keep == "exchange" and self.head_tiles > 1:
+            raise ValueError(
+                f"keep='exchange' would keep what head_tiles={self.head_tiles} exchanges of all heads: set"
+                " keep='attention' or head_tiles=1."
+            )
         _check_targets(self.targets)
 
 

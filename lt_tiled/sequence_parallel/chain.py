@@ -43,12 +43,12 @@ class Sharing:
 
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
-        tiles, keep = self.policy.head_tiles, self.policy.keep
-        return Region(self.group, total, self.owner, sees=self.sees, head_tiles=tiles, keep=keep, **options)
+        given = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
+        return Region(self.group, total, self.owner, sees=self.sees, **given)
 
     def small_regions(self, **options: Any) -> tuple[Region, Region]:
         """Return two regions of a few tokens: of this rank alone, and of the group."""
-        shared = self.region(TOKENS * self.size + 1, **options)
+        shared = self.region(TOKENS * self.size + 1, head_tiles=1, **options)
         whole = Region(None, shared.total, self.owner, sees=self.sees, **options)
         return whole, shared
 

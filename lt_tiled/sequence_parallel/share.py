@@ -15,6 +15,7 @@ from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import SeesAttention, SharedInterface
 from lt_tiled.sequence_parallel.causal import share_model
 from lt_tiled.sequence_parallel.chain import Sharing, share_chain
+from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 
 _INTERFACE = SharedInterface()
 Chain = tuple[Sharing, nn.Module | None, list[tuple[str, nn.Module]]]
@@ -82,6 +83,8 @@ def share(chains: list[Chain]) -> Callable[[], None]:
     """Share what :func:`find_chains` found. Return what undoes it."""
     with ExitStack() as undo:
         for sharing, model, modules in chains:
+            if sharing.policy.head_tiles > 1:
+                undo.callback(tile_heads(find_attention(modules, sharing.policy.head_tiles)))
             undo.callback(share_chain(sharing, modules))
             if sharing.sees is None:
                 _INTERFACE.wrap()

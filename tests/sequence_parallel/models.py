@@ -154,6 +154,7 @@ CASES = {
     "llama 6/3": Case(causal("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3)),
     "llama 7/7": Case(causal("llama", hidden_size=56, num_attention_heads=7, num_key_value_heads=7)),
     "llama 10/5": Case(causal("llama", hidden_size=80, num_attention_heads=10, num_key_value_heads=5)),
+    "llama 8/8": Case(causal("llama", num_attention_heads=8, num_key_value_heads=8, head_dim=4)),
     "fewer tokens than ranks": Case(causal("llama"), tokens=3),
     "as many tokens as ranks": Case(causal("llama"), tokens=4),
     "labels on one rank": Case(causal("llama"), given=half_ignored),

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
 from lt_tiled import SequenceParallel
+from tests.meters import profiled_peak_bytes
 from tests.parity import spread
-from tests.sequence_parallel.models import CASES, causal
+from tests.sequence_parallel.models import CASES, causal, ids
 
 
 def value_of(output: Any) -> Tensor:
@@ -109,3 +110,23 @@ def twice(options: dict[str, Any]) -> tuple[float, float]:
             loss.backward(retain_graph=not last)
             norms.append(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
     return norms[0], norms[1]
+
+
+def peaks(tokens: int, options: dict[str, Any], policies: dict[str, Any]) -> tuple[int, int]:
+    """The peaks of the bytes alive in a step of four ranks, and in one of a single rank on a quarter of the tokens."""
+    found = []
+    for size in (4, 1):
+        group, _ = dist.new_subgroups(size)
+        fields = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 16}
+        model = causal("llama", **fields, intermediate_size=768)().float()
+        sequence_parallel = SequenceParallel(size, **options) if size > 1 or options.get("head_tiles") else None
+        inputs = {"input_ids": (x := ids(1, tokens * size // 4)), "labels": x, "use_cache": False}
+
+        def run(model: nn.Module = model, inputs: dict[str, Any] = inputs) -> None:
+            model.zero_grad(set_to_none=True)
+            model(**inputs).loss.backward()
+
+        with lt_tiled.prepare(model, sequence_parallel=sequence_parallel, group=group, **policies):
+            run()  # learns, and checks
+            found.append(profiled_peak_bytes(run))
+    return found[0], found[1]
