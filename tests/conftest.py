@@ -34,6 +34,7 @@ SLOW = (
     "planner/test_floor.py",
     "planner/test_plan.py",
     "planner/test_prediction.py",
+    "planner/test_sharing.py",
     "property/",
     "strategies/test_strategies.py::test_compiled_lightning_module",
     "test_bad_input.py::test_a_model_that",

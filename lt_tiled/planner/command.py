@@ -18,7 +18,7 @@ from lt_tiled.memory import gib
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
 from lt_tiled.planner.search import Plan, cheapest, ladder, longest, plan
-from lt_tiled.policies import Checkpointing, Tiling, parse_bytes
+from lt_tiled.policies import Checkpointing, SequenceParallel, Tiling, parse_bytes
 
 
 def run_plan(
@@ -89,14 +89,18 @@ def run_plan(
             console.print(f"Written to {output}: add it to fit's arguments as a second --config.")
     if plot is not None:
         before = found.settings.checkpointing and Checkpointing(targets=found.settings.checkpointing.targets)
-        without = replace(found.settings, tiling=None, checkpointing=before, loss=None)
+        without = replace(found.settings, tiling=None, checkpointing=before, loss=None, sequence_parallel=None)
         alone = plan(job, found.tokens, without, full_logits=True)
         runs = {"activation checkpointing alone": alone, "with lt_tiled": found}
         draw_step({title: run.simulation for title, run in runs.items()}, plot, limit)
         console.print(f"Plot written to {plot}.")
     if plot_lengths is not None:
         peaks: dict[str, list[tuple[int, int]]] = {}
-        for name, settings in ladder(job).items():
+        rungs = ladder(job)
+        if shared := found.settings.sequence_parallel:
+            most = rungs["+ offload to CPU memory"]
+            rungs[f"+ sequences shared by {shared.size} ranks"] = replace(most, sequence_parallel=shared)
+        for name, settings in rungs.items():
             for power in range(5 if name != "+ offload to disk" else 0):
                 length = max(found.tokens * 2**power // 8, 256)
                 run = plan(job, length, settings, full_logits=name == "without lt_tiled")
@@ -119,6 +123,7 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     loss = found.settings.loss
     init["loss"] = loss is not None if loss is None or loss == "auto" else loss
     init["checkpointing"] = _fields(found.settings.checkpointing) or False
+    init["sequence_parallel"] = _fields(found.settings.sequence_parallel)
     chosen = {"class_path": f"lt_tiled.{engine.strategy}", "init_args": init}
     result: dict[str, Any] = {"trainer": {"strategy": chosen}}
     data = config.get("data") or {}
@@ -127,7 +132,7 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     return result
 
 
-def _fields(policy: Tiling | Checkpointing | None) -> dict[str, Any] | None:
+def _fields(policy: Tiling | Checkpointing | SequenceParallel | None) -> dict[str, Any] | None:
     if policy is None:
         return None
     fields = asdict(policy)

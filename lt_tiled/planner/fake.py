@@ -1,4 +1,4 @@
-"""Models without memory: fake weights in place of real ones, and offload tiers that move nothing."""
+"""Models without memory: fake weights in place of real ones, tiers that move nothing, and groups of one process."""
 
 from __future__ import annotations
 
@@ -102,6 +102,25 @@ def fake_weights(model: nn.Module) -> None:
         for name, value in vars(module).items():  # parameters, buffers, and others such as the state of a metric
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """A process group of which the first rank is simulated, which has the most tokens and heads.
+
+    The operators of sequence parallelism ask a group for these, and their fake implementations communicate nothing.
+    """
+
+    ranks: int
+    group_name: str = "simulated"
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.ranks
+
+    def rank(self) -> int:
+        """Return the rank that is simulated."""
+        return 0
 
 
 @dataclass

@@ -20,6 +20,7 @@ from lt_tiled._training_step import first_batch, length_of, nothing, to_meta, tr
 from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
+from lt_tiled.sequence_parallel.groups import check_size
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -133,6 +134,9 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
         raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
     dtype, autocast = dtypes
     engine = engine_of(strategy, ranks)
+    shared = first("sequence_parallel")
+    if shared is not None:
+        check_size(shared.size, ranks)
     engine = replace(engine, mixed=engine.name == "fsdp" and autocast is not None)
     if autocast is not None and (engine.mixed or engine.name.startswith("zero")):  # these cast weights instead
         dtype, autocast = autocast, None
@@ -140,6 +144,7 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
         tiling=first("tiling"),
         checkpointing=first("checkpointing"),
         loss=first("loss"),
+        sequence_parallel=shared,
         engine=engine,
         dtype=dtype,
         autocast=autocast,

@@ -65,6 +65,9 @@ class Ledger(TorchDispatchMode):
         for tensor in new:
             if _key(tensor) not in (given or ()):
                 self._track(tensor)
+        if func.namespace == "lt_tiled":  # a collective of sequence parallelism
+            for tensor in _plain_tensors((args, result)):
+                self.name(tensor, "communication")
         return result
 
     def _track(self, tensor: Tensor) -> None:

@@ -16,12 +16,13 @@ from lt_tiled.loss.transformers import find_losses, untiled_losses
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import Settings, Simulation
-from lt_tiled.policies import Checkpointing, LossShards, Tiling
+from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
+from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
 
 __getattr__ = deprecated(__name__, {"DoesNotFit": "lt_tiled.errors.DoesNotFitError"})
 
-LIMIT = 2**24
+LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
 CLOSE = 0.02
 """A search ends within this share of the longest sequence."""
@@ -66,7 +67,9 @@ class Plan:
 
     def render(self, tflops: float) -> Group:
         """Return a table and text for the terminal, for a device that sustains ``tflops`` TFLOP/s."""
-        table = Table(title=f"{self.name}, {self.tokens} tokens" if self.tokens else self.name, title_justify="left")
+        tokens, sharing = f", {self.tokens} tokens" if self.tokens else "", self.settings.sharing
+        shared = f", shared by {sharing} ranks" if sharing > 1 else ""
+        table = Table(title=self.name + tokens + shared, title_justify="left")
         table.add_column("memory of", no_wrap=True)
         for title in ("at the peak", "share"):
             table.add_column(title, justify="right", no_wrap=True)
@@ -92,6 +95,7 @@ def describe(settings: Settings) -> str:
     """Return the settings as one line."""
     engine, tiling, policy = settings.engine, settings.tiling, settings.checkpointing
     parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else ""), "no tiling"]
+    shared = settings.sequence_parallel
     if tiling is not None:
         parts[1] = f"tile_tokens={tiling.tile_tokens}" if tiling.tile_tokens else f"num_shards={tiling.num_shards}"
     if settings.loss is not None:
@@ -99,6 +103,10 @@ def describe(settings: Settings) -> str:
     parts.append("no activation checkpointing" if policy is None else "activation checkpointing")
     if policy is not None and policy.offload is not None:
         parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
+    if shared is not None:
+        parts.append(f"each sequence shared by {shared.size} ranks")
+        parts += [f"head_tiles={shared.head_tiles}"] if shared.head_tiles > 1 else []
+        parts += [f"keep={shared.keep}"] if shared.keep else []
     return ", ".join(parts)
 
 
@@ -167,23 +175,33 @@ def longest(
 def cheapest(job: Job, memory: int, tokens: int) -> Plan:
     """Return the fastest plan with which ``tokens`` fit into ``memory`` bytes: the first of :func:`ladder`.
 
-    It uses the fewest tiles that fit.
+    It uses the fewest tiles that fit. Ranks share a sequence, the fewest possible, if it does not fit otherwise.
 
     Raises:
         DoesNotFitError: If no settings fit.
     """
-    tried: list[Plan] = []
-    finest = max(1, tokens // MIN_TILE_TOKENS)
-    for settings in ladder(job).values():
-        tried.append(plan(job, tokens, _with_shards(settings, finest)))
-        if tried[-1].peak <= memory:
-            shards = 2
-            while shards < finest and settings.tiling is not None:
-                fewer = plan(job, tokens, _with_shards(settings, shards))
-                if fewer.peak <= memory:
-                    return fewer
-                shards *= 2
-            return tried[-1]
+    rungs, tried = [*ladder(job).values()], list[Plan]()
+    for size in sizes_of(job.settings.engine.ranks):
+        shared = SequenceParallel(size) if size > 1 else None
+        finest = max(1, tokens // size // MIN_TILE_TOKENS)
+        sized = [_with_shards(replace(settings, sequence_parallel=shared), finest) for settings in rungs]
+        if shared is not None:
+            try:
+                tried.append(plan(job, tokens, sized[-1]))
+            except ValueError:  # so many ranks cannot share a sequence of this model
+                break
+            if tried[-1].peak > memory:
+                continue
+        for settings in sized:
+            tried.append(plan(job, tokens, settings))
+            if tried[-1].peak <= memory:
+                shards = 2
+                while shards < finest and settings.tiling is not None:
+                    fewer = plan(job, tokens, _with_shards(settings, shards))
+                    if fewer.peak <= memory:
+                        return fewer
+                    shards *= 2
+                return tried[-1]
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
@@ -196,7 +214,7 @@ def ladder(job: Job) -> dict[str, Settings]:
     loss: LossShards | None = None
     with suppress(NothingFoundError):
         loss = "auto" if find_losses(job.module) else None
-    plain = replace(job.settings, tiling=None, checkpointing=None, loss=None)
+    plain = replace(job.settings, tiling=None, checkpointing=None, loss=None, sequence_parallel=None)
     tiled = replace(plain, loss=loss, tiling=Tiling())
     return {
         "without lt_tiled": plain,

@@ -18,10 +18,10 @@ from lt_tiled._prepare import Prepared
 from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
-from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Flops, Ledger
 from lt_tiled.planner.where import Whereabouts
-from lt_tiled.policies import Checkpointing, LossShards, Tiling
+from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
 
@@ -45,12 +45,18 @@ class Settings:
     tiling: Tiling | None = None
     checkpointing: Checkpointing | None = None
     loss: LossShards | None = None
+    sequence_parallel: SequenceParallel | None = None
     engine: Engine = field(default_factory=Engine)
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip: bool = False
     foreach: bool = False
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that share a sequence."""
+        return self.sequence_parallel.size if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ def simulate(
     where = Whereabouts(model)
     phases: dict[str, int] = {}
     tiling = None if settings.tiling is None else replace(settings.tiling, self_check=False, compile=False)
+    shared = settings.sequence_parallel and replace(settings.sequence_parallel, self_check=False)
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(without_memory(where))
@@ -117,8 +124,9 @@ def simulate(
             ledger.name(tensor, "weights")
         engine = settings.engine.name
         needs = EngineNeeds.of_zero(int(engine[-1])) if engine.startswith("zero") else EngineNeeds()
-        policies = (tiling, settings.checkpointing, settings.loss)
-        prepared = stack.enter_context(Prepared(model, *policies, needs=needs, build=fake_offloader))
+        policies = (tiling, settings.checkpointing, settings.loss, shared)
+        group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
+        prepared = stack.enter_context(Prepared(model, *policies, group=group, needs=needs, build=fake_offloader))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:

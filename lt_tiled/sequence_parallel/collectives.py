@@ -63,12 +63,12 @@ def reduce_scatter(x: Tensor, lengths: list[int], dim: int, group: str) -> Tenso
         whole = torch.cat([_padded(part, longest) for part in whole.split(lengths)])
     out = x.new_empty(longest, *whole.shape[1:])
     _reduce_scatter(out, whole.contiguous(), group=_GROUPS[group])
-    return out[: lengths[dist.get_rank(_GROUPS[group])]].movedim(0, dim).contiguous()
+    return out[: lengths[_GROUPS[group].rank()]].movedim(0, dim).contiguous()
 
 
 @reduce_scatter.register_fake
 def _(x: Tensor, lengths: list[int], dim: int, group: str) -> Tensor:
-    return x.new_empty(*x.shape[:dim], lengths[dist.get_rank(_GROUPS[group])], *x.shape[dim + 1 :])
+    return x.new_empty(*x.shape[:dim], lengths[_GROUPS[group].rank()], *x.shape[dim + 1 :])
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

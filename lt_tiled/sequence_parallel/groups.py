@@ -35,11 +35,20 @@ class Groups:
                 " tiled_ddp, or sequence_parallel=1."
             )
         world, rank = dist.get_world_size(), dist.get_rank()
-        if world % size:
-            divisors = [n for n in range(1, world + 1) if world % n == 0]
-            raise ValueError(f"sequence_parallel={size} does not divide the {world} ranks: choose one of {divisors}.")
+        check_size(size, world)
         group, _ = dist.new_subgroups(size)
         return cls(group, rank // size, world // size)
+
+
+def sizes_of(ranks: int) -> list[int]:
+    """Return the sizes that groups of these ranks can have."""
+    return [size for size in range(1, ranks + 1) if ranks % size == 0]
+
+
+def check_size(size: int, ranks: int) -> None:
+    """Raise ``ValueError`` if groups of these ranks cannot have this size."""
+    if size not in (possible := sizes_of(ranks)):
+        raise ValueError(f"sequence_parallel={size} does not divide the {ranks} ranks: choose one of {possible}.")
 
 
 _latest: Groups | None = None

@@ -1,0 +1,111 @@
+"""Plans of steps in which ranks share each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lt_tiled import SequenceParallel, TiledDDPStrategy, TiledModelParallelStrategy
+from lt_tiled.cli import main
+from lt_tiled.errors import DoesNotFitError
+from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.search import cheapest, longest, plan
+from tests.planner.runs import LLAMA
+from tests.planner.test_command import SMALL, planned
+from tests.test_cli import QUICKSTART, ROOT, config
+
+TOKENS = 8192
+
+
+def job(strategy: Any, devices: int = 4, layers: int = 2) -> Job:
+    with torch.device("meta"):
+        module = CausalLM({**LLAMA, "num_hidden_layers": layers})
+    settings = {"strategy": strategy, "accelerator": "cpu", "devices": devices}
+    return make_job(module, TextFiles(seq_len=2048), settings)
+
+
+def held(job: Job, tokens: int, policy: SequenceParallel | None) -> tuple[dict[str, int], int]:
+    """The most that each part ever holds, and the FLOPs of a step."""
+    run = plan(job, tokens, replace(job.settings, sequence_parallel=policy)).simulation
+    return {part: max(row) for part, row in run.over_time().items()}, run.flops
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_group_holds_one_sequence(size: int) -> None:
+    """A rank of a group holds the shards of all ranks, the block inputs and the loss of its own tokens, and does its
+    part of the work.
+    """
+    base = job(TiledModelParallelStrategy())
+    shared, work = held(base, TOKENS, SequenceParallel(size))
+    part, _ = held(base, TOKENS // size, None)
+    _, whole_work = held(base, TOKENS, None)
+    for same in ("weights", "optimizer", "gradients", "gathered", "block inputs"):
+        assert shared[same] == part[same]
+    assert work * size == whole_work
+
+
+def test_exchanged_bytes_are_communication() -> None:
+    """What is sent and what arrives is counted: queries, keys and values of a rank's tokens in float32, twice."""
+    base = job(TiledDDPStrategy(gradient_as_bucket_view=True))
+    parts, _ = held(base, TOKENS, SequenceParallel(4))
+    heads = LLAMA["num_attention_heads"] + 2 * 4  # two key-value heads are sent to four ranks
+    width = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    sent = heads * width * 4 * TOKENS // 4
+    arrived = 3 * width * 4 * TOKENS
+    averaged = 4  # the loss
+    assert parts["communication"] == sent + arrived + averaged
+    assert "communication" not in held(base, TOKENS, None)[0]
+
+
+def test_a_size_that_does_not_divide() -> None:
+    """Ranks that do not form groups of the size are refused with the sizes that they can form."""
+    with pytest.raises(ValueError, match=r"sequence_parallel=3 does not divide the 4 ranks: choose one of \[1, 2, 4\]"):
+        job(TiledDDPStrategy(sequence_parallel=3))
+
+
+def test_longest() -> None:
+    """Four ranks that share a sequence fit one that is at least twice as long."""
+    base = job(TiledModelParallelStrategy(), layers=1)
+    shared = replace(base.settings, sequence_parallel=SequenceParallel(4))
+    memory = plan(base, 4096).peak
+    assert longest(base, memory, shared, granule=1024, tokens=8192).tokens >= 8192
+
+
+def test_cheapest() -> None:
+    """Ranks share a sequence only if it does not fit otherwise, as few as possible, and no more than query heads."""
+    base = job(TiledDDPStrategy(), devices=8, layers=1)
+    least = []
+    for size in (1, 2, 4):
+        shared = replace(base.settings, loss="auto", sequence_parallel=SequenceParallel(size) if size > 1 else None)
+        least.append(plan(base, TOKENS, shared).peak)
+    assert least == sorted(least, reverse=True)
+    assert cheapest(base, least[0], TOKENS).settings.sequence_parallel is None
+    assert cheapest(base, least[1], TOKENS).settings.sequence_parallel == SequenceParallel(2)
+    with pytest.raises(DoesNotFitError, match="each sequence shared by 4 ranks"):
+        cheapest(base, least[2] // 2, TOKENS)
+
+
+def test_found_sharing_is_taken_by_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--find settings`` prints how many ranks share a sequence, and writes it for ``fit``."""
+    strategy = ("--trainer.strategy=TiledDDPStrategy", "--devices=2")
+    text = planned(capsys, SMALL, *strategy, "--seq=16384", "--memory=62MiB", "--find=settings", "--output=found.yaml")
+    assert "16384 tokens, shared by 2 ranks" in text
+    assert "each sequence shared by 2 ranks" in text
+    found = yaml.safe_load(Path("found.yaml").read_text())["trainer"]["strategy"]["init_args"]
+    assert found["sequence_parallel"]["size"] == 2
+    both = config(capsys, "--config", QUICKSTART, SMALL, "--config", "found.yaml")
+    assert both["trainer"]["strategy"]["init_args"]["sequence_parallel"] == found["sequence_parallel"]
+
+
+def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """The config of Llama 3 8B shared by eight GPUs is planned with its exchange and its parts of the heads."""
+    path = ROOT / "configs" / "plan" / "llama_8b_shared.yaml"
+    main(["plan", "--config", str(path), "--seq=65536", "--model.init_args.config.num_hidden_layers=2"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "each sequence shared by 8 ranks, head_tiles=4" in text
