@@ -67,6 +67,7 @@ class SharedSequences:
     first: str
     last: str
     ranks: int
+    head_tiles: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ class Report:
                     offloaded = block.offload.offloader.so_far()
             if (part := get_patch(module, BlockInRegion)) is not None:
                 chains.setdefault(part.sharing, []).append(path)
-        shared = tuple(SharedSequences(s.owner, paths[0], paths[-1], s.size) for s, paths in chains.items())
+        shared = tuple(
+            SharedSequences(s.owner, paths[0], paths[-1], s.size, s.policy.head_tiles) for s, paths in chains.items()
+        )
         return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, shared)
 
     def summary(self) -> str:
@@ -119,7 +122,11 @@ class Report:
         ):
             if kinds := Counter(row.kind for row in rows):
                 parts.append(f"{what} {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
-        parts += [f"shares the sequences of {row.owner} between {row.ranks} ranks" for row in self.shared]
+        parts += [
+            f"shares the sequences of {row.owner} between {row.ranks} ranks" for row in self.shared if row.ranks > 1
+        ]
+        tiled = [row for row in self.shared if row.head_tiles > 1]
+        parts += [f"computes the heads of {row.owner} in {row.head_tiles} tiles" for row in tiled]
         return "lt_tiled " + (" and ".join(parts) or "changes nothing in the model")
 
     def table(self, peak: str | None = None, steps: int = 0, seconds: float | None = None) -> Table:
@@ -146,7 +153,11 @@ class Report:
         for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
             table.add_row("activation checkpointing", f"{count} x {kind}", path, "", "")
         for row in self.shared:
-            table.add_row("sequence parallelism", f"{row.ranks} ranks", f"{row.first} to {row.last}", "", "")
+            where = f"{row.first} to {row.last}"
+            if row.ranks > 1:
+                table.add_row("sequence parallelism", f"{row.ranks} ranks", where, "", "")
+            if row.head_tiles > 1:
+                table.add_row("head tiles", "", where, "", str(row.head_tiles))
         if not table.rows:
             table.add_row("nothing")
         return table

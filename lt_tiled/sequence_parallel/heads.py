@@ -109,7 +109,7 @@ class _Call:
     kwargs: dict[str, Any]
     autocast: AutocastState
     output: Any = None
-    """What the module returned, with a mark in place of its tensor."""
+    """What the module returned, with ``_OUTPUT`` in place of its tensor."""
     random: RandomState | None = None
     """The generators' state before the forward pass, if it drew numbers."""
 

@@ -1,4 +1,4 @@
-"""What a checkpointed block keeps for its recompute: the tensors that attention exchanged, or attention itself."""
+"""What a block with activation checkpointing keeps for its recompute: what attention exchanged, or attention itself."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _Run:
     """One run of attention with a graph of its own, which holds no inputs.
 
     Attributes:
-        output: The output, without a graph; ``None`` while nobody needs it.
+        output: The output, without a graph; ``None`` while it is not needed.
         edge: Where the graph ends.
         starts: Where it begins, for each input that wants a gradient.
     """

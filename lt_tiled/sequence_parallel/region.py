@@ -146,7 +146,7 @@ def current() -> Region | None:
 
 
 def _saving() -> tuple[Any, bool]:
-    """Return the function that packs saved tensors, and whether gradients are on."""
+    """Return the innermost hook on saved tensors, and whether gradients are on."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
     return (None if hooks is None else hooks[0]), torch.is_grad_enabled()
 

@@ -11,9 +11,15 @@ from tests.sequence_parallel.runs import errors
 from tests.world import World
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("options", [{"head_tiles": 2}, {"head_tiles": 4, "keep": "attention"}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama 8/8", "llama 6/3", "packed", "gemma 3", "qwen 3", "mixtral"])
+TILES, KEPT = {"head_tiles": 2}, {"head_tiles": 4, "keep": "attention"}
+NAMES = ["llama", "llama 8/8", "llama 6/3", "packed", "gemma 3", "qwen 3", "mixtral"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [(name, KEPT, 1) for name in NAMES] + [(name, TILES, 2) for name in NAMES] + [("llama 8/8", KEPT, 4)],
+    ids=str,
+)
 def test_gradients(name: str, options: dict[str, Any], size: int, four_ranks: World) -> None:
     """Loss and gradients are those of all heads at once."""
     for found in four_ranks(errors, [name], size, options, {"checkpointing": True}):

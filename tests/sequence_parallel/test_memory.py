@@ -30,7 +30,7 @@ def test_head_tiles() -> None:
     output, and their gradients), and of one tile three projections, what is attended, its gradient, those of the
     three projections, and their copy for one product.
     """
-    tokens, hidden = 4096, 128
+    tokens, hidden = 1024, 64
     module = HeadsOnly(hidden, 16)
     x = torch.randn(1, tokens, hidden, requires_grad=True)
 
@@ -42,4 +42,5 @@ def test_head_tiles() -> None:
     for tiles in (2, 4, 8, 16):
         with lt_tiled.prepare(module, sequence_parallel=SequenceParallel(1, head_tiles=tiles)):
             step()
-            assert peak_bytes(step) == pytest.approx(x.nbytes * (4 + 10 / tiles), rel=0.05)
+            gradients = sum(p.nbytes for p in module.parameters())
+            assert peak_bytes(step) == pytest.approx(x.nbytes * (4 + 10 / tiles) + gradients, rel=0.05)
