@@ -10,7 +10,6 @@ from tests.sequence_parallel.models import CASES
 from tests.sequence_parallel.runs import errors
 from tests.world import World
 
-
 TILES, KEPT = {"head_tiles": 2}, {"head_tiles": 4, "keep": "attention"}
 NAMES = ["llama", "llama 8/8", "llama 6/3", "packed", "gemma 3", "qwen 3", "mixtral"]
 
