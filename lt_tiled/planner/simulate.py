@@ -113,7 +113,7 @@ def simulate(
     where = Whereabouts(model)
     phases: dict[str, int] = {}
     tiling = None if settings.tiling is None else replace(settings.tiling, self_check=False, compile=False)
-    shared = settings.sequence_parallel and replace(settings.sequence_parallel, self_check=False)
+    shared = settings.sequence_parallel and replace(settings.sequence_parallel, self_check=False, batch="trust")
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(without_memory(where))

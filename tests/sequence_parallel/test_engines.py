@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lt_tiled
-from lt_tiled import Checkpointing
+from lt_tiled import Checkpointing, SequenceParallel
 from tests.engines.cells import ENGINES, set_up, sgd, strategy
 from tests.lit import trainer
 from tests.sequence_parallel.models import GPT, causal, ids
@@ -26,7 +26,8 @@ NEAR = 2e-6
 """The relative error of losses and logits after three optimizer steps in float32."""
 TOKENS, STEPS = 25, 3
 MODELS = {"llama": lambda: causal("llama")().float(), "hand-written": lambda: seeded(GPT)}
-MODES = ("plain", "tiled", "disk")
+MODES = {"trainer": ("plain", "tiled", "disk"), "fabric": ("plain", "heads", "disk")}
+"""With ``heads`` attention is kept and computed in parts, besides tiles and activation checkpointing."""
 
 
 def seeded(build: Any) -> nn.Module:
@@ -72,17 +73,19 @@ class Lit(pl.LightningModule):
 def policies(name: str, mode: str, directory: str) -> dict[str, Any]:
     offload = Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
     if mode == "plain":
-        return {"tiling": None, "checkpointing": None}
+        return {"tiling": None, "checkpointing": None, "sequence_parallel": 2}
+    heads = {"head_tiles": 2, "keep": "attention"} if mode == "heads" and name == "llama" else {}
     return {
         "tiling": 3,
-        "checkpointing": True if mode == "tiled" else offload,
+        "checkpointing": offload if mode == "disk" else True,
+        "sequence_parallel": SequenceParallel(2, **heads),
         "loss": name == "llama" or None,
     }
 
 
 def in_trainer(engine: str, name: str, mode: str, directory: str) -> tuple[list[float], Tensor]:
     lit = Lit(name)
-    chosen = strategy(lt_tiled, engine, sequence_parallel=2, **policies(name, mode, directory))
+    chosen = strategy(lt_tiled, engine, **policies(name, mode, directory))
     loader, val = (DataLoader(torch.cat(rows), batch_size=2) for rows in (batches(), batches(1)))
     options = {"num_sanity_val_steps": 0, "use_distributed_sampler": False}  # it would shuffle
     trainer(chosen, devices=2, max_epochs=1, **options).fit(lit, loader, val)
@@ -90,7 +93,7 @@ def in_trainer(engine: str, name: str, mode: str, directory: str) -> tuple[list[
 
 
 def in_fabric(engine: str, name: str, mode: str, directory: str) -> tuple[list[float], Tensor]:
-    chosen = strategy(lt_tiled.fabric, engine, sequence_parallel=2, **policies(name, mode, directory))
+    chosen = strategy(lt_tiled.fabric, engine, **policies(name, mode, directory))
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
     fabric.launch()
     model, optimizer = set_up(fabric, MODELS[name](), engine)
@@ -134,9 +137,8 @@ def one_process(name: str) -> tuple[list[float], Tensor]:
         return losses, loss_and_logits(name, net, batches(1)[0], labels=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("loop", "mode"), [(loop, mode) for loop in MODES for mode in MODES[loop]])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("loop", LOOPS)
 def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Two ranks that share each sequence train as one process: the same losses, and logits after three steps."""
     world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
