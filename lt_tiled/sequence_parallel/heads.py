@@ -86,6 +86,11 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"{patch.path} is called with other tensors that want a gradient than hidden states, so its heads cannot be"
             " computed in parts: set head_tiles=1."
         )
+    if hooked := Work(self.forward, (self,)).hooked():
+        raise ValueError(
+            f"{patch.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
+            " head_tiles=1."
+        )
     hidden = given[0].value("attention in head tiles") if isinstance(given[0], Deferred) else given[0]
     call = _Call(self, patch, region, parts, args[1:], kwargs, AutocastState.now(hidden.device))
     attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
@@ -129,7 +134,7 @@ class _Call:
         Raises:
             ValueError: If the module does something else with it than to project it.
         """
-        mode = _Projections(self.module, part, pairs)
+        mode = _Projections(self.patch.path, self.module, hidden, part, pairs)
         try:
             with entered(self.region), keeping_nothing(), mode:
                 output = self.patch.inner(self.module, hidden, *self.args, **self.kwargs)
@@ -151,14 +156,18 @@ class _Projections(Substituted):
     Where gradients are on, a graph begins at the output of each projection.
     """
 
-    def __init__(self, module: Any, part: _Part, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, path: str, module: Any, hidden: Tensor, part: _Part, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         super().__init__(pairs)
+        self._path: str = path
+        self._hidden: Any = hidden
         self._linears = {id(module._modules[name].weight): (name, module._modules[name]) for name in _PROJECTIONS}
         self._part = part
         self.found: Tensor | None = None
         """The input of the output projection."""
         self.made: dict[str, tuple[Tensor, Tensor]] = {}
-        """The input and the output of each of the other projections."""
+        """The input and the output of each of the other projections, which have the module's own input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.linear or id(args[1]) not in self._linears:
@@ -167,8 +176,11 @@ class _Projections(Substituted):
         if name == "o_proj":
             self.found = args[0]
             return args[0]
-        if name in self.made:
-            raise ValueError(f"{name} of an attention module ran twice, so its heads cannot be computed in parts.")
+        if name in self.made or args[0] is not self._hidden:
+            what = "run twice" if name in self.made else "not given the module's own input"
+            raise ValueError(
+                f"{self._path}.{name} is {what}, so its heads cannot be computed in parts: set head_tiles=1."
+            )
         rows = self._part.rows(name)
         with torch.no_grad():
             out = func(args[0], linear.weight[rows], None if linear.bias is None else linear.bias[rows])
@@ -177,7 +189,7 @@ class _Projections(Substituted):
 
     def end(self) -> None:
         super().end()
-        self._linears = {}
+        self._linears, self._hidden = {}, None
 
 
 class _HeadTiles(torch.autograd.Function):

@@ -105,13 +105,16 @@ class HeadsBlock(nn.Module):
         super().__init__()
         self.head_dim = hidden // heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.norm, self.last = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
         q, k, v = (
             linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.last(self.o_proj(out.transpose(1, 2).flatten(2)))
 
 
 class HeadsOnly(nn.Module):

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.sequence_parallel.models import CASES
+import lt_tiled
+from lt_tiled import SequenceParallel
+from tests.sequence_parallel.models import CASES, HeadsOnly
 from tests.sequence_parallel.runs import errors
 from tests.world import World
 
@@ -23,3 +27,25 @@ def test_gradients(name: str, options: dict[str, Any], size: int, four_ranks: Wo
     """Loss and gradients are those of all heads at once."""
     for found in four_ranks(errors, [name], size, options, {"checkpointing": True}):
         assert found[name] < CASES[name].error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda block: block.q_proj.register_forward_hook(lambda *_: None), "has a hook on its Linear"),
+        (lambda block: setattr(block, "norm", nn.LayerNorm(64)), "q_proj is not given the module's own input"),
+        (lambda block: setattr(block, "last", nn.Dropout(0.5)), "does not return what its o_proj returns"),
+        (lambda block: setattr(block, "q_proj", nn.Sequential(block.q_proj)), "needs attention modules with head_dim"),
+    ],
+    ids=["hook", "norm inside", "dropout behind", "other projection"],
+)
+def test_refused(change: Any, message: str) -> None:
+    """Attention that does more than project its input, attend and project is refused by name."""
+    module = HeadsOnly(64, 4)
+    for block in module.blocks:
+        change(block)
+    with (
+        pytest.raises(ValueError, match=message),
+        lt_tiled.prepare(module, sequence_parallel=SequenceParallel(1, head_tiles=2)),
+    ):
+        module(torch.randn(1, 8, 64))
