@@ -1,0 +1,129 @@
+"""The attention functions of transformers get masks and positions of all tokens, and are restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lt_tiled
+from lt_tiled import SequenceParallel
+from tests.sequence_parallel.models import GPT, causal, ids, packed, padded
+from tests.sequence_parallel.runs import step, worst
+from tests.world import World
+
+
+def varlen_like(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention with the arguments of flash attention: a mask ``[B, S]`` of padding, and documents in position ids."""
+    tokens = query.shape[2]
+    assert attention_mask is None or attention_mask.shape[1] == tokens
+    assert position_ids is None or position_ids.shape[-1] == tokens
+    place = torch.arange(tokens)
+    seen = place[:, None] >= place
+    if sliding_window is not None:
+        seen = seen & (place[:, None] - place < sliding_window)
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None].bool()
+    elif position_ids is not None:
+        document = (position_ids == 0).cumsum(-1)
+        seen = seen & (document[:, None, :, None] == document[:, None, None])
+    groups = module.num_key_value_groups
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    seen = seen | torch.eye(tokens, dtype=torch.bool)  # padding attends to itself, so that nothing is nan
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def errors_of_flash(name: str, fields: dict[str, Any], given: str) -> float:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register("varlen_like", varlen_like)
+    AttentionMaskInterface.register("varlen_like", flash_attention_mask)
+    inputs = {"packed": packed, "left": padded(True), "right": padded(False)}[given](
+        ids(2 if given != "packed" else 1, 37)
+    )
+    models = [causal(name, **fields)() for _ in range(2)]
+    for model in models:
+        model.set_attn_implementation("varlen_like")
+        lt_tiled.prepare(model, loss=True)
+    true = step(models[0], inputs)
+    with lt_tiled.prepare(models[1], sequence_parallel=4):
+        return worst(step(models[1], inputs), true)
+
+
+@pytest.mark.parametrize("given", ["packed", "left", "right"])
+@pytest.mark.parametrize(("name", "fields"), [("llama", {}), ("mistral", {"sliding_window": 6})])
+def test_flash_attention(name: str, fields: dict[str, Any], given: str, four_ranks: World) -> None:
+    """Attention that reads padding and position ids gets those of all tokens."""
+    for error in four_ranks(errors_of_flash, name, fields, given):
+        assert error < 1e-12
+
+
+def functions_after_two_models() -> list[bool]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+    before = dict(TABLE)
+    first, second = (lt_tiled.prepare(causal("llama")(), sequence_parallel=4) for _ in range(2))
+    states = [dict(TABLE) == before]
+    for prepared in (first, second):
+        prepared.release()
+        states.append(dict(TABLE) == before)
+    return states
+
+
+def test_functions_are_restored(four_ranks: World) -> None:
+    """The table of attention functions is as before when the last of two models is released, in any order."""
+    assert four_ranks(functions_after_two_models) == [[False, False, True]] * 4
+
+
+class LocalMask(GPT):
+    """Cuts the mask to the tokens that a block is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda x, mask=None, block=block: type(block).forward(
+                block, x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            )
+
+
+def refusal(build: str) -> str:
+    model = {"local mask": LocalMask, "multihead": lambda: nn.Sequential(*_encoder())}[build]()
+    x = ids(2, 16) if build == "local mask" else torch.randn(2, 16, 8)
+    policy = SequenceParallel(dist.get_world_size())
+    with lt_tiled.prepare(model, sequence_parallel=policy):
+        try:
+            model(x)
+        except ValueError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def _encoder() -> list[nn.Module]:
+    return [nn.TransformerEncoderLayer(8, 4, 16, batch_first=True, dropout=0.0) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [("local mask", "which is not that of all 17 tokens"), ("multihead", "uses nn.MultiheadAttention")],
+)
+def test_refused(build: str, message: str, four_ranks: World) -> None:
+    """A mask of the rank's tokens, and attention that cannot be shared, raise on all ranks."""
+    for found in four_ranks(refusal, build):
+        assert message in found
