@@ -13,6 +13,7 @@ from lt_tiled.errors import (
 )
 from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import Checkpointing, SequenceParallel, Tiling
+from lt_tiled.sequence_parallel.attention import shared_attention
 from lt_tiled.sequence_parallel.groups import data_rank, data_world_size
 from lt_tiled.strategies import (
     TiledDDPStrategy,
@@ -49,6 +50,7 @@ __all__ = [
     "data_world_size",
     "fabric",
     "prepare",
+    "shared_attention",
     "tile",
     "tiled_linear_cross_entropy",
     "tiled_token_logprobs",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -120,6 +121,31 @@ class SeesAttention(TorchFunctionMode):
             return out
 
         return attend(region, query, key, value, attention)
+
+
+def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an attention function that attends to the tokens of all ranks where they share a sequence.
+
+    For functions other than ``F.scaled_dot_product_attention``, such as ``flex_attention`` or a compiled one, in
+    hand-written models: ``attention = shared_attention(flex_attention)``.
+
+    Args:
+        function: Takes queries ``[B, H, S, D]``, keys and values ``[B, K, S, D]``, and other arguments, which it gets
+            as they are: masks are those of all tokens, and of every head alike. Where ranks share a sequence it is
+            called with a part of the heads.
+
+    Returns:
+        The function with the same arguments.
+    """
+
+    @wraps(function)
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        region = current()
+        if region is None:
+            return function(query, key, value, *args, **kwargs)
+        return attend(region, query, key, value, lambda q, k, v, _: function(q, k, v, *args, **kwargs))
+
+    return attention
 
 
 def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from tests.sequence_parallel.models import GPT, causal, ids, packed, padded
+from tests.sequence_parallel.models import GPT, HeadsOnly, causal, ids, packed, padded
 from tests.sequence_parallel.runs import step, worst
-from tests.world import World
+from tests.world import RanksFailed, World
 
 
 def varlen_like(
@@ -73,6 +73,49 @@ def test_flash_attention(name: str, fields: dict[str, Any], given: str, four_ran
     """Attention that reads padding and position ids gets those of all tokens."""
     for error in four_ranks(errors_of_flash, name, fields, given):
         assert error < 1e-12
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention in matrix products, with keys and values for each query head."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    return (query @ key.mT).masked_fill(~mask, -torch.inf).softmax(-1) @ value
+
+
+class Softmax(HeadsOnly):
+    """A model with an attention function of its own."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__(16, 4)
+        for block in self.blocks:
+            block.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def errors_of_own_attention(shared: bool) -> float:
+    torch.manual_seed(0)
+    model = Softmax(lt_tiled.shared_attention(softmax_attention) if shared else softmax_attention).double()
+    inputs = {"x": torch.randn(2, 13, 16, dtype=torch.float64)}
+    true = step(model, inputs)
+    with lt_tiled.prepare(model, sequence_parallel=4):
+        return worst(step(model, inputs), true)
+
+
+def test_own_attention(four_ranks: World) -> None:
+    """A function of the model's own attends to all tokens through ``shared_attention``."""
+    for error in four_ranks(errors_of_own_attention, True):
+        assert error < 1e-12
+
+
+def test_own_attention_that_is_not_shared(four_ranks: World) -> None:
+    """Without it, the model is refused on all ranks."""
+    with pytest.raises(RanksFailed, match="The size of tensor a"):
+        four_ranks(errors_of_own_attention, False)
 
 
 def functions_after_two_models() -> list[bool]:
