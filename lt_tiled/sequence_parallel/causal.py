@@ -94,7 +94,10 @@ def _computes_loss(model: Any) -> bool:
     taken = inspect.signature(type(model).forward).parameters
     function = getattr(model, "loss_function", None) if "position_ids" in taken else None
     text = model.config.get_text_config() is model.config
-    return text and function is not None and "shift_labels" in inspect.signature(function).parameters
+    own = str(getattr(function, "__module__", "")).startswith(
+        "transformers."
+    )  # another one may divide by its own count
+    return text and own and "shift_labels" in inspect.signature(function).parameters
 
 
 def _refuse_outputs(owner: str, config: Any, given: Mapping[str, Any]) -> None:
@@ -122,17 +125,17 @@ def _shared_loss(model: Any, patch: ModelInRegion, given: dict[str, Any], tokens
     local = _local(region, model, given, tokens)
     as_tuple = local.pop("return_dict", None) is False
     function, losses = model.loss_function, 0
-    ignored = inspect.signature(function).parameters.get("ignore_index")
+    ignored = given.get("ignore_index", inspect.signature(function).parameters["ignore_index"].default)
     targets = given.get("shift_labels")
     if targets is None:
-        targets = shifted(labels, -100 if ignored is None else ignored.default)
+        targets = shifted(labels, ignored)
 
     def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal losses
         losses += 1
         count = kwargs.get("num_items_in_batch")
         if count is None:
-            count = (targets != kwargs.get("ignore_index", -100 if ignored is None else ignored.default)).sum()
+            count = (targets != ignored).sum()
         count = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / region.size
         own = {"shift_labels": region.local(targets).contiguous(), "num_items_in_batch": count}
         return function(logits, *args, **kwargs | own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -197,11 +198,23 @@ def _joined(patch: BlockInRegion, region: Region, name: str, output: Any) -> Any
             " losses."
         )
     if not patch.last:
+        if patch.first and leaves[0].requires_grad:
+            leaves[0].register_hook(partial(_check_closed, region, name))
         return output
-    patch.sharing.open = None
+    patch.sharing.open, region.closed = None, True
     whole = region.gathered(leaves[0])
     patch.sharing.close(region, whole)
     return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
+
+
+def _check_closed(region: Region, name: str, _: Tensor) -> None:
+    """Refuse, before a weight gets a gradient, a loss of hidden states of the rank's own tokens."""
+    if not region.closed:
+        raise RuntimeError(
+            f"{name} was called, and the last of the blocks was not called after it, so the loss is of the tokens of"
+            " one rank: call the blocks in their order and up to the last one, or name one module around them in"
+            " SequenceParallel(targets=...)."
+        )
 
 
 def _check(

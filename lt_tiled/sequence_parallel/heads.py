@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -79,6 +80,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if len(parts) == 1:
         return patch.inner(self, *args, **kwargs)
+    region.check_recompute()
     given = args[:1] or (kwargs.pop("hidden_states", None),)
     leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
     if not isinstance(given[0], Tensor) or any(t.requires_grad for t in leaves):
@@ -138,8 +140,20 @@ class _Call:
         try:
             with entered(self.region), keeping_nothing(), mode:
                 output = self.patch.inner(self.module, hidden, *self.args, **self.kwargs)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                raise
+            raise ValueError(
+                f"{self.patch.path} ({type(self.module).__name__}) cannot compute some of its heads ({error}): what"
+                " belongs to heads, as a norm or a mask, may be that of all of them. Set head_tiles=1."
+            ) from error
         finally:
             mode.end()
+        if any(x is not hidden for x, _ in mode.made.values()):
+            raise ValueError(
+                f"{self.patch.path} ({type(self.module).__name__}) projects other tensors than its hidden states, so"
+                " its heads cannot be computed in parts: set head_tiles=1, or change hidden states outside of it."
+            )
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if len(tensors) != 1 or tensors[0] is not mode.found:
             raise ValueError(

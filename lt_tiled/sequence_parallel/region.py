@@ -68,6 +68,8 @@ class Region:
     """Collects the inputs of attention with the heads that they belong to, if it is a list."""
     exchanges: int = 0
     """How often attention saw all tokens."""
+    closed: bool = False
+    """Whether the last block of a chain returned all tokens."""
     size: int = field(init=False)
     rank: int = field(init=False)
     lengths: list[int] = field(init=False)

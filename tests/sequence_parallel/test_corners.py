@@ -1,0 +1,134 @@
+"""Models and calls that look ordinary and could share a sequence wrongly: they are right, or refused on all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import H
+from tests.sequence_parallel.models import VOCAB, Block, HeadsBlock, causal, ids
+from tests.sequence_parallel.test_models import against_whole
+from tests.world import World
+
+
+class Pooled(nn.Module):
+    """Blocks in any order, and a loss of the mean over tokens, which any number of tokens has."""
+
+    def __init__(self, order: list[int], block: Callable[[], nn.Module] = Block, width: int = H) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.order = nn.Embedding(VOCAB, width), order
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x.mean(1).square().sum()
+
+
+def in_order(order: list[int]) -> tuple[float, str]:
+    try:
+        error, _, message = against_whole(Pooled(order), {"input_ids": ids(2, 37)})
+    except RuntimeError as refused:
+        return 0.0, str(refused)
+    return error, message
+
+
+@pytest.mark.parametrize("order", [[0, 1], [2, 1, 0]], ids=["early exit", "reversed"])
+def test_chain_that_is_not_closed(order: list[int], world: World) -> None:
+    """A loss of hidden states that the last block never gathered is refused before a weight gets a gradient."""
+    for _, message in world(in_order, order):
+        assert "the last of the blocks was not called after it" in message
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1, 2], [0, 1, 2, 2], [0, 1, 2] * 2, [1, 2]], ids=str)
+def test_blocks_that_run_again(order: list[int], world: World) -> None:
+    """Blocks that run again, in a loop or in a row, and a first block that is left out, are right."""
+    for error, message in world(in_order, order):
+        assert message == ""
+        assert error < 1e-12
+
+
+class Normed(HeadsBlock):
+    """Attention with its norm inside."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class NormOfAllHeads(HeadsBlock):
+    """Attention whose queries are normalized over all heads, without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = F.layer_norm(q, q.shape[-1:])
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def in_head_tiles(block: Callable[[], nn.Module]) -> str:
+    return against_whole(Pooled([0, 1, 2], block, 32), {"input_ids": ids(2, 37)}, head_tiles=2)[2]
+
+
+def test_head_tiles_with_a_norm_inside(world: World) -> None:
+    """An attention module that projects something else than its input has no gradients in parts, and is refused."""
+    for message in world(in_head_tiles, Normed):
+        assert re.search("projects other tensors than its hidden states.*set head_tiles=1", message)
+
+
+def of_olmo() -> str:
+    inputs = {"input_ids": (x := ids(2, 24)), "labels": x}
+    return against_whole(causal("olmo2")(), inputs, head_tiles=2)[2]
+
+
+def test_head_tiles_with_weights_of_all_heads(world: World) -> None:
+    """A norm with weights for all heads is refused with a remedy."""
+    for message in world(of_olmo):
+        assert re.search("cannot compute some of its heads.*Set head_tiles=1", message)
+
+
+def mean_of_own(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Any = None, **_: Any) -> Tensor:
+    """A user's loss, which divides by the labels that it is given."""
+    targets = F.pad(labels[..., 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def with_loss_function() -> tuple[float, int, str]:
+    model: Any = causal("llama")()
+    model.loss_function = mean_of_own
+    x = ids(2, 37)
+    return against_whole(model, {"input_ids": x, "labels": x.where(torch.arange(37) > 15, -100)})
+
+
+def test_own_loss_function(world: World) -> None:
+    """A user's loss function gets the logits of all tokens: it may divide by the labels that it is given."""
+    for error, exchanges, message in world(with_loss_function):
+        assert message == ""
+        assert exchanges
+        assert error < 1e-12
+
+
+def with_ignore_index() -> tuple[float, int, str]:
+    return against_whole(causal("llama")(), {"input_ids": (x := ids(2, 37)), "labels": x, "ignore_index": 3})
+
+
+def test_other_ignore_index(world: World) -> None:
+    """The last label of a sequence is the ``ignore_index`` of the call; otherwise one rank fails, and others wait."""
+    for error, _, message in world(with_ignore_index):
+        assert message == ""
+        assert error < 1e-12
