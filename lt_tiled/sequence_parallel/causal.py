@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.loss.transformers import AbsentLogits, loss_function_set
-from lt_tiled.modules.patch import Patch, remove_patch, set_patch
+from lt_tiled.modules.patch import Patch, is_of, remove_patch, set_patch
 from lt_tiled.sequence_parallel.arguments import named_arguments, repeated_to, token_dims
 from lt_tiled.sequence_parallel.chain import Sharing
 from lt_tiled.sequence_parallel.region import Region, current, entered
@@ -94,10 +94,10 @@ def _computes_loss(model: Any) -> bool:
     taken = inspect.signature(type(model).forward).parameters
     function = getattr(model, "loss_function", None) if "position_ids" in taken else None
     text = model.config.get_text_config() is model.config
-    own = str(getattr(function, "__module__", "")).startswith(
-        "transformers."
-    )  # another one may divide by its own count
-    return text and own and "shift_labels" in inspect.signature(function).parameters
+    if function is None or not text:
+        return False
+    known = is_of(function, ("transformers.", "lt_tiled."))  # another one may divide by a count of its own
+    return known and "shift_labels" in inspect.signature(function).parameters
 
 
 def _refuse_outputs(owner: str, config: Any, given: Mapping[str, Any]) -> None:
@@ -125,7 +125,8 @@ def _shared_loss(model: Any, patch: ModelInRegion, given: dict[str, Any], tokens
     local = _local(region, model, given, tokens)
     as_tuple = local.pop("return_dict", None) is False
     function, losses = model.loss_function, 0
-    ignored = given.get("ignore_index", inspect.signature(function).parameters["ignore_index"].default)
+    default = inspect.signature(function).parameters.get("ignore_index")
+    ignored = given.get("ignore_index", -100 if default is None else default.default)
     targets = given.get("shift_labels")
     if targets is None:
         targets = shifted(labels, ignored)

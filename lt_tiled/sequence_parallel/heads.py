@@ -149,11 +149,6 @@ class _Call:
             ) from error
         finally:
             mode.end()
-        if any(x is not hidden for x, _ in mode.made.values()):
-            raise ValueError(
-                f"{self.patch.path} ({type(self.module).__name__}) projects other tensors than its hidden states, so"
-                " its heads cannot be computed in parts: set head_tiles=1, or change hidden states outside of it."
-            )
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if len(tensors) != 1 or tensors[0] is not mode.found:
             raise ValueError(

@@ -88,7 +88,7 @@ def in_head_tiles(block: Callable[[], nn.Module]) -> str:
 def test_head_tiles_with_a_norm_inside(world: World) -> None:
     """An attention module that projects something else than its input has no gradients in parts, and is refused."""
     for message in world(in_head_tiles, Normed):
-        assert re.search("projects other tensors than its hidden states.*set head_tiles=1", message)
+        assert re.search("is not given the module's own input.*set head_tiles=1", message)
 
 
 def of_olmo() -> str:
