@@ -69,8 +69,8 @@ class Sharing:
         return Region(self.group, total, self.owner, sees=self.sees, **given)
 
     def small_regions(self, **options: Any) -> tuple[Region, Region]:
-        """Return two regions of a few tokens: of this rank alone, and of the group."""
-        shared = self.region(TOKENS * self.size + 1, head_tiles=1, **options)
+        """Return two regions of a few tokens: of this rank alone with all heads at once, and of the group."""
+        shared = self.region(TOKENS * self.size + 1, **options)
         whole = Region(None, shared.total, self.owner, sees=self.sees, **options)
         return whole, shared
 

@@ -45,6 +45,7 @@ def check_shared(
         ValueError: If they differ, or no attention saw the tokens of all ranks.
     """
     whole.record, shared.record = [], []
+    tiles, shared.head_tiles, parts = shared.head_tiles, 1, None
     modes = training_set([(part, False) for part in module.modules()])
     with torch.no_grad(), random_state_kept(device), modes:
         with entered(whole):
@@ -59,7 +60,17 @@ def check_shared(
             expected = shared.local(expected)
         with entered(shared):
             found = run(shared)
+        if tiles > 1:
+            shared.head_tiles, recorded, shared.record = tiles, shared.record, None
+            with entered(shared):
+                parts = run(shared)
+            shared.record = recorded
     problem = _difference(owner, whole, shared, found, expected)
+    if problem is None and parts is not None and (error := _error(parts, expected)) > _tolerance(expected):
+        problem = (
+            f"{owner} has another output when its heads are computed in {tiles} parts (relative difference"
+            f" {error:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
+        )
     problems: list[str | None] = [None] * shared.size
     dist.all_gather_object(problems, problem, group=shared.group)  # positions of the first rank are always right
     if problem := next(filter(None, problems), None):

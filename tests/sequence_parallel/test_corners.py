@@ -91,6 +91,12 @@ def test_head_tiles_with_a_norm_inside(world: World) -> None:
         assert re.search("is not given the module's own input.*set head_tiles=1", message)
 
 
+def test_head_tiles_with_a_norm_of_all_heads(world: World) -> None:
+    """What a module computes of all of its heads differs in parts, and the self-check says so."""
+    for message in world(in_head_tiles, NormOfAllHeads):
+        assert re.search("another output when its heads are computed in 2 parts.*set head_tiles=1", message)
+
+
 def of_olmo() -> str:
     inputs = {"input_ids": (x := ids(2, 24)), "labels": x}
     return against_whole(causal("olmo2")(), inputs, head_tiles=2)[2]
