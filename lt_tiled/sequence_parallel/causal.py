@@ -112,7 +112,7 @@ def _refuse_outputs(owner: str, config: Any, given: Mapping[str, Any]) -> None:
 def _shared_loss(model: Any, patch: ModelInRegion, given: dict[str, Any], tokens: Tensor) -> Any:
     """Run a model on the rank's own tokens, and return its output with the loss of the whole sequence."""
     sharing, total = patch.sharing, tokens.shape[1]
-    if sharing.policy.self_check and sharing.size > 1 and type(model) not in sharing.checked:
+    if sharing.checks and type(model) not in sharing.checked:
         _check(model, patch, tokens)
         sharing.checked.add(type(model))
     if not sharing.shares(total):

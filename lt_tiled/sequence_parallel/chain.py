@@ -79,6 +79,11 @@ class Sharing:
         """The number of ranks that share a sequence."""
         return 1 if self.group is None else self.group.size()
 
+    @property
+    def checks(self) -> bool:
+        """Whether a model is compared with itself, alone or with all heads at once."""
+        return self.policy.self_check and (self.size > 1 or self.policy.head_tiles > 1)
+
     def shares(self, total: int) -> bool:
         """Whether a sequence is long enough to be shared."""
         return total >= self.size
@@ -168,7 +173,7 @@ def _run(
             f" and [B, {expected}, ...] is needed: code between the blocks may need all tokens. Name one module around"
             " it in SequenceParallel(targets=...)."
         )
-    if sharing.policy.self_check and sharing.size > 1 and patch.path not in sharing.checked and not is_backward():
+    if sharing.checks and patch.path not in sharing.checked and not is_backward():
         _check(patch, module, region, name, hidden, args, kwargs)
     own = region.local(hidden) if patch.first else hidden
     if region.position_ids is None:

@@ -45,7 +45,7 @@ class SameBatch:
     """
 
     def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
-        self.owner, self.size, self._host = owner, group.size(), host_group(group)
+        self.owner, self.size, self._group = owner, group.size(), group
         self._last: tuple[Tensor, Callable[[], None]] | None = None
         """The values of the last pass, and what waits for their copy."""
         self.compared = 0
@@ -69,7 +69,7 @@ class SameBatch:
             wait()
         mine = torch.cat([torch.tensor([described]), before])
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self._host)
+        dist.all_gather(every, mine, group=host_group(self._group))
         self.compared += 1
         shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in tensors)
         for rank, other in enumerate(every):

@@ -66,13 +66,15 @@ def check_shared(
                 parts = run(shared)
             shared.record = recorded
     problem = _difference(owner, whole, shared, found, expected)
-    if problem is None and parts is not None and (error := _error(parts, expected)) > _tolerance(expected):
+    if problem is None and parts is not None and (off := _error(parts, expected)) > _tolerance(expected):
         problem = (
             f"{owner} has another output when its heads are computed in {tiles} parts (relative difference"
-            f" {error:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
+            f" {off:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
         )
-    problems: list[str | None] = [None] * shared.size
-    dist.all_gather_object(problems, problem, group=shared.group)  # positions of the first rank are always right
+    problems = [problem]
+    if shared.group is not None:
+        problems *= shared.size
+        dist.all_gather_object(problems, problem, group=shared.group)  # positions of the first rank are always right
     if problem := next(filter(None, problems), None):
         raise ValueError(problem)
 
