@@ -138,3 +138,25 @@ def test_other_ignore_index(world: World) -> None:
     for error, _, message in world(with_ignore_index):
         assert message == ""
         assert error < 1e-12
+
+
+class Convolved(Block):
+    """A block with a convolution over tokens that hardly changes them, as at the start of a training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(H, H, 3, padding=1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = super().forward(x, mask)
+        return x + 0.01 * self.mix(x.transpose(1, 2)).transpose(1, 2)
+
+
+def convolved() -> str:
+    return against_whole(Pooled([0, 1, 2], Convolved).float(), {"input_ids": ids(2, 37)})[2]
+
+
+def test_small_mixing_of_tokens(world: World) -> None:
+    """The self-check in float32 sees tokens that are mixed outside of attention by a thousandth."""
+    for message in world(convolved):
+        assert "It may mix tokens in other code than an attention function" in message
