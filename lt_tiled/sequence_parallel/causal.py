@@ -95,7 +95,7 @@ def _computes_loss(model: Any) -> bool:
     own = str(getattr(function, "__module__", "")).startswith(
         "transformers."
     )  # another one may divide by its own count
-    return text and own and "shift_labels" in inspect.signature(function).parameters
+    return text and function is not None and own and "shift_labels" in inspect.signature(function).parameters
 
 
 def _refuse_outputs(owner: str, config: Any, given: Mapping[str, Any]) -> None:

@@ -68,10 +68,10 @@ def check_shared(
                 parts = run(shared)
             shared.record = recorded
     problem, values = _difference(owner, whole, shared, found, expected), _values_dtype(whole)
-    if problem is None and parts is not None and (error := _error(parts, expected)) > _tolerance(expected, values):
+    if problem is None and parts is not None and (apart := _error(parts, expected)) > _tolerance(expected, values):
         problem = (
             f"{owner} has another output when its heads are computed in {tiles} parts (relative difference"
-            f" {error:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
+            f" {apart:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
         )
     problems: list[str | None] = [None] * shared.size
     dist.all_gather_object(problems, problem, group=shared.group)  # positions of the first rank are always right
