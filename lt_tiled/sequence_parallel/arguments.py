@@ -71,7 +71,8 @@ def changed_arguments(
 def is_mask(name: str, tensor: Tensor, total: int) -> bool:
     """Whether a tensor is a mask or a bias of attention, which is needed for all tokens."""
     sizes = tensor.shape
-    square = len(sizes) >= 2 and sizes[-1] == sizes[-2] == total
+    numbers = tensor.is_floating_point() or tensor.dtype == torch.bool  # and not position ids of as many rows
+    square = numbers and len(sizes) >= 2 and sizes[-1] == sizes[-2] == total
     padding = len(sizes) == 4 and sizes[-1] == total and sizes[-2] == 1
     return "mask" in name or square or padding
 
@@ -83,6 +84,8 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
         ValueError: If it is not clear which one it is.
     """
     dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
+    if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:
+        return dims[-1:]  # token or position ids [B, S]
     if len(dims) > 1 and not is_mask(name, tensor, total):
         raise ValueError(
             f"{owner} was called with {name or 'an argument'} of the shape {list(tensor.shape)}, and sequence"

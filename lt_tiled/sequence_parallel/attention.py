@@ -44,6 +44,10 @@ class _Shared:
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
             given = kwargs
             if (sinks := kwargs.get("s_aux")) is not None:  # one logit for each head
+                if len(sinks) != heads:
+                    raise ValueError(
+                        f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1."
+                    )
                 given = kwargs | {"s_aux": sinks[mine]}
             seen = _Grouped(module, q.shape[1] // k.shape[1])
             if region.documents is not None and mask is None:

@@ -237,7 +237,8 @@ def _check(
     few = repeated_to(shared.total)
     # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
     count, own = min(TOKENS, min(region.lengths)), region.local(hidden) if patch.first else hidden
-    start = few(all_gather(own.detach()[:, :count], [count] * region.size, 1, region.name), 1)
+    first = own.detach()[:, :count]
+    start = few(first if region.size == 1 else all_gather(first, [count] * region.size, 1, region.name), 1)
     args, kwargs = changed_arguments(name, module, args, kwargs, region.total, start, few, masks=True)
 
     def run(small: Region) -> Tensor:

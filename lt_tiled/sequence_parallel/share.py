@@ -96,7 +96,25 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"SequenceParallel found {found} in {type(model).__name__}, and needs one list of blocks: name the modules"
             " to share in SequenceParallel(targets=...)."
         )
-    return [(f"{path}.{names[m]}".lstrip("."), m) for _, m in blocks]
+    return [(f"{path}.{names[m]}".lstrip("."), _without_mixing(names[m], m)) for _, m in blocks]
+
+
+def _without_mixing(path: str, block: nn.Module) -> nn.Module:
+    """Refuse layers of torch that mix tokens, whatever their weights are now.
+
+    Raises:
+        ValueError: If a block has one.
+    """
+    for name, layer in walk(block):
+        mixes = isinstance(layer, nn.RNNBase | nn.modules.batchnorm._BatchNorm) or (
+            isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(layer.kernel_size) > 1
+        )
+        if mixes:
+            raise ValueError(
+                f"{path}.{name} ({type(layer).__name__}) mixes tokens outside of attention, of which sequence"
+                " parallelism has a part on each rank: use a model without it, or sequence_parallel=1."
+            )
+    return block
 
 
 def share(chains: list[Chain]) -> Callable[[], None]:

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lt_tiled
+from lt_tiled import SequenceParallel
 from tests.models import H
-from tests.sequence_parallel.models import VOCAB, Block, HeadsBlock, causal, ids
+from tests.sequence_parallel.models import GPT, VOCAB, Block, HeadsBlock, causal, ids
 from tests.sequence_parallel.test_models import against_whole
 from tests.world import World
 
@@ -140,23 +142,28 @@ def test_other_ignore_index(world: World) -> None:
         assert error < 1e-12
 
 
-class Convolved(Block):
-    """A block with a convolution over tokens that hardly changes them, as at the start of a training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv1d(H, H, 3, padding=1)
+class Averaged(Block):
+    """A block that adds a little of the mean over tokens."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = super().forward(x, mask)
-        return x + 0.01 * self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return x + 0.01 * x.mean(1, keepdim=True)
 
 
-def convolved() -> str:
-    return against_whole(Pooled([0, 1, 2], Convolved).float(), {"input_ids": ids(2, 37)})[2]
+def averaged() -> str:
+    return against_whole(Pooled([0, 1, 2], Averaged).float(), {"input_ids": ids(2, 37)})[2]
 
 
 def test_small_mixing_of_tokens(world: World) -> None:
     """The self-check in float32 sees tokens that are mixed outside of attention by a thousandth."""
-    for message in world(convolved):
+    for message in world(averaged):
         assert "It may mix tokens in other code than an attention function" in message
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(H, H, 3), nn.GRU(H, H), nn.BatchNorm1d(H)], ids=lambda m: type(m).__name__)
+def test_layers_that_mix_tokens(layer: nn.Module) -> None:
+    """Convolutions, recurrent layers and batch norms are refused by name, whatever their weights are."""
+    model = GPT()
+    model.blocks[1].mixing = layer
+    with pytest.raises(ValueError, match=rf"blocks.1.mixing \({type(layer).__name__}\) mixes tokens"):
+        lt_tiled.prepare(model, sequence_parallel=SequenceParallel(1, head_tiles=2))
