@@ -61,7 +61,7 @@ REFUSED = {
     "Whisper": _TWO,
     "Zamba 2": _STATES,
     "wav2vec 2.0": _BLOCKS,
-    "wav2vec 2.0-BERT": "Conv1d.* mixes tokens outside of attention .* use a model without it",
+    "wav2vec 2.0-BERT": "Conv1d.* mixes tokens outside of attention.* use a model without it",
 }
 """Why, and the remedy."""
 NEAR = 3e-7
