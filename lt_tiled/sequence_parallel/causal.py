@@ -38,8 +38,10 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not patch.active or current() is not None:
         return patch.inner(self, *args, **kwargs)
     given = dict(named_arguments(self, args, kwargs))
-    _refuse_outputs(patch.sharing.owner, self.config, given)
     tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+    if patch.sharing.size == 1:  # head tiles alone
+        return _shared_blocks(self, patch, given, args, kwargs)
+    _refuse_outputs(patch.sharing.owner, self.config, given)
     if given.get("labels") is None or not isinstance(tokens, Tensor) or not _computes_loss(self) or _partly(given):
         return _shared_blocks(self, patch, given, args, kwargs)
     with patch.sharing.compared(given.items()):

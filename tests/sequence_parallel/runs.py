@@ -68,7 +68,7 @@ def errors(
     return found
 
 
-class _Counts(TorchDispatchMode):
+class Counts(TorchDispatchMode):
     """Counts collectives, and calls of attention."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def _causal(layers: int, options: dict[str, Any]) -> tuple[Any, Any, dict[str, A
 def collectives(layers: int, options: dict[str, Any], attention: bool = False) -> dict[str, int]:
     """The collectives of one checkpointed step of a causal model; with ``attention`` the calls of attention too."""
     prepared, model, inputs = _causal(layers, options)
-    with prepared, _Counts() as counts:
+    with prepared, Counts() as counts:
         model(**inputs).loss.backward()
     return {name: count for name, count in counts.found.items() if count and (attention or name != "attention")}
 

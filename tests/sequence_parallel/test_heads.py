@@ -10,8 +10,8 @@ from torch import nn
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from tests.sequence_parallel.models import CASES, HeadsOnly
-from tests.sequence_parallel.runs import errors
+from tests.sequence_parallel.models import CASES, HeadsOnly, causal, ids
+from tests.sequence_parallel.runs import Counts, errors
 from tests.world import World
 
 TILES, KEPT = {"head_tiles": 2}, {"head_tiles": 4, "keep": "attention"}
@@ -49,3 +49,17 @@ def test_refused(change: Any, message: str) -> None:
         lt_tiled.prepare(module, sequence_parallel=SequenceParallel(1, head_tiles=2)),
     ):
         module(torch.randn(1, 8, 64))
+
+
+def test_one_rank_keeps_its_outputs() -> None:
+    """With one rank nothing is cut: logits and hidden states are those of all heads, with labels, too."""
+    model, given = causal("llama")(), {"input_ids": ids(2, 37), "labels": ids(2, 37), "output_hidden_states": True}
+    true = model(**given)
+    policy = SequenceParallel(1, head_tiles=2, self_check=False)
+    with lt_tiled.prepare(model, sequence_parallel=policy), Counts() as counts:
+        found = model(**given)
+    assert counts.found["attention"] == 2 * 2  # two layers, in two parts each
+    for one, other in zip(
+        (found.loss, found.logits, *found.hidden_states), (true.loss, true.logits, *true.hidden_states), strict=True
+    ):
+        torch.testing.assert_close(one, other)
