@@ -36,8 +36,14 @@ class Groups:
             )
         world, rank = dist.get_world_size(), dist.get_rank()
         check_size(size, world)
-        group, _ = dist.new_subgroups(size)
-        return cls(group, rank // size, world // size)
+        key = dist.group.WORLD, size
+        if key not in _made:
+            _made[key] = dist.new_subgroups(size)[0]
+        return cls(_made[key], rank // size, world // size)
+
+
+_made: dict[tuple[dist.ProcessGroup | None, int], dist.ProcessGroup] = {}
+"""The group of this rank by the group of all ranks and the size: each group has threads and, on a GPU, memory."""
 
 
 def sizes_of(ranks: int) -> list[int]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
 from lt_tiled import SequenceParallel
+from lt_tiled.sequence_parallel.groups import Groups
 from tests.meters import peak_bytes
 from tests.parity import spread
 from tests.sequence_parallel.models import CASES, causal, ids
@@ -51,7 +52,7 @@ def errors(
 
     Losses of transformers are computed in tiles in both, because its own loss function rounds to float32.
     """
-    group, _ = dist.new_subgroups(size)
+    group = Groups.of_size(size).group
     found = {}
     for name in names:
         case = CASES[name]
@@ -84,7 +85,7 @@ class Counts(TorchDispatchMode):
 
 
 def _causal(layers: int, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    group, _ = dist.new_subgroups(2)
+    group = Groups.of_size(2).group
     model = causal("llama", num_hidden_layers=layers)()
     policy = SequenceParallel(2, self_check=False, batch="trust", **options)
     prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, checkpointing=True, loss=True)
@@ -116,7 +117,7 @@ def peaks(tokens: int, options: dict[str, Any], policies: dict[str, Any]) -> tup
     """The peaks of the bytes alive in a step of four ranks, and in one of a single rank on a quarter of the tokens."""
     found = []
     for size in (4, 1):
-        group, _ = dist.new_subgroups(size)
+        group = Groups.of_size(size).group
         fields = {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8}
         model = causal("llama", **fields, intermediate_size=256)().float()
         sequence_parallel = SequenceParallel(size, **options) if size > 1 or options.get("head_tiles") else None
