@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -160,12 +161,18 @@ def test_markdown_and_json(tmp_path: Path) -> None:
     assert sheets_of(told) == [sheet]
 
 
-def test_sequence_parallelism_is_right() -> None:
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    """Ranks for each system."""
+    with closing(Worlds()) as worlds:
+        yield worlds
+
+
+def test_sequence_parallelism_is_right(worlds: Worlds) -> None:
     """lt_tiled has the gradients of one process under every engine and mask; DeepSpeed under ZeRO-3, and neither twice
     as large nor for packed documents.
     """
-    with closing(Worlds()) as worlds:
-        sheet = gradients(worlds, (2,), ["causal", "packed documents"])
+    sheet = gradients(worlds, (2,), ["causal", "packed documents"])
     ours, theirs = ([h.startswith(name) for h in sheet.headings].index(True) for name in ("lt_tiled", "DeepSpeed"))
     for row in sheet.rows:
         assert [cell.good for cell in row[ours:theirs]] == [True] * 4
@@ -175,13 +182,12 @@ def test_sequence_parallelism_is_right() -> None:
     assert [cell.good for cell in packed] == [False] * 4
 
 
-def test_sequence_parallelism_halves_memory() -> None:
+def test_sequence_parallelism_halves_memory(worlds: Worlds) -> None:
     """A step of two ranks has two all-to-alls for each layer forward and two backward, an all-gather on the host that
     compares batches, and half of the memory.
     """
     size = Size(tokens=512, hidden=128, intermediate=256, layers=2)
-    with closing(Worlds()) as worlds:
-        sheet = exact_costs(worlds, size, (2,))
+    sheet = exact_costs(worlds, size, (2,))
     found = {row[0].text: [cell.text for cell in row[1:]] for row in sheet.rows}
     assert found["lt_tiled"][:4] == ["8", "1", "0", "1"]
     assert found["lt_tiled, activation checkpointing"][0] == "12"

@@ -74,24 +74,20 @@ def test_engines(on_ranks: OnRanks, engine: str, tiled: bool) -> None:
         assert found == pytest.approx(real, rel=NEAR)
 
 
-SHARED: dict[str, tuple[dict[str, Any], bool | int]] = {
-    "plain": ({"tiling": None, "checkpointing": False}, False),
-    "all": ({"tiling": 8}, 8),
-    "exchange kept": ({"tiling": 8, "sequence_parallel": {"keep": "exchange"}}, 8),
-    "attention kept": ({"tiling": 8, "sequence_parallel": {"keep": "attention"}}, 8),
-    "head tiles": ({"tiling": 8, "sequence_parallel": {"head_tiles": 2}}, 8),
+SHARED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "attention kept": {"keep": "attention"},
+    "head tiles": {"head_tiles": 2},
 }
 
 
-def sharing(size: int, options: dict[str, Any]) -> Any:
+def sharing(size: int, name: str) -> Any:
     """A strategy of which ``size`` ranks share each sequence."""
-    policy = SequenceParallel(size, **options.get("sequence_parallel", {}))
-    return TiledDDPStrategy(**options | {"sequence_parallel": policy})
+    return TiledDDPStrategy(tiling=8, sequence_parallel=SequenceParallel(size, **SHARED[name]))
 
 
 def of_shared(size: int, name: str) -> int:
-    options, loss = SHARED[name]
-    return measured(partial(sharing, size, options), config=LLAMA, tiled_loss=loss)
+    return measured(partial(sharing, size, name), config=LLAMA, tiled_loss=8)
 
 
 @pytest.mark.parametrize(("name", "size"), [("all", 4), ("attention kept", 2), ("head tiles", 2)])
@@ -99,7 +95,6 @@ def test_shared_sequences(four_ranks: World, name: str, size: int) -> None:
     """Where two or four of four ranks share each sequence, the prediction is within 2 % of what a real step holds on
     every rank.
     """
-    options, loss = SHARED[name]
-    found = predicted(partial(sharing, size, options), 4, config=LLAMA, tiled_loss=loss)
+    found = predicted(partial(sharing, size, name), 4, config=LLAMA, tiled_loss=8)
     for real in four_ranks(of_shared, size, name):
         assert found == pytest.approx(real, rel=NEAR)
