@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lt_tiled import Tiling
 from tests.sequence_parallel.models import CASES
 from tests.sequence_parallel.runs import collectives, errors, twice
 from tests.world import World
@@ -14,7 +15,7 @@ LAYERS = 3
 
 
 CHECKPOINTED: dict[str, Any] = {"checkpointing": True}
-EVERYTHING: dict[str, Any] = {"checkpointing": "disk", "tiling": 3}
+EVERYTHING: dict[str, Any] = {"checkpointing": "disk", "tiling": Tiling(3, self_check=False)}
 
 
 @pytest.mark.parametrize("keep", ["exchange", "attention"])

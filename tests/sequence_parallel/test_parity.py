@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lt_tiled import Tiling
 from tests.sequence_parallel.models import CASES
 from tests.sequence_parallel.runs import errors
 from tests.world import World
@@ -21,7 +22,11 @@ def test_plain(name: str, size: int, four_ranks: World) -> None:
 
 @pytest.mark.parametrize(
     "policies",
-    [{"checkpointing": True}, {"tiling": 3, "checkpointing": True}, {"checkpointing": "disk"}],
+    [
+        {"checkpointing": True},
+        {"tiling": Tiling(3, self_check=False), "checkpointing": True},
+        {"checkpointing": "disk"},
+    ],
     ids=["checkpointed", "tiled", "disk"],
 )
 @pytest.mark.parametrize("name", ["packed", "gemma 3", "mixtral", "hand-written"])
