@@ -102,8 +102,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 undo.callback(restore_block, block)
             for module in turn_off_own_checkpointing(model) if unpatched else ():
                 undo.callback(setattr, module, "gradient_checkpointing", True)
-            if chains:
-                undo.callback(share(chains))
+            share(chains, undo)
             self._undo = undo.pop_all()
         inform(self.report().summary())
 

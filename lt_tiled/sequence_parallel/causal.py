@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +33,8 @@ class ModelInRegion(Patch):
         self.sharing = sharing
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward of a model. Pickle looks the name up on the model's class."""
     patch: ModelInRegion = self.__dict__[ModelInRegion.attribute]
     if not patch.active or current() is not None:
         return patch.inner(self, *args, **kwargs)
@@ -75,9 +76,6 @@ def _shared_blocks(
             " without what it uses there, as features of images that it adds to hidden states, or name one module"
             " around it in SequenceParallel(targets=...)."
         ) from error
-
-
-_forward.__name__ = "forward"  # what pickle looks up on the class
 
 
 _NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
@@ -248,7 +246,7 @@ def _check(model: Any, patch: ModelInRegion, tokens: Tensor) -> None:
     check_shared(model, patch.sharing.owner, tokens.device, whole, shared, run)
 
 
-def share_model(sharing: Sharing, model: nn.Module) -> Callable[[], None]:
-    """Share the sequences of a model of transformers from its token ids to its loss. Return what undoes it."""
-    set_patch(model, ModelInRegion(sharing), _forward)
-    return lambda: remove_patch(model, ModelInRegion, _forward)
+def share_model(sharing: Sharing, model: nn.Module, undo: ExitStack) -> None:
+    """Share the sequences of a model of transformers from its token ids to its loss, until ``undo`` is closed."""
+    set_patch(model, ModelInRegion(sharing), forward)
+    undo.callback(remove_patch, model, ModelInRegion, forward)

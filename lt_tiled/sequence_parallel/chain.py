@@ -6,8 +6,8 @@ without labels share a sequence: what is before and behind the blocks is whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -112,7 +112,8 @@ class BlockInRegion(Patch):
         self.sharing, self.path, self.first, self.last = sharing, path, first, last
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward of a module. Pickle looks the name up on the module's class."""
     patch: BlockInRegion = self.__dict__[BlockInRegion.attribute]
     sharing, inside = patch.sharing, current()
     if not patch.active:
@@ -138,9 +139,6 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     except BaseException:
         sharing.open = None
         raise
-
-
-_forward.__name__ = "forward"  # what pickle looks up on the class
 
 
 def _opened(
@@ -251,14 +249,8 @@ def _check(
     sharing.checked.add(patch.path)
 
 
-def share_chain(sharing: Sharing, modules: Sequence[tuple[str, nn.Module]]) -> Callable[[], None]:
-    """Open a region at the first of these modules and close it at the last one. Return what undoes it."""
+def share_chain(sharing: Sharing, modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Open a region at the first of these modules and close it at the last one, until ``undo`` is closed."""
     for index, (path, module) in enumerate(modules):
-        patch = BlockInRegion(sharing, path, index == 0, index == len(modules) - 1)
-        set_patch(module, patch, _forward)
-
-    def undo() -> None:
-        for _, module in modules:
-            remove_patch(module, BlockInRegion, _forward)
-
-    return undo
+        set_patch(module, BlockInRegion(sharing, path, index == 0, index == len(modules) - 1), forward)
+        undo.callback(remove_patch, module, BlockInRegion, forward)

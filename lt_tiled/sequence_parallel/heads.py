@@ -10,8 +10,8 @@ projections gets its gradient from one part, rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -66,7 +66,8 @@ def _parts(module: Any, tiles: int, size: int) -> list[_Part]:
     return [_Part(slice(low * group, high * group), slice(low, high)) for low, high in pairwise(cuts)]
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward of an attention module. Pickle looks the name up on the module's class."""
     patch: HeadTilesPatch = self.__dict__[HeadTilesPatch.attribute]
     region = current()
     if not patch.active or region is None or region.head_tiles == 1:
@@ -100,7 +101,6 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map(lambda leaf: output if leaf is _OUTPUT else leaf, call.output)
 
 
-_forward.__name__ = "forward"  # what pickle looks up on the class
 _OUTPUT = object()
 
 
@@ -355,13 +355,8 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
     return found
 
 
-def tile_heads(modules: Sequence[tuple[str, nn.Module]]) -> Callable[[], None]:
-    """Compute the heads of attention modules in parts. Return what undoes it."""
+def tile_heads(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Compute the heads of attention modules in parts, until ``undo`` is closed."""
     for path, module in modules:
-        set_patch(module, HeadTilesPatch(path), _forward)
-
-    def undo() -> None:
-        for _, module in modules:
-            remove_patch(module, HeadTilesPatch, _forward)
-
-    return undo
+        set_patch(module, HeadTilesPatch(path), forward)
+        undo.callback(remove_patch, module, HeadTilesPatch, forward)

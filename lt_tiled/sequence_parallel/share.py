@@ -1,8 +1,7 @@
-"""Share the sequences of a whole model: which parts, and what undoes it."""
+"""Share the sequences of a whole model: which of its parts, and by which patches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -117,17 +116,14 @@ def _without_mixing(path: str, block: nn.Module) -> nn.Module:
     return block
 
 
-def share(chains: list[Chain]) -> Callable[[], None]:
-    """Share what :func:`find_chains` found. Return what undoes it."""
-    with ExitStack() as undo:
-        for sharing, model, modules in chains:
-            if sharing.policy.head_tiles > 1:
-                undo.callback(tile_heads(find_attention(modules, sharing.policy.head_tiles)))
-            undo.callback(share_chain(sharing, modules))
-            if sharing.sees is None:
-                _INTERFACE.wrap()
-                undo.callback(_INTERFACE.unwrap)
-            if model is not None:
-                undo.callback(share_model(sharing, model))
-        return undo.pop_all().close
-    raise AssertionError
+def share(chains: list[Chain], undo: ExitStack) -> None:
+    """Share what :func:`find_chains` found, until ``undo`` is closed."""
+    for sharing, model, modules in chains:
+        if sharing.policy.head_tiles > 1:
+            tile_heads(find_attention(modules, sharing.policy.head_tiles), undo)
+        share_chain(sharing, modules, undo)
+        if sharing.sees is None:
+            _INTERFACE.wrap()
+            undo.callback(_INTERFACE.unwrap)
+        if model is not None:
+            share_model(sharing, model, undo)
