@@ -15,7 +15,7 @@ from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.loss.transformers import AbsentLogits, loss_function_set
 from lt_tiled.modules.patch import Patch, is_of, remove_patch, set_patch
-from lt_tiled.sequence_parallel.arguments import named_arguments, repeated_to, token_dims
+from lt_tiled.sequence_parallel.arguments import Call, repeated_to, token_dims
 from lt_tiled.sequence_parallel.chain import Sharing
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.self_check import check_shared
@@ -38,7 +38,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: ModelInRegion = self.__dict__[ModelInRegion.attribute]
     if not patch.active or current() is not None:
         return patch.inner(self, *args, **kwargs)
-    given = dict(named_arguments(self, args, kwargs))
+    given = dict(Call(self, args, kwargs).named)
     tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if patch.sharing.size == 1:  # head tiles alone
         return _shared_blocks(self, patch, given, args, kwargs)

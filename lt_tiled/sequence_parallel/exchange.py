@@ -137,7 +137,7 @@ def _to_tokens(region: Region, heads: Heads, tensors: Sequence[Tensor]) -> tuple
     return tuple(_joined(h, of_ranks) for h, of_ranks in zip(heads, arrived, strict=True))
 
 
-def _joined(heads: Sequence[slice], parts: Sequence[Tensor]) -> Tensor:
+def _joined(heads: Sequence[slice], parts: tuple[Tensor, ...]) -> Tensor:
     """Return all heads of the ranks' parts ``[B, h, S/n, D]``, summed where ranks share heads."""
     if sum(part.shape[1] for part in parts) == heads[-1].stop:
         return torch.cat(parts, 1)

@@ -20,7 +20,6 @@ rank's labels and the mean of the group's counts
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -173,32 +172,6 @@ def gathered(x: Tensor, dim: int = 1) -> Tensor:
     """Return the tokens of all ranks of a tensor that is computed in a region, and outside of one the tensor itself."""
     region = current()
     return x if region is None else region.gathered(x, dim)
-
-
-class Live:
-    """The regions whose graphs exist. What recomputes a block by its own checkpointing needs the one that it was in."""
-
-    def __init__(self) -> None:
-        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
-
-    def add(self, region: Region) -> None:
-        """Add a region; it is forgotten with its graph."""
-        self._regions.add(region)
-
-    def only(self, owner: str) -> Region:
-        """Return the one region.
-
-        Raises:
-            RuntimeError: If there are several, so that it is not known which one is recomputed.
-        """
-        found = list(self._regions)
-        if len(found) != 1:
-            raise RuntimeError(
-                f"{owner} is recomputed in the backward pass by its own activation checkpointing, and {len(found)}"
-                " forward passes with sequence parallelism may have saved it. Use lt_tiled's activation checkpointing"
-                " (checkpointing=True), or run the backward pass of one before the next forward pass."
-            )
-        return found[0]
 
 
 def is_backward() -> bool:
