@@ -234,16 +234,16 @@ def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, toke
 
 def _check(model: Any, patch: ModelInRegion, tokens: Tensor) -> None:
     """Run the self-check on a few of the tokens, which the model shares or not, as if it were called without labels."""
-    whole, shared = patch.sharing.small_regions()
-    few = repeated_to(shared.total)(tokens[:1].detach(), 1)
+    regions = patch.sharing.small_regions()
+    few = repeated_to(regions[0].total)(tokens[:1].detach(), 1)
     name = "inputs_embeds" if few.is_floating_point() else "input_ids"
 
     def run(small: Region) -> Tensor:
         given: dict[str, Any] = {name: few, "use_cache": False}
-        logits: Tensor = patch.inner(model, **given if small is whole else _local(small, model, given, few)).logits
+        logits: Tensor = patch.inner(model, **given if small is regions[0] else _local(small, model, given, few)).logits
         return logits
 
-    check_shared(model, patch.sharing.owner, tokens.device, whole, shared, run)
+    check_shared(model, patch.sharing.owner, tokens.device, regions, run)
 
 
 def share_model(sharing: Sharing, model: nn.Module, undo: ExitStack) -> None:

@@ -70,11 +70,12 @@ class Sharing:
         given = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
         return Region(self.group, total, self.owner, sees=self.sees, **given)
 
-    def small_regions(self, **options: Any) -> tuple[Region, Region]:
-        """Return two regions of a few tokens: of this rank alone with all heads at once, and of the group."""
-        shared = self.region(TOKENS * self.size + 1, **options)
-        whole = Region(None, shared.total, self.owner, sees=self.sees, **options)
-        return whole, shared
+    def small_regions(self, **options: Any) -> list[Region]:
+        """Return regions of a few tokens: of this rank, of the group, and of the group in head tiles if it has some."""
+        total = TOKENS * self.size + 1
+        whole = Region(None, total, self.owner, sees=self.sees, record=[], **options)
+        shared = self.region(total, head_tiles=1, record=[], **options)
+        return [whole, shared, *([self.region(total, **options)] if self.policy.head_tiles > 1 else [])]
 
     @property
     def size(self) -> int:
@@ -242,8 +243,8 @@ def _check_closed(region: Region, name: str, _: Tensor) -> None:
 
 def _check(patch: BlockInRegion, region: Region, call: Call, own: Tensor) -> None:
     """Run the self-check on a few of the rank's own tokens ``own``, ``[B, n, H]``, of a block's input."""
-    whole, shared = patch.sharing.small_regions(in_blocks=True)
-    few = repeated_to(shared.total)
+    regions = patch.sharing.small_regions(in_blocks=True)
+    few = repeated_to(regions[0].total)
     # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
     count = min(TOKENS, min(region.lengths))
     first = own.detach()[:, :count]
@@ -256,7 +257,7 @@ def _check(patch: BlockInRegion, region: Region, call: Call, own: Tensor) -> Non
         found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return small.mean(found) if found.dim() == 0 else found
 
-    check_shared(call.module, patch.name, own.device, whole, shared, run)
+    check_shared(call.module, patch.name, own.device, regions, run)
     patch.sharing.checked.add(patch.path)
 
 

@@ -285,10 +285,11 @@ class _Sums:
         del out
         with torch.no_grad():
             self._add_projections(part, mode, [found.pop(0) for _ in made])
-            if x.requires_grad:
-                self._add_to_hidden(found.pop(0))
+            if x.requires_grad and (own := found.pop(0)) is not None:  # of what is no projection of it
+                self.of_hidden = own if self.of_hidden is None else self.of_hidden.add_(own)
             for weight, own in zip([*self.others, *(weight for weight, _ in direct)], found, strict=True):
-                self._add_to_weight(weight, own)
+                if own is not None:
+                    self._sum_of(weight).add_(own)
 
     def _add_projections(self, part: _Part, mode: _Projections, gradients: list[Tensor | None]) -> None:
         """Add the gradients of the projections' inputs, weights and biases."""
@@ -298,9 +299,9 @@ class _Sums:
             linear = self.call.module._modules[name]
             for weight in self.weights:
                 if (linear, "weight") in weight.places:
-                    self._rows(weight)[part.rows(name)] = g.t() @ x.reshape(-1, x.shape[-1]).to(g.dtype)
+                    self._sum_of(weight)[part.rows(name)] = g.t() @ x.reshape(-1, x.shape[-1]).to(g.dtype)
                 elif (linear, "bias") in weight.places:
-                    self._rows(weight)[part.rows(name)] = g.sum(0)
+                    self._sum_of(weight)[part.rows(name)] = g.sum(0)
         if not self.wants[0] or not flat:
             return
         # One product for queries, keys and values: the sum over the parts is rounded as often as without parts.
@@ -314,19 +315,10 @@ class _Sums:
         else:
             self.of_hidden += (left @ right).view(self.hidden.shape)
 
-    def _rows(self, weight: Weight) -> Tensor:
+    def _sum_of(self, weight: Weight) -> Tensor:
         if id(weight) not in self.of_weights:
             self.of_weights[id(weight)] = torch.zeros_like(weight.tensor, requires_grad=False)
         return self.of_weights[id(weight)]
-
-    def _add_to_hidden(self, gradient: Tensor | None) -> None:
-        """Add what the module does to its input besides projections."""
-        if gradient is not None:
-            self.of_hidden = gradient if self.of_hidden is None else self.of_hidden.add_(gradient)
-
-    def _add_to_weight(self, weight: Weight, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self._rows(weight).add_(gradient)
 
     def found(self) -> list[Tensor | None]:
         """Return the gradients of the hidden states and of the weights."""
