@@ -30,27 +30,34 @@ def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     """
     everything = [("", model), *walk(model)]
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
+    inside = {id(part) for _, m in pretrained for part in m.modules()}
+
+    def sharing(path: str, module: nn.Module) -> Sharing:
+        owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
+        return Sharing(owner, policy, group, None if id(module) in inside else SeesAttention())
+
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
-        inside = {id(part) for _, m in pretrained for part in m.modules()}
-        return [(_sharing(path, m, policy, group, id(m) in inside), None, [(path, m)]) for path, m in named]
+        return [(sharing(path, m), None, [(path, m)]) for path, m in named]
     if not pretrained:
-        blocks = _blocks_of("", model)
-        return [(_sharing("", model, policy, group, False), None, blocks)]
-    return [
-        (_sharing(path, m, policy, group, True), m, _blocks_of(path, m)) for path, m in pretrained if _checked(path, m)
-    ]
+        return [(sharing("", model), None, _blocks_of("", model))]
+    for _, m in pretrained:
+        _refuse_unsupported(m)
+    return [(sharing(path, m), m, _blocks_of(path, m)) for path, m in pretrained]
 
 
-def _sharing(
-    path: str, module: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None, interface: bool
-) -> Sharing:
-    owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
-    return Sharing(owner, policy, group, None if interface else SeesAttention())
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The layers of transformers that mix tokens in attention alone, as configurations name them."""
+_INSTEAD_OF_EAGER = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+"""Attentions that are replaced in a region, and what transformers says where a model supports them."""
 
 
-def _checked(path: str, model: nn.Module) -> bool:
-    """Refuse models of transformers whose sequences cannot be shared."""
+def _refuse_unsupported(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a model of transformers whose sequences cannot be shared."""
     config: Any = model.config
     text, kind = config.get_text_config(), type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -70,16 +77,6 @@ def _checked(path: str, model: nn.Module) -> bool:
             f"{kind} uses eager attention, or no attention, which sequence parallelism does not support: {remedy}, or"
             " sequence_parallel=1."
         )
-    return True
-
-
-_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_INSTEAD_OF_EAGER = {
-    "sdpa": "_supports_sdpa",
-    "flash_attention_2": "_supports_flash_attn",
-    "flex_attention": "_supports_flex_attn",
-}
-"""Attentions that are replaced in a region, and what transformers says where a model supports them."""
 
 
 def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -95,15 +92,13 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"SequenceParallel found {found} in {type(model).__name__}, and needs one list of blocks: name the modules"
             " to share in SequenceParallel(targets=...)."
         )
-    return [(f"{path}.{names[m]}".lstrip("."), _without_mixing(names[m], m)) for _, m in blocks]
+    for _, m in blocks:
+        _refuse_mixing(names[m], m)
+    return [(f"{path}.{names[m]}".lstrip("."), m) for _, m in blocks]
 
 
-def _without_mixing(path: str, block: nn.Module) -> nn.Module:
-    """Refuse layers of torch that mix tokens, whatever their weights are now.
-
-    Raises:
-        ValueError: If a block has one.
-    """
+def _refuse_mixing(path: str, block: nn.Module) -> None:
+    """Raise ``ValueError`` if a layer of torch in a block mixes tokens, whatever its weights are now."""
     for name, layer in walk(block):
         mixes = isinstance(layer, nn.RNNBase | nn.modules.batchnorm._BatchNorm) or (
             isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(layer.kernel_size) > 1
@@ -113,7 +108,6 @@ def _without_mixing(path: str, block: nn.Module) -> nn.Module:
                 f"{path}.{name} ({type(layer).__name__}) mixes tokens outside of attention, of which sequence"
                 " parallelism has a part on each rank: use a model without it, or sequence_parallel=1."
             )
-    return block
 
 
 def share(chains: list[Chain], undo: ExitStack) -> None:
