@@ -127,16 +127,14 @@ def _shared_loss(model: Any, patch: ModelInRegion, given: dict[str, Any], tokens
     function, losses = model.loss_function, 0
     default = inspect.signature(function).parameters.get("ignore_index")
     ignored = given.get("ignore_index", -100 if default is None else default.default)
-    targets = given.get("shift_labels")
-    if targets is None:
-        targets = shifted(labels, ignored)
+    targets = shifted(labels, ignored) if given.get("shift_labels") is None else given["shift_labels"]
 
     def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal losses
         losses += 1
-        count = kwargs.get("num_items_in_batch")
-        if count is None:
+        if (count := kwargs.get("num_items_in_batch")) is None:
             count = (targets != ignored).sum()
+        # Each rank divides by the mean of the ranks' counts: see NOTE [Sequence parallelism].
         count = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / region.size
         own = {"shift_labels": region.local(targets).contiguous(), "num_items_in_batch": count}
         return function(logits, *args, **kwargs | own)
@@ -172,11 +170,10 @@ def _local(region: Region, model: Any, given: Mapping[str, Any], tokens: Tensor)
     region.position_ids = torch.arange(region.total, device=tokens.device)[None] if positions is None else positions
 
     def cut(name: str, value: Any) -> Any:
-        if name in ("input_ids", "inputs_embeds", "labels"):
-            return None if value is None else region.local(value)
         if not isinstance(value, Tensor) or name.startswith(("cu_seq_lens", "max_length")):
             return value
-        dims = token_dims(region.owner, name, value, region.total)
+        named = name in ("input_ids", "inputs_embeds", "labels")
+        dims = [1] if named else token_dims(region.owner, name, value, region.total)
         return region.local(value, dims[0]) if dims else value
 
     own = {name: cut(name, value) for name, value in given.items()}
@@ -189,11 +186,10 @@ def _local(region: Region, model: Any, given: Mapping[str, Any], tokens: Tensor)
 
 def _caches(model: Any, given: Mapping[str, Any]) -> bool:
     """Whether a call without sequence parallelism would fill a key-value cache."""
-    asked = given.get("use_cache")
     recomputes = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    return (
-        bool(getattr(model.config.get_text_config(), "use_cache", False) if asked is None else asked) and not recomputes
-    )
+    if (asked := given.get("use_cache")) is None:
+        asked = getattr(model.config.get_text_config(), "use_cache", False)
+    return bool(asked) and not recomputes
 
 
 def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, tokens: Tensor) -> Any:

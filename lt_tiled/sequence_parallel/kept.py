@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-Keep = Literal["exchange", "attention"]
+from lt_tiled.policies import Keep
 
 
 def _apart(tensor: Tensor) -> Tensor:
