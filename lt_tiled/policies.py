@@ -167,8 +167,8 @@ class SequenceParallel:
     """Ranks that share a sequence. It divides the number of ranks, and is at most the number of query heads."""
     targets: str | Sequence[str] = "auto"
     """``"auto"`` (a causal model of transformers from its token ids to its loss, other models from their first block to
-    their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, and whose inside is
-    shared."""
+    their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, each of which is shared
+    from its input to its output."""
     head_tiles: PositiveInt = 1
     """Attention modules compute this many parts of their heads one after the other, from their projections on, and
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a

@@ -101,7 +101,7 @@ class SharedInterface:
         self._wrapped.clear()
 
 
-class SeesAttention(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
     """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,3 +173,4 @@ def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
 _SDPA = inspect.signature(
     lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False: None
 )
+"""The arguments of ``F.scaled_dot_product_attention``, a builtin that tells no signature."""

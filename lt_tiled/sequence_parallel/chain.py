@@ -22,7 +22,7 @@ from lt_tiled.checkpointing import CACHES
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
-from lt_tiled.sequence_parallel.attention import SeesAttention
+from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.same_batch import SameBatch
@@ -37,7 +37,7 @@ class Sharing:
     """The name of the model in messages."""
     policy: SequenceParallel
     group: dist.ProcessGroup | None
-    sees: SeesAttention | None = None
+    mode: AttentionMode | None = None
     """Finds the attention of models that are not of transformers."""
     live: WeakSet[Region] = field(default_factory=WeakSet)
     """The regions whose graphs exist: a model's own activation checkpointing may recompute their blocks."""
@@ -68,12 +68,12 @@ class Sharing:
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
         given = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
-        return Region(self.group, total, self.owner, sees=self.sees, **given)
+        return Region(self.group, total, self.owner, mode=self.mode, **given)
 
     def small_regions(self, **options: Any) -> list[Region]:
         """Return regions of a few tokens: of this rank, of the group, and of the group in head tiles if it has some."""
         total = TOKENS * self.size + 1
-        whole = Region(None, total, self.owner, sees=self.sees, record=[], **options)
+        whole = Region(None, total, self.owner, mode=self.mode, record=[], **options)
         shared = self.region(total, head_tiles=1, record=[], **options)
         return [whole, shared, *([self.region(total, **options)] if self.policy.head_tiles > 1 else [])]
 

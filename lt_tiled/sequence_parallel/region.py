@@ -49,7 +49,7 @@ class Region:
     total: int
     owner: str
     in_blocks: bool = False
-    sees: AbstractContextManager[Any] | None = None
+    mode: AbstractContextManager[Any] | None = None
     """The torch function mode that finds the attention of hand-written models."""
     position_ids: Tensor | None = None
     """Of all tokens."""
@@ -150,11 +150,11 @@ def _saving() -> tuple[Any, bool]:
 def entered(region: Region | None) -> Iterator[None]:
     """Compute in a region, or with ``None`` outside of any. A recompute enters the region of its forward pass again."""
     before, token, begun = current(), _current.set(region), None
-    sees = None if region is None or region is before else region.sees
+    mode = None if region is None or region is before else region.mode
     if region is not None:
         begun, region._begun = region._begun, _saving()
     try:
-        with nullcontext() if sees is None else sees:
+        with nullcontext() if mode is None else mode:
             yield
     finally:
         _current.reset(token)

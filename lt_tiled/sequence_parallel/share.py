@@ -11,7 +11,7 @@ from torch import nn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import SeesAttention, SharedInterface
+from lt_tiled.sequence_parallel.attention import AttentionMode, SharedInterface
 from lt_tiled.sequence_parallel.causal import share_model
 from lt_tiled.sequence_parallel.chain import Sharing, share_chain
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
@@ -34,7 +34,7 @@ def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
 
     def sharing(path: str, module: nn.Module) -> Sharing:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
-        return Sharing(owner, policy, group, None if id(module) in inside else SeesAttention())
+        return Sharing(owner, policy, group, None if id(module) in inside else AttentionMode())
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
@@ -116,7 +116,7 @@ def share(chains: list[Chain], undo: ExitStack) -> None:
         if sharing.policy.head_tiles > 1:
             tile_heads(find_attention(modules, sharing.policy.head_tiles), undo)
         share_chain(sharing, modules, undo)
-        if sharing.sees is None:
+        if sharing.mode is None:
             _INTERFACE.wrap()
             undo.callback(_INTERFACE.unwrap)
         if model is not None:
