@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -71,22 +72,23 @@ class _Grouped:
 
 
 class SharedInterface:
-    """Wraps the attention functions of transformers, from the first :meth:`wrap` to the last :meth:`unwrap`."""
+    """Wraps the attention functions of transformers while there are users."""
 
     def __init__(self) -> None:
         self._users = 0
         self._wrapped: dict[str, _Shared] = {}
 
-    def wrap(self) -> None:
-        """Wrap every function in the table, for one more user."""
+    def wrap(self, undo: ExitStack) -> None:
+        """Wrap every function in the table, for one more user, until ``undo`` is closed."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
         self._users += 1
+        undo.callback(self._unwrap)
         for name, function in list(TABLE.items()):
             if not isinstance(function, _Shared):
                 TABLE[name] = self._wrapped[name] = _Shared(function)
 
-    def unwrap(self) -> None:
+    def _unwrap(self) -> None:
         """Restore the functions when the last user leaves, unless others replaced them since."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 

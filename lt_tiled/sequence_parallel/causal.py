@@ -115,7 +115,7 @@ def _shared_loss(model: Any, patch: ModelInRegion, given: dict[str, Any], tokens
     if sharing.checks and type(model) not in sharing.checked:
         _check(model, patch, tokens)
         sharing.checked.add(type(model))
-    if not sharing.shares(total):
+    if total < sharing.size:
         return patch.inner(model, **given)
     region, labels = sharing.region(total), given["labels"]
     if labels.shape != tokens.shape[:2]:

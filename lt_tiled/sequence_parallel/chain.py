@@ -87,10 +87,6 @@ class Sharing:
         """Whether a model is compared with itself, alone or with all heads at once."""
         return self.policy.self_check and (self.size > 1 or self.policy.head_tiles > 1)
 
-    def shares(self, total: int) -> bool:
-        """Whether a sequence is long enough to be shared."""
-        return total >= self.size
-
     def close(self, region: Region, output: Tensor) -> None:
         """End a region, whose blocks may be recomputed for as long as the graph of the output exists.
 
@@ -174,7 +170,7 @@ def _opened(sharing: Sharing, call: Call) -> Region | None:
             return None
     total = call.hidden.shape[1]
     with sharing.compared(call.named):
-        return sharing.region(total, in_blocks=True) if sharing.shares(total) else None
+        return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
 
 def _run(patch: BlockInRegion, region: Region, call: Call) -> Any:

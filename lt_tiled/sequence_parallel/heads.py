@@ -82,9 +82,9 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(parts) == 1:
         return patch.inner(self, *args, **kwargs)
     region.check_recompute()
-    given = args[:1] or (kwargs.pop("hidden_states", None),)
+    given = args[0] if args else kwargs.pop("hidden_states", None)
     leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
-    if not isinstance(given[0], Tensor) or any(t.requires_grad for t in leaves):
+    if not isinstance(given, Tensor) or any(t.requires_grad for t in leaves):
         raise ValueError(
             f"{patch.path} is called with other tensors that want a gradient than hidden states, so its heads cannot be"
             " computed in parts: set head_tiles=1."
@@ -94,7 +94,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"{patch.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
             " head_tiles=1."
         )
-    hidden = given[0].value("attention in head tiles") if isinstance(given[0], Deferred) else given[0]
+    hidden = given.value("attention in head tiles") if isinstance(given, Deferred) else given
     call = _Call(self, patch, region, parts, args[1:], kwargs, AutocastState.now(hidden.device))
     attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
     output = self.o_proj(attended)
@@ -124,11 +124,6 @@ class _Call:
         """Return the trainable weights in front of the output projection."""
         found = trainable_weights(Work(self.module.forward, (self.module,)))
         return [weight for weight in found if not any(owner is self.module.o_proj for owner, _ in weight.places)]
-
-    def projection_of(self, weight: Weight) -> str | None:
-        """Return which of the projections a weight belongs to, if any."""
-        owners = [owner for owner, _ in weight.places]
-        return next((name for name in _PROJECTIONS[:3] if getattr(self.module, name) in owners), None)
 
     def run(self, part: _Part, hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, _Projections]:
         """Return the input of the output projection for some heads, and what its projections computed.
@@ -267,7 +262,8 @@ class _Sums:
     def __init__(self, call: _Call, hidden: Tensor, wants: Sequence[bool]) -> None:
         self.call, self.hidden, self.wants = call, hidden.detach(), wants
         self.weights = call.weights()
-        self.others = [weight for weight in self.weights if call.projection_of(weight) is None]
+        projections = [getattr(call.module, name) for name in _PROJECTIONS]
+        self.others = [w for w in self.weights if not any(owner in projections for owner, _ in w.places)]
         self.of_hidden: Tensor | None = None
         self.of_weights: dict[int, Tensor] = {}
 

@@ -117,7 +117,6 @@ def share(chains: list[Chain], undo: ExitStack) -> None:
             tile_heads(find_attention(modules, sharing.policy.head_tiles), undo)
         share_chain(sharing, modules, undo)
         if sharing.mode is None:
-            _INTERFACE.wrap()
-            undo.callback(_INTERFACE.unwrap)
+            _INTERFACE.wrap(undo)
         if model is not None:
             share_model(sharing, model, undo)
