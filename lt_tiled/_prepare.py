@@ -1,4 +1,4 @@
-"""A whole model: tile and checkpoint what the policies name, report it, undo it."""
+"""A whole model: tile, checkpoint and share what the policies name, report it, undo it."""
 
 from __future__ import annotations
 
@@ -102,8 +102,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 undo.callback(restore_block, block)
             for module in turn_off_own_checkpointing(model) if unpatched else ():
                 undo.callback(setattr, module, "gradient_checkpointing", True)
-            if chains:
-                undo.callback(share(chains))
+            share(chains, undo)
             self._undo = undo.pop_all()
         inform(self.report().summary())
 
@@ -190,7 +189,7 @@ def prepare(
     sequence_parallel: SequenceParallel | int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Prepared:
-    """Apply tiling and activation checkpointing to a whole model in place, without any trainer.
+    """Apply tiling, activation checkpointing and sequence parallelism to a whole model in place, without a trainer.
 
     Args:
         model: Any module. Its ``state_dict`` keys, classes and results do not change.

@@ -21,8 +21,8 @@ from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
-from lt_tiled.policies import Checkpointing
-from lt_tiled.sequence_parallel.kept import Keep, Kept
+from lt_tiled.policies import Checkpointing, Keep
+from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.side_effects import Seen, SideEffects
 from lt_tiled.tiling.layout import split_arguments

@@ -12,6 +12,7 @@ import torch
 
 from lt_tiled._types import NonNegativeInt, PositiveInt
 
+Keep = Literal["exchange", "attention"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
 LossShards = int | Literal["auto"]
 """Tiles of a loss."""
@@ -166,13 +167,13 @@ class SequenceParallel:
     """Ranks that share a sequence. It divides the number of ranks, and is at most the number of query heads."""
     targets: str | Sequence[str] = "auto"
     """``"auto"`` (a causal model of transformers from its token ids to its loss, other models from their first block to
-    their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, and whose inside is
-    shared."""
+    their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, each of which is shared
+    from its input to its output."""
     head_tiles: PositiveInt = 1
     """Attention modules compute this many parts of their heads one after the other, from their projections on, and
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
     time. Useful with one rank, too. At most the number of key-value heads."""
-    keep: Literal["exchange", "attention"] | None = None
+    keep: Keep | None = None
     """What blocks with activation checkpointing keep for their recompute: what attention exchanged, so that nothing is
     exchanged in the recompute, or attention with its saved tensors, so that it does not run again either. It is
     offloaded as block inputs are."""
@@ -186,7 +187,7 @@ class SequenceParallel:
     def __post_init__(self) -> None:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
-        _check_choice("keep", self.keep, ("exchange", "attention", None))
+        _check_choice("keep", self.keep, (*get_args(Keep), None))
         if self.keep == "exchange" and self.head_tiles > 1:
             raise ValueError(
                 f"keep='exchange' would keep what head_tiles={self.head_tiles} exchanges of all heads: set"

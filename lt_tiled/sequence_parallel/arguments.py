@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,61 +13,52 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
-def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a call with their names, those given by position first."""
-    names = [*inspect.signature(type(module).forward).parameters][1:]
-    yield from zip([*names, *[""] * len(args)], args, strict=False)
-    yield from kwargs.items()
+@dataclass(frozen=True)
+class Call:
+    """A call of a module."""
 
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-def hidden_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the first tensor with a dimension of tokens: hidden states ``[B, S, H]`` or token ids ``[B, S]``."""
-    for _, value in named_arguments(module, args, kwargs):
-        if isinstance(value, Tensor) and value.dim() >= 2:
-            return value
-    return None
+    @cached_property
+    def named(self) -> list[tuple[str, Any]]:
+        """The arguments with their names, those given by position first."""
+        names = [*inspect.signature(type(self.module).forward).parameters][1:]
+        return [*zip([*names, *[""] * len(self.args)], self.args, strict=False), *self.kwargs.items()]
 
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """The first tensor with a dimension of tokens: hidden states ``[B, S, H]`` or token ids ``[B, S]``."""
+        return next((value for _, value in self.named if isinstance(value, Tensor) and value.dim() >= 2), None)
 
-def changed_arguments(
-    owner: str,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    total: int,
-    hidden: Tensor,
-    change: Callable[[Tensor, int], Tensor],
-    masks: bool = False,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call for other tokens.
+    def changed(
+        self, owner: str, total: int, hidden: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
+    ) -> Call:
+        """Return the call for other tokens.
 
-    Args:
-        owner: The name in messages.
-        module: What is called.
-        args: The arguments by position.
-        kwargs: The arguments by name.
-        total: The sequence length.
-        hidden: What :func:`hidden_of` returns becomes this.
-        change: Applied to each other tensor of ``total`` tokens, with the dimension that these are in.
-        masks: Apply it to masks too, once for each dimension of tokens; otherwise they stay as they are.
+        Args:
+            owner: The name in messages.
+            total: The sequence length.
+            hidden: Takes the place of :attr:`hidden`.
+            change: Applied to each other tensor of ``total`` tokens, with the dimension that these are in.
+            masks: Apply it to masks too, once for each dimension of tokens; otherwise they stay as they are.
 
-    Raises:
-        ValueError: If two dimensions of a tensor could be the tokens.
-    """
-    old = hidden_of(module, args, kwargs)
+        Raises:
+            ValueError: If two dimensions of a tensor could be the tokens.
+        """
 
-    def changed(name: str, tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor) or tensor is old:
-            return hidden if tensor is old else tensor
-        mask, dims = is_mask(name, tensor, total), token_dims(owner, name, tensor, total)
-        for dim in dims if masks or not mask else ():
-            tensor = change(tensor, dim)
-        return tensor
+        def changed(name: str, leaf: Any) -> Any:
+            if leaf is self.hidden:
+                return hidden
+            if isinstance(leaf, Tensor) and (masks or not is_mask(name, leaf, total)):
+                for dim in token_dims(owner, name, leaf, total):
+                    leaf = change(leaf, dim)
+            return leaf
 
-    def each(name: str, value: Any) -> Any:
-        return pytree.tree_map(lambda leaf: changed(name, leaf), value)
-
-    new = [(name, each(name, value)) for name, value in named_arguments(module, args, kwargs)]
-    return tuple(value for _, value in new[: len(args)]), dict(new[len(args) :])
+        new = [(name, pytree.tree_map(partial(changed, name), value)) for name, value in self.named]
+        count = len(self.args)
+        return Call(self.module, tuple(value for _, value in new[:count]), dict(new[count:]))
 
 
 def is_mask(name: str, tensor: Tensor, total: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -71,22 +72,23 @@ class _Grouped:
 
 
 class SharedInterface:
-    """Wraps the attention functions of transformers, from the first :meth:`wrap` to the last :meth:`unwrap`."""
+    """Wraps the attention functions of transformers while there are users."""
 
     def __init__(self) -> None:
         self._users = 0
         self._wrapped: dict[str, _Shared] = {}
 
-    def wrap(self) -> None:
-        """Wrap every function in the table, for one more user."""
+    def wrap(self, undo: ExitStack) -> None:
+        """Wrap every function in the table, for one more user, until ``undo`` is closed."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
         self._users += 1
+        undo.callback(self._unwrap)
         for name, function in list(TABLE.items()):
             if not isinstance(function, _Shared):
                 TABLE[name] = self._wrapped[name] = _Shared(function)
 
-    def unwrap(self) -> None:
+    def _unwrap(self) -> None:
         """Restore the functions when the last user leaves, unless others replaced them since."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
@@ -101,7 +103,7 @@ class SharedInterface:
         self._wrapped.clear()
 
 
-class SeesAttention(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
     """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,3 +175,4 @@ def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
 _SDPA = inspect.signature(
     lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False: None
 )
+"""The arguments of ``F.scaled_dot_product_attention``, a builtin that tells no signature."""

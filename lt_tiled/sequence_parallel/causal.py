@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.loss.transformers import AbsentLogits, loss_function_set
 from lt_tiled.modules.patch import Patch, is_of, remove_patch, set_patch
-from lt_tiled.sequence_parallel.arguments import named_arguments, repeated_to, token_dims
+from lt_tiled.sequence_parallel.arguments import Call, repeated_to, token_dims
 from lt_tiled.sequence_parallel.chain import Sharing
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.self_check import check_shared
@@ -33,11 +33,12 @@ class ModelInRegion(Patch):
         self.sharing = sharing
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward of a model. Pickle looks the name up on the model's class."""
     patch: ModelInRegion = self.__dict__[ModelInRegion.attribute]
     if not patch.active or current() is not None:
         return patch.inner(self, *args, **kwargs)
-    given = dict(named_arguments(self, args, kwargs))
+    given = dict(Call(self, args, kwargs).named)
     tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if patch.sharing.size == 1:  # head tiles alone
         return _shared_blocks(self, patch, given, args, kwargs)
@@ -77,9 +78,6 @@ def _shared_blocks(
         ) from error
 
 
-_forward.__name__ = "forward"  # what pickle looks up on the class
-
-
 _NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
 """Arguments with which the default cache may matter: transformers finds packed documents where there is none."""
 
@@ -117,7 +115,7 @@ def _shared_loss(model: Any, patch: ModelInRegion, given: dict[str, Any], tokens
     if sharing.checks and type(model) not in sharing.checked:
         _check(model, patch, tokens)
         sharing.checked.add(type(model))
-    if not sharing.shares(total):
+    if total < sharing.size:
         return patch.inner(model, **given)
     region, labels = sharing.region(total), given["labels"]
     if labels.shape != tokens.shape[:2]:
@@ -129,16 +127,14 @@ def _shared_loss(model: Any, patch: ModelInRegion, given: dict[str, Any], tokens
     function, losses = model.loss_function, 0
     default = inspect.signature(function).parameters.get("ignore_index")
     ignored = given.get("ignore_index", -100 if default is None else default.default)
-    targets = given.get("shift_labels")
-    if targets is None:
-        targets = shifted(labels, ignored)
+    targets = shifted(labels, ignored) if given.get("shift_labels") is None else given["shift_labels"]
 
     def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal losses
         losses += 1
-        count = kwargs.get("num_items_in_batch")
-        if count is None:
+        if (count := kwargs.get("num_items_in_batch")) is None:
             count = (targets != ignored).sum()
+        # Each rank divides by the mean of the ranks' counts: see NOTE [Sequence parallelism].
         count = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / region.size
         own = {"shift_labels": region.local(targets).contiguous(), "num_items_in_batch": count}
         return function(logits, *args, **kwargs | own)
@@ -174,11 +170,10 @@ def _local(region: Region, model: Any, given: Mapping[str, Any], tokens: Tensor)
     region.position_ids = torch.arange(region.total, device=tokens.device)[None] if positions is None else positions
 
     def cut(name: str, value: Any) -> Any:
-        if name in ("input_ids", "inputs_embeds", "labels"):
-            return None if value is None else region.local(value)
         if not isinstance(value, Tensor) or name.startswith(("cu_seq_lens", "max_length")):
             return value
-        dims = token_dims(region.owner, name, value, region.total)
+        named = name in ("input_ids", "inputs_embeds", "labels")
+        dims = [1] if named else token_dims(region.owner, name, value, region.total)
         return region.local(value, dims[0]) if dims else value
 
     own = {name: cut(name, value) for name, value in given.items()}
@@ -191,11 +186,10 @@ def _local(region: Region, model: Any, given: Mapping[str, Any], tokens: Tensor)
 
 def _caches(model: Any, given: Mapping[str, Any]) -> bool:
     """Whether a call without sequence parallelism would fill a key-value cache."""
-    asked = given.get("use_cache")
     recomputes = model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    return (
-        bool(getattr(model.config.get_text_config(), "use_cache", False) if asked is None else asked) and not recomputes
-    )
+    if (asked := given.get("use_cache")) is None:
+        asked = getattr(model.config.get_text_config(), "use_cache", False)
+    return bool(asked) and not recomputes
 
 
 def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, tokens: Tensor) -> Any:
@@ -236,19 +230,19 @@ def _masks(region: Region, model: Any, mask: Any, positions: Tensor | None, toke
 
 def _check(model: Any, patch: ModelInRegion, tokens: Tensor) -> None:
     """Run the self-check on a few of the tokens, which the model shares or not, as if it were called without labels."""
-    whole, shared = patch.sharing.small_regions()
-    few = repeated_to(shared.total)(tokens[:1].detach(), 1)
+    regions = patch.sharing.small_regions()
+    few = repeated_to(regions[0].total)(tokens[:1].detach(), 1)
     name = "inputs_embeds" if few.is_floating_point() else "input_ids"
 
     def run(small: Region) -> Tensor:
         given: dict[str, Any] = {name: few, "use_cache": False}
-        logits: Tensor = patch.inner(model, **given if small is whole else _local(small, model, given, few)).logits
+        logits: Tensor = patch.inner(model, **given if small is regions[0] else _local(small, model, given, few)).logits
         return logits
 
-    check_shared(model, patch.sharing.owner, tokens.device, whole, shared, run)
+    check_shared(model, patch.sharing.owner, tokens.device, regions, run)
 
 
-def share_model(sharing: Sharing, model: nn.Module) -> Callable[[], None]:
-    """Share the sequences of a model of transformers from its token ids to its loss. Return what undoes it."""
-    set_patch(model, ModelInRegion(sharing), _forward)
-    return lambda: remove_patch(model, ModelInRegion, _forward)
+def share_model(sharing: Sharing, model: nn.Module, undo: ExitStack) -> None:
+    """Share the sequences of a model of transformers from its token ids to its loss, until ``undo`` is closed."""
+    set_patch(model, ModelInRegion(sharing), forward)
+    undo.callback(remove_patch, model, ModelInRegion, forward)

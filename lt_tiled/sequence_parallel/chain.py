@@ -6,11 +6,12 @@ without labels share a sequence: what is before and behind the blocks is whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,10 +21,10 @@ from lt_tiled._log import inform
 from lt_tiled.checkpointing import CACHES
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.arguments import changed_arguments, hidden_of, named_arguments, repeated_to
-from lt_tiled.sequence_parallel.attention import SeesAttention
+from lt_tiled.sequence_parallel.arguments import Call, repeated_to
+from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.collectives import all_gather
-from lt_tiled.sequence_parallel.region import Live, Region, current, entered, is_backward
+from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.same_batch import SameBatch
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 
@@ -36,9 +37,10 @@ class Sharing:
     """The name of the model in messages."""
     policy: SequenceParallel
     group: dist.ProcessGroup | None
-    sees: SeesAttention | None = None
+    mode: AttentionMode | None = None
     """Finds the attention of models that are not of transformers."""
-    live: Live = field(default_factory=Live)
+    live: WeakSet[Region] = field(default_factory=WeakSet)
+    """The regions whose graphs exist: a model's own activation checkpointing may recompute their blocks."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
     checked: set[object] = field(default_factory=set)
@@ -66,13 +68,14 @@ class Sharing:
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
         given = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
-        return Region(self.group, total, self.owner, sees=self.sees, **given)
+        return Region(self.group, total, self.owner, mode=self.mode, **given)
 
-    def small_regions(self, **options: Any) -> tuple[Region, Region]:
-        """Return two regions of a few tokens: of this rank alone with all heads at once, and of the group."""
-        shared = self.region(TOKENS * self.size + 1, **options)
-        whole = Region(None, shared.total, self.owner, sees=self.sees, **options)
-        return whole, shared
+    def small_regions(self, **options: Any) -> list[Region]:
+        """Return regions of a few tokens: of this rank, of the group, and of the group in head tiles if it has some."""
+        total = TOKENS * self.size + 1
+        whole = Region(None, total, self.owner, mode=self.mode, record=[], **options)
+        shared = self.region(total, head_tiles=1, record=[], **options)
+        return [whole, shared, *([self.region(total, **options)] if self.policy.head_tiles > 1 else [])]
 
     @property
     def size(self) -> int:
@@ -83,10 +86,6 @@ class Sharing:
     def checks(self) -> bool:
         """Whether a model is compared with itself, alone or with all heads at once."""
         return self.policy.self_check and (self.size > 1 or self.policy.head_tiles > 1)
-
-    def shares(self, total: int) -> bool:
-        """Whether a sequence is long enough to be shared."""
-        return total >= self.size
 
     def close(self, region: Region, output: Tensor) -> None:
         """End a region, whose blocks may be recomputed for as long as the graph of the output exists.
@@ -102,6 +101,21 @@ class Sharing:
         if output.requires_grad:
             self.live.add(region)
 
+    def recomputed(self, name: str) -> Region:
+        """Return the region of a block that a checkpoint around it recomputes.
+
+        Raises:
+            RuntimeError: If several regions, or none, may be the one.
+        """
+        found = list(self.live)
+        if len(found) != 1:
+            raise RuntimeError(
+                f"{name} is recomputed in the backward pass by its own activation checkpointing, and {len(found)}"
+                " forward passes with sequence parallelism may have saved it. Use lt_tiled's activation checkpointing"
+                " (checkpointing=True), or run the backward pass of one before the next forward pass."
+            )
+        return found[0]
+
 
 class BlockInRegion(Patch):
     """On each module of a chain."""
@@ -110,9 +124,12 @@ class BlockInRegion(Patch):
 
     def __init__(self, sharing: Sharing, path: str, first: bool, last: bool) -> None:
         self.sharing, self.path, self.first, self.last = sharing, path, first, last
+        self.name = f"{sharing.owner}: {path}"
+        """The name in messages."""
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward of a module. Pickle looks the name up on the module's class."""
     patch: BlockInRegion = self.__dict__[BlockInRegion.attribute]
     sharing, inside = patch.sharing, current()
     if not patch.active:
@@ -120,12 +137,11 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if inside is not None:
         with entered(inside):  # what recomputes the whole block may begin here
             return patch.inner(self, *args, **kwargs)
-    name = f"{sharing.owner}: {patch.path}"
-    hidden = hidden_of(self, args, kwargs)
+    call = Call(self, args, kwargs)
     if is_backward():  # a checkpoint around the block recomputes it
-        region: Region | None = sharing.live.only(name)
+        region: Region | None = sharing.recomputed(patch.name)
     elif patch.first:
-        region = sharing.open = None if hidden is None else _opened(patch, self, hidden, args, kwargs)
+        region = sharing.open = _opened(sharing, call)
     else:
         region = sharing.open
     if region is None:
@@ -134,21 +150,17 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with entered(region):
             return patch.inner(self, *args, **kwargs)
     try:
-        return _run(patch, self, region, name, args, kwargs)
+        return _run(patch, region, call)
     except BaseException:
         sharing.open = None
         raise
 
 
-_forward.__name__ = "forward"  # what pickle looks up on the class
-
-
-def _opened(
-    patch: BlockInRegion, module: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Region | None:
+def _opened(sharing: Sharing, call: Call) -> Region | None:
     """Return a region for the tokens of a first block's input, unless the whole chain runs on each rank."""
-    sharing = patch.sharing
-    for name, value in named_arguments(module, args, kwargs):
+    if call.hidden is None:
+        return None
+    for name, value in call.named:
         if value is not None and (name in CACHES or hasattr(value, "get_seq_length")):
             inform(
                 f"{sharing.owner} fills a key-value cache, so each rank computes all tokens; pass use_cache=False to"
@@ -156,35 +168,38 @@ def _opened(
                 once=f"shared cache {sharing.owner}",
             )
             return None
-    with sharing.compared(named_arguments(module, args, kwargs)):
-        return sharing.region(hidden.shape[1], in_blocks=True) if sharing.shares(hidden.shape[1]) else None
+    total = call.hidden.shape[1]
+    with sharing.compared(call.named):
+        return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
 
-def _run(
-    patch: BlockInRegion, module: nn.Module, region: Region, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a block on the rank's own tokens."""
-    sharing, hidden = patch.sharing, hidden_of(module, args, kwargs)
+def _run(patch: BlockInRegion, region: Region, call: Call) -> Any:
+    """Run a block on the rank's own tokens.
+
+    Raises:
+        ValueError: If its input has another length than the region.
+    """
+    sharing, hidden = patch.sharing, call.hidden
     expected = region.total if patch.first else region.length
     if hidden is None or hidden.shape[1] != expected:
         shape = None if hidden is None else list(hidden.shape)
         raise ValueError(
-            f"{name} was given an input of the shape {shape} where {region.size} ranks share {region.total} tokens,"
-            f" and [B, {expected}, ...] is needed: code between the blocks may need all tokens. Name one module around"
-            " it in SequenceParallel(targets=...)."
+            f"{patch.name} was given an input of the shape {shape} where {region.size} ranks share {region.total}"
+            f" tokens, and [B, {expected}, ...] is needed: code between the blocks may need all tokens. Name one module"
+            " around it in SequenceParallel(targets=...)."
         )
-    if sharing.checks and patch.path not in sharing.checked and not is_backward():
-        _check(patch, module, region, name, hidden, args, kwargs)
     own = region.local(hidden) if patch.first else hidden
+    if sharing.checks and patch.path not in sharing.checked and not is_backward():
+        _check(patch, region, call, own)
     if region.position_ids is None:
-        region.position_ids = dict(named_arguments(module, args, kwargs)).get("position_ids")
-    args, kwargs = changed_arguments(name, module, args, kwargs, region.total, own, region.local)
+        region.position_ids = dict(call.named).get("position_ids")
+    local = call.changed(patch.name, region.total, own, region.local)
     with entered(region):
-        output = patch.inner(module, *args, **kwargs)
-    return _joined(patch, region, name, output)
+        output = patch.inner(call.module, *local.args, **local.kwargs)
+    return _joined(patch, region, output)
 
 
-def _joined(patch: BlockInRegion, region: Region, name: str, output: Any) -> Any:
+def _joined(patch: BlockInRegion, region: Region, output: Any) -> Any:
     """Return the output of a block; that of the last one with all tokens.
 
     Raises:
@@ -198,13 +213,13 @@ def _joined(patch: BlockInRegion, region: Region, name: str, output: Any) -> Any
     if len(leaves) != 1 or leaves[0].dim() < 2 or leaves[0].shape[1] != region.length:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
         raise ValueError(
-            f"{name} returned tensors of the shapes {shapes or 'none'}. Where ranks share a sequence, a block returns"
-            f" hidden states [B, {region.length}, ...] and nothing else: return no attention weights, router logits or"
-            " losses."
+            f"{patch.name} returned tensors of the shapes {shapes or 'none'}. Where ranks share a sequence, a block"
+            f" returns hidden states [B, {region.length}, ...] and nothing else: return no attention weights, router"
+            " logits or losses."
         )
     if not patch.last:
         if patch.first and leaves[0].requires_grad:
-            leaves[0].register_hook(partial(_check_closed, region, name))
+            leaves[0].register_hook(partial(_check_closed, region, patch.name))
         return output
     patch.sharing.open, region.closed = None, True
     whole = region.gathered(leaves[0])
@@ -222,43 +237,28 @@ def _check_closed(region: Region, name: str, _: Tensor) -> None:
         )
 
 
-def _check(
-    patch: BlockInRegion,
-    module: nn.Module,
-    region: Region,
-    name: str,
-    hidden: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Run the self-check on a few tokens of a block's input."""
-    sharing = patch.sharing
-    whole, shared = sharing.small_regions(in_blocks=True)
-    few = repeated_to(shared.total)
+def _check(patch: BlockInRegion, region: Region, call: Call, own: Tensor) -> None:
+    """Run the self-check on a few of the rank's own tokens ``own``, ``[B, n, H]``, of a block's input."""
+    regions = patch.sharing.small_regions(in_blocks=True)
+    few = repeated_to(regions[0].total)
     # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
-    count, own = min(TOKENS, min(region.lengths)), region.local(hidden) if patch.first else hidden
+    count = min(TOKENS, min(region.lengths))
     first = own.detach()[:, :count]
     start = few(first if region.size == 1 else all_gather(first, [count] * region.size, 1, region.name), 1)
-    args, kwargs = changed_arguments(name, module, args, kwargs, region.total, start, few, masks=True)
+    call = call.changed(patch.name, region.total, start, few, masks=True)
 
     def run(small: Region) -> Tensor:
-        own, named = changed_arguments(name, module, args, kwargs, small.total, small.local(start), small.local)
-        leaves = pytree.tree_leaves(patch.inner(module, *own, **named))
+        local = call.changed(patch.name, small.total, small.local(start), small.local)
+        leaves = pytree.tree_leaves(patch.inner(call.module, *local.args, **local.kwargs))
         found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return small.mean(found) if found.dim() == 0 else found
 
-    check_shared(module, name, hidden.device, whole, shared, run)
-    sharing.checked.add(patch.path)
+    check_shared(call.module, patch.name, own.device, regions, run)
+    patch.sharing.checked.add(patch.path)
 
 
-def share_chain(sharing: Sharing, modules: Sequence[tuple[str, nn.Module]]) -> Callable[[], None]:
-    """Open a region at the first of these modules and close it at the last one. Return what undoes it."""
+def share_chain(sharing: Sharing, modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Open a region at the first of these modules and close it at the last one, until ``undo`` is closed."""
     for index, (path, module) in enumerate(modules):
-        patch = BlockInRegion(sharing, path, index == 0, index == len(modules) - 1)
-        set_patch(module, patch, _forward)
-
-    def undo() -> None:
-        for _, module in modules:
-            remove_patch(module, BlockInRegion, _forward)
-
-    return undo
+        set_patch(module, BlockInRegion(sharing, path, index == 0, index == len(modules) - 1), forward)
+        undo.callback(remove_patch, module, BlockInRegion, forward)

@@ -6,7 +6,7 @@ of heads that is not below the size of the group, any number of key-value heads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -81,10 +81,11 @@ def _attend(region: Region, attention: Attention, query: Tensor, key: Tensor, va
     shares = shares_of(query.shape[1], key.shape[1], region.size)
     mine = shares[region.rank]
     queries, keys = [share.queries for share in shares], [share.keys for share in shares]
-    if len({t.dtype for t in (query, key, value)}) == 1:
-        q, k, v = _to_heads(region, [queries, keys, keys], query, key, value)
-    else:
-        q, k, v = (_to_heads(region, [h], t)[0] for h, t in ((queries, query), (keys, key), (keys, value)))
+    if query.dtype == key.dtype == value.dtype:
+        q, k, v = _exchanged(_to_heads, region, [queries, keys, keys], query, key, value)
+    else:  # one all-to-all sends one dtype
+        pairs = ((queries, query), (keys, key), (keys, value))
+        q, k, v = (_exchanged(_to_heads, region, [heads], tensor)[0] for heads, tensor in pairs)
     if region.record is not None:
         region.record.append((mine, q, k, v))
     if mine.uneven:
@@ -92,106 +93,77 @@ def _attend(region: Region, attention: Attention, query: Tensor, key: Tensor, va
         k, v = k.index_select(1, index), v.index_select(1, index)
     with entered(None):  # attention may call another one that is exchanged, which has all tokens already
         out = attention(q, k, v, mine.queries)
-    return _to_tokens(region, [queries], out)[0]
+    return _exchanged(_to_tokens, region, [queries], out)[0]
 
 
-def _to_heads(region: Region, heads: list[list[slice]], *tensors: Tensor) -> Sequence[Tensor]:
-    """Exchange ``[B, H, S/n, D]`` of all heads for ``[B, h, S, D]`` of the rank's heads."""
-    return tensors if region.size == 1 else _ToHeads.apply(_Exchange(region, heads), *tensors)
+Heads = list[list[slice]]
+"""For each tensor of an exchange, the heads of each rank. Ranks may share key-value heads."""
+Direction = Callable[[Region, Heads, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _to_tokens(region: Region, heads: list[list[slice]], *tensors: Tensor) -> Sequence[Tensor]:
-    """Exchange ``[B, h, S, D]`` of the rank's heads for ``[B, H, S/n, D]`` of all heads."""
-    return tensors if region.size == 1 else _ToTokens.apply(_Exchange(region, heads), *tensors)
+def _exchanged(direction: Direction, region: Region, heads: Heads, *tensors: Tensor) -> Sequence[Tensor]:
+    return tensors if region.size == 1 else _Exchange.apply(direction, region, heads, *tensors)
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """An exchange of heads for tokens, and the reverse one, which is its adjoint.
+class _Exchange(torch.autograd.Function):
+    """An exchange of tokens for heads, or of heads for tokens, each of which is the adjoint of the other."""
 
-    Attributes:
-        region: Tells which tokens each rank has.
-        heads: For each tensor, the heads of each rank. Ranks may share heads.
-    """
-
-    region: Region
-    heads: list[list[slice]]
-
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tokens of all ranks, of the rank's heads."""
-        region, like = self.region, tensors[0]
-        parts = [[t[:, h[rank]] for t, h in zip(tensors, self.heads, strict=True)] for rank in range(region.size)]
-        mine = [part.shape for part in parts[region.rank]]
-        shapes = [[(b, h, length, d) for b, h, _, d in mine] for length in region.lengths]
-        results = [like.new_empty(b, h, region.total, d) for b, h, _, d in mine]
-        for arrived, place in zip(self._exchanged(parts, shapes), self._tokens, strict=True):
-            for result, part in zip(results, arrived, strict=True):
-                result[:, :, place] = part
-        return tuple(results)
-
-    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return all heads of the rank's tokens, summed where ranks share heads."""
-        region, like = self.region, tensors[0]
-        parts = [[t[:, :, place] for t in tensors] for place in self._tokens]
-        shapes = [
-            [(t.shape[0], _count(h[rank]), region.length, t.shape[3]) for t, h in zip(tensors, self.heads, strict=True)]
-            for rank in range(region.size)
-        ]
-        results = [like.new_empty(b, h[-1].stop, n, d) for (b, _, n, d), h in zip(shapes[0], self.heads, strict=True)]
-        for rank, arrived in enumerate(self._exchanged(parts, shapes)):
-            for result, heads, part in zip(results, self.heads, arrived, strict=True):
-                low, high, done = heads[rank].start, heads[rank].stop, heads[rank - 1].stop if rank else 0
-                shared = max(0, min(done, high) - low)
-                result[:, low : low + shared] += part[:, :shared]
-                result[:, low + shared : high] = part[:, shared:]
-        return tuple(results)
-
-    @property
-    def _tokens(self) -> list[slice]:
-        return [slice(low, high) for low, high in pairwise(accumulate(self.region.lengths, initial=0))]
-
-    def _exchanged(
-        self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> Iterator[Sequence[Tensor]]:
-        """Send each rank its parts, and yield those that arrive from each rank, of these shapes."""
-
-        def communicate() -> Any:
-            send = [sum(part.numel() for part in of_rank) for of_rank in parts]
-            receive = [sum(map(prod, of_rank)) for of_rank in shapes]
-            packed = parts[0][0].new_empty(sum(send))
-            places = iter(packed.split([part.numel() for of_rank in parts for part in of_rank]))
-            for part in (part for of_rank in parts for part in of_rank):
-                next(places).view(part.shape).copy_(part)
-            return all_to_all(packed, send, receive, self.region.name)
-
-        where = kept("exchange")  # in a backward pass there is none
-        flat = communicate() if where is None else where.value(communicate, where.pack, where.unpack)
-        arrived = iter(flat.split([prod(shape) for of_rank in shapes for shape in of_rank]))
-        for of_rank in shapes:
-            yield [next(arrived).view(shape) for shape in of_rank]
-
-
-class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.to_heads(*tensors)
+    def forward(ctx: Any, direction: Direction, region: Region, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.adjoint = (_to_tokens if direction is _to_heads else _to_heads), region, heads
+        return direction(region, heads, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *_ToTokens.apply(ctx.exchange, *gradients)
+        return None, None, None, *_Exchange.apply(*ctx.adjoint, *gradients)
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.to_tokens(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *_ToHeads.apply(ctx.exchange, *gradients)
+def _to_heads(region: Region, heads: Heads, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return all tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, H, S/n, D]``."""
+    parts = [[t[:, h[rank]] for t, h in zip(tensors, heads, strict=True)] for rank in range(region.size)]
+    mine = [part.shape for part in parts[region.rank]]
+    shapes = [[(b, h, length, d) for b, h, _, d in mine] for length in region.lengths]
+    return tuple(torch.cat(of_ranks, 2) for of_ranks in zip(*_sent(region, parts, shapes), strict=True))
 
 
-def _count(heads: slice) -> int:
-    return int(heads.stop - heads.start)
+def _to_tokens(region: Region, heads: Heads, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return all heads of the rank's tokens, summed where ranks share heads, for all tokens of its heads."""
+    parts = list(zip(*(t.split(region.lengths, 2) for t in tensors), strict=True))
+    shapes = [
+        [(len(t), h[rank].stop - h[rank].start, region.length, t.shape[3]) for t, h in zip(tensors, heads, strict=True)]
+        for rank in range(region.size)
+    ]
+    arrived = zip(*_sent(region, parts, shapes), strict=True)
+    return tuple(_joined(h, of_ranks) for h, of_ranks in zip(heads, arrived, strict=True))
+
+
+def _joined(heads: Sequence[slice], parts: tuple[Tensor, ...]) -> Tensor:
+    """Return all heads of the ranks' parts ``[B, h, S/n, D]``, summed where ranks share heads."""
+    if sum(part.shape[1] for part in parts) == heads[-1].stop:
+        return torch.cat(parts, 1)
+    first = parts[0]
+    whole = first.new_zeros(len(first), heads[-1].stop, *first.shape[2:])
+    for of_rank, part in zip(heads, parts, strict=True):
+        whole[:, of_rank] += part
+    return whole
+
+
+def _sent(
+    region: Region, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> list[list[Tensor]]:
+    """Send each rank its parts, and return those that arrive from each rank, of these shapes."""
+
+    def communicate() -> Tensor:
+        send = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        receive = [sum(map(prod, of_rank)) for of_rank in shapes]
+        packed = parts[0][0].new_empty(sum(send))
+        places = iter(packed.split([part.numel() for of_rank in parts for part in of_rank]))
+        for part in (part for of_rank in parts for part in of_rank):
+            next(places).view(part.shape).copy_(part)  # torch.cat would need each part in its order first: two copies
+        arrived: Tensor = all_to_all(packed, send, receive, region.name)
+        return arrived
+
+    where = kept("exchange")  # in a backward pass there is none
+    flat = communicate() if where is None else where.value(communicate, where.pack, where.unpack)
+    arrived = iter(flat.split([prod(shape) for of_rank in shapes for shape in of_rank]))
+    return [[next(arrived).view(shape) for shape in of_rank] for of_rank in shapes]

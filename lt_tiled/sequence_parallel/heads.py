@@ -10,8 +10,8 @@ projections gets its gradient from one part, rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -66,7 +66,8 @@ def _parts(module: Any, tiles: int, size: int) -> list[_Part]:
     return [_Part(slice(low * group, high * group), slice(low, high)) for low, high in pairwise(cuts)]
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward of an attention module. Pickle looks the name up on the module's class."""
     patch: HeadTilesPatch = self.__dict__[HeadTilesPatch.attribute]
     region = current()
     if not patch.active or region is None or region.head_tiles == 1:
@@ -81,9 +82,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(parts) == 1:
         return patch.inner(self, *args, **kwargs)
     region.check_recompute()
-    given = args[:1] or (kwargs.pop("hidden_states", None),)
+    given = args[0] if args else kwargs.pop("hidden_states", None)
     leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
-    if not isinstance(given[0], Tensor) or any(t.requires_grad for t in leaves):
+    if not isinstance(given, Tensor) or any(t.requires_grad for t in leaves):
         raise ValueError(
             f"{patch.path} is called with other tensors that want a gradient than hidden states, so its heads cannot be"
             " computed in parts: set head_tiles=1."
@@ -93,14 +94,13 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"{patch.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
             " head_tiles=1."
         )
-    hidden = given[0].value("attention in head tiles") if isinstance(given[0], Deferred) else given[0]
+    hidden = given.value("attention in head tiles") if isinstance(given, Deferred) else given
     call = _Call(self, patch, region, parts, args[1:], kwargs, AutocastState.now(hidden.device))
     attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
     output = self.o_proj(attended)
     return pytree.tree_map(lambda leaf: output if leaf is _OUTPUT else leaf, call.output)
 
 
-_forward.__name__ = "forward"  # what pickle looks up on the class
 _OUTPUT = object()
 
 
@@ -124,11 +124,6 @@ class _Call:
         """Return the trainable weights in front of the output projection."""
         found = trainable_weights(Work(self.module.forward, (self.module,)))
         return [weight for weight in found if not any(owner is self.module.o_proj for owner, _ in weight.places)]
-
-    def projection_of(self, weight: Weight) -> str | None:
-        """Return which of the projections a weight belongs to, if any."""
-        owners = [owner for owner, _ in weight.places]
-        return next((name for name in _PROJECTIONS[:3] if getattr(self.module, name) in owners), None)
 
     def run(self, part: _Part, hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, _Projections]:
         """Return the input of the output projection for some heads, and what its projections computed.
@@ -267,7 +262,8 @@ class _Sums:
     def __init__(self, call: _Call, hidden: Tensor, wants: Sequence[bool]) -> None:
         self.call, self.hidden, self.wants = call, hidden.detach(), wants
         self.weights = call.weights()
-        self.others = [weight for weight in self.weights if call.projection_of(weight) is None]
+        projections = [getattr(call.module, name) for name in _PROJECTIONS]
+        self.others = [w for w in self.weights if not any(owner in projections for owner, _ in w.places)]
         self.of_hidden: Tensor | None = None
         self.of_weights: dict[int, Tensor] = {}
 
@@ -285,10 +281,11 @@ class _Sums:
         del out
         with torch.no_grad():
             self._add_projections(part, mode, [found.pop(0) for _ in made])
-            if x.requires_grad:
-                self._add_to_hidden(found.pop(0))
+            if x.requires_grad and (own := found.pop(0)) is not None:  # of what is no projection of it
+                self.of_hidden = own if self.of_hidden is None else self.of_hidden.add_(own)
             for weight, own in zip([*self.others, *(weight for weight, _ in direct)], found, strict=True):
-                self._add_to_weight(weight, own)
+                if own is not None:
+                    self._sum_of(weight).add_(own)
 
     def _add_projections(self, part: _Part, mode: _Projections, gradients: list[Tensor | None]) -> None:
         """Add the gradients of the projections' inputs, weights and biases."""
@@ -298,9 +295,9 @@ class _Sums:
             linear = self.call.module._modules[name]
             for weight in self.weights:
                 if (linear, "weight") in weight.places:
-                    self._rows(weight)[part.rows(name)] = g.t() @ x.reshape(-1, x.shape[-1]).to(g.dtype)
+                    self._sum_of(weight)[part.rows(name)] = g.t() @ x.reshape(-1, x.shape[-1]).to(g.dtype)
                 elif (linear, "bias") in weight.places:
-                    self._rows(weight)[part.rows(name)] = g.sum(0)
+                    self._sum_of(weight)[part.rows(name)] = g.sum(0)
         if not self.wants[0] or not flat:
             return
         # One product for queries, keys and values: the sum over the parts is rounded as often as without parts.
@@ -314,19 +311,10 @@ class _Sums:
         else:
             self.of_hidden += (left @ right).view(self.hidden.shape)
 
-    def _rows(self, weight: Weight) -> Tensor:
+    def _sum_of(self, weight: Weight) -> Tensor:
         if id(weight) not in self.of_weights:
             self.of_weights[id(weight)] = torch.zeros_like(weight.tensor, requires_grad=False)
         return self.of_weights[id(weight)]
-
-    def _add_to_hidden(self, gradient: Tensor | None) -> None:
-        """Add what the module does to its input besides projections."""
-        if gradient is not None:
-            self.of_hidden = gradient if self.of_hidden is None else self.of_hidden.add_(gradient)
-
-    def _add_to_weight(self, weight: Weight, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self._rows(weight).add_(gradient)
 
     def found(self) -> list[Tensor | None]:
         """Return the gradients of the hidden states and of the weights."""
@@ -355,13 +343,8 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
     return found
 
 
-def tile_heads(modules: Sequence[tuple[str, nn.Module]]) -> Callable[[], None]:
-    """Compute the heads of attention modules in parts. Return what undoes it."""
+def tile_heads(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Compute the heads of attention modules in parts, until ``undo`` is closed."""
     for path, module in modules:
-        set_patch(module, HeadTilesPatch(path), _forward)
-
-    def undo() -> None:
-        for _, module in modules:
-            remove_patch(module, HeadTilesPatch, _forward)
-
-    return undo
+        set_patch(module, HeadTilesPatch(path), forward)
+        undo.callback(remove_patch, module, HeadTilesPatch, forward)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-Keep = Literal["exchange", "attention"]
+from lt_tiled.policies import Keep
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -93,43 +94,31 @@ def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     if where is None:
         return compute(*inputs)
 
-    def store(run: _Run) -> Any:
-        return run, where.pack(run.output)
-
-    def load(stored: tuple[_Run, Any]) -> _Run:
-        run, packed = stored
-        run.output = where.unpack(packed)
-        return run
-
-    run: _Run = where.value(lambda: _Run.of(compute, inputs, where), store, load)
-    output, run.output = run.output, None
-    return _Attended.apply(run.edge, run.starts, output, *inputs)  # type: ignore[no-any-return]
-
-
-class _Run:
-    """One run of attention with a graph of its own, which holds no inputs.
-
-    Attributes:
-        output: The output, without a graph; ``None`` while it is not needed.
-        edge: Where the graph ends.
-        starts: Where it begins, for each input that wants a gradient.
-    """
-
-    output: Any
-    edge: GradientEdge
-    starts: list[GradientEdge | None]
-
-    @classmethod
-    def of(cls, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...], where: Kept) -> _Run:
-        """Run attention, and store what it saves."""
-        run = cls()
+    def run() -> tuple[_Graph, Tensor]:
         with torch.enable_grad(), saved_tensors_hooks(where.pack, where.unpack):
             link = torch.empty(0, device=inputs[0].device, requires_grad=True)
             begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
-            run.starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
             output = compute(*begun)
-        run.output, run.edge = output.detach(), get_gradient_edge(output)
-        return run
+        starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
+        return _Graph(starts, get_gradient_edge(output)), output.detach()
+
+    def store(found: tuple[_Graph, Tensor]) -> Any:
+        return found[0], where.pack(found[1])
+
+    def load(stored: tuple[_Graph, Any]) -> tuple[_Graph, Tensor]:
+        return stored[0], where.unpack(stored[1])
+
+    graph, output = where.value(run, store, load)
+    return _Attended.apply(graph, output, *inputs)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The graph of one run of attention, which holds neither its inputs nor its output."""
+
+    starts: list[GradientEdge | None]
+    """Where it begins, for each input that wants a gradient."""
+    end: GradientEdge
 
 
 class _Begin(torch.autograd.Function):
@@ -148,13 +137,14 @@ class _Attended(torch.autograd.Function):
     """The output of a run, whose backward pass goes through the run's graph."""
 
     @staticmethod
-    def forward(ctx: Any, edge: GradientEdge, starts: list[GradientEdge | None], output: Tensor, *_: Tensor) -> Tensor:
-        ctx.edge, ctx.starts = edge, starts
+    def forward(ctx: Any, graph: _Graph, output: Tensor, *_: Tensor) -> Tensor:
+        ctx.graph = graph
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        wanted = [start for start in ctx.starts if start is not None]
+        starts, end = ctx.graph.starts, ctx.graph.end
+        wanted = [start for start in starts if start is not None]
         again = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = iter(torch.autograd.grad([ctx.edge], wanted, [gradient], retain_graph=again, allow_unused=True))
-        return (None, None, None, *(None if start is None else next(found) for start in ctx.starts))
+        found = iter(torch.autograd.grad([end], wanted, [gradient], retain_graph=again, allow_unused=True))
+        return (None, None, *(None if start is None else next(found) for start in starts))

@@ -20,17 +20,17 @@ rank's labels and the mean of the group's counts
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_tiled.policies import Keep
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
 
 
@@ -49,7 +49,7 @@ class Region:
     total: int
     owner: str
     in_blocks: bool = False
-    sees: AbstractContextManager[Any] | None = None
+    mode: AbstractContextManager[Any] | None = None
     """The torch function mode that finds the attention of hand-written models."""
     position_ids: Tensor | None = None
     """Of all tokens."""
@@ -60,7 +60,7 @@ class Region:
     own_mask: bool = False
     head_tiles: int = 1
     """How many times attention computes a part of the heads."""
-    keep: Literal["exchange", "attention"] | None = None
+    keep: Keep | None = None
     """What blocks with activation checkpointing keep for their recompute."""
     losses: int = 0
     """How many losses were computed from the labels of all ranks, which may leave the region as scalars."""
@@ -70,21 +70,20 @@ class Region:
     """How often attention saw all tokens."""
     closed: bool = False
     """Whether the last block of a chain returned all tokens."""
-    size: int = field(init=False)
-    rank: int = field(init=False)
+    name: str = field(init=False, default="")
+    """The name of the group, which the operators in ``collectives.py`` take."""
+    size: int = field(init=False, default=1)
+    rank: int = field(init=False, default=0)
     lengths: list[int] = field(init=False)
-    bounds: tuple[int, int] = field(init=False)
+    """The number of tokens of each rank."""
     _begun: tuple[Any, bool] = field(init=False, default=(None, True))
     """The saved-tensor hooks and the grad mode with which the current block began."""
 
     def __post_init__(self) -> None:
-        self.name, self.size, self.rank = (
-            ("", 1, 0) if self.group is None else (name_of(self.group), self.group.size(), self.group.rank())
-        )
+        if self.group is not None:
+            self.name, self.size, self.rank = name_of(self.group), self.group.size(), self.group.rank()
         each, more = divmod(self.total, self.size)
         self.lengths = [each + (rank < more) for rank in range(self.size)]
-        low = sum(self.lengths[: self.rank])
-        self.bounds = low, low + self.lengths[self.rank]
 
     @property
     def length(self) -> int:
@@ -92,25 +91,19 @@ class Region:
         return self.lengths[self.rank]
 
     def local(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the rank's own tokens."""
-        return x.narrow(dim, self.bounds[0], self.length)
+        """Return the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
+        return x.narrow(dim, sum(self.lengths[: self.rank]), self.length)
 
     def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return all tokens."""
-        if self.size == 1:
-            return x
-        whole: Tensor = all_gather(x, self.lengths, dim % x.dim(), self.name)
-        return self.kept_by(whole)
+        """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
+        return x if self.size == 1 else self.kept_by(all_gather(x, self.lengths, dim % x.dim(), self.name))
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over the group of a loss that each rank computed from its own labels."""
-        if self.size == 1:
-            return x
-        mean: Tensor = group_mean(x, self.name)
-        return self.kept_by(mean)
+        return x if self.size == 1 else self.kept_by(group_mean(x, self.name))
 
     def shifted(self, labels: Tensor, ignore_index: int) -> Tensor:
-        """Return for each of the rank's tokens the next one's label, and none for the last of the sequence."""
+        """Return the label of the token after each of the rank's, ``[..., length]``, and none for the last of all."""
         whole = all_gather(labels[..., :1].contiguous(), [1] * self.size, labels.dim() - 1, self.name)
         after = torch.nn.functional.pad(whole, (0, 1), value=ignore_index)[..., self.rank + 1, None]
         return torch.cat([labels[..., 1:], after], -1)
@@ -157,11 +150,11 @@ def _saving() -> tuple[Any, bool]:
 def entered(region: Region | None) -> Iterator[None]:
     """Compute in a region, or with ``None`` outside of any. A recompute enters the region of its forward pass again."""
     before, token, begun = current(), _current.set(region), None
-    sees = None if region is None or region is before else region.sees
+    mode = None if region is None or region is before else region.mode
     if region is not None:
         begun, region._begun = region._begun, _saving()
     try:
-        with nullcontext() if sees is None else sees:
+        with nullcontext() if mode is None else mode:
             yield
     finally:
         _current.reset(token)
@@ -173,32 +166,6 @@ def gathered(x: Tensor, dim: int = 1) -> Tensor:
     """Return the tokens of all ranks of a tensor that is computed in a region, and outside of one the tensor itself."""
     region = current()
     return x if region is None else region.gathered(x, dim)
-
-
-class Live:
-    """The regions whose graphs exist. What recomputes a block by its own checkpointing needs the one that it was in."""
-
-    def __init__(self) -> None:
-        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
-
-    def add(self, region: Region) -> None:
-        """Add a region; it is forgotten with its graph."""
-        self._regions.add(region)
-
-    def only(self, owner: str) -> Region:
-        """Return the one region.
-
-        Raises:
-            RuntimeError: If there are several, so that it is not known which one is recomputed.
-        """
-        found = list(self._regions)
-        if len(found) != 1:
-            raise RuntimeError(
-                f"{owner} is recomputed in the backward pass by its own activation checkpointing, and {len(found)}"
-                " forward passes with sequence parallelism may have saved it. Use lt_tiled's activation checkpointing"
-                " (checkpointing=True), or run the backward pass of one before the next forward pass."
-            )
-        return found[0]
 
 
 def is_backward() -> bool:

@@ -6,7 +6,7 @@ differ as a whole, where the loss would differ in its fourth digit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,15 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 TF32 = 1e-2
 """For float32, where its products may be rounded to TF32, with errors of 1e-3, or autocast may round to 16 bits."""
 COARSE = 0.1
+"""For 16-bit dtypes."""
+_REMEDY = (
+    "Use the sdpa, flash or flex attention of transformers, pass position_ids that the model reads, or name the modules"
+    " that are independent of this in SequenceParallel(targets=...)."
+)
 
 
 def check_shared(
-    module: nn.Module,
-    owner: str,
-    device: torch.device,
-    whole: Region,
-    shared: Region,
-    run: Callable[[Region], Tensor],
+    module: nn.Module, owner: str, device: torch.device, regions: Sequence[Region], run: Callable[[Region], Tensor]
 ) -> None:
     """Compare a call of a module with its tokens on one rank and shared by the group, in evaluation mode.
 
@@ -38,60 +38,57 @@ def check_shared(
         module: What runs.
         owner: The name in messages.
         device: Where it runs.
-        whole: A region of one rank.
-        shared: A region of the group.
+        regions: A region of one rank, one of the group, and one of the group with head tiles if it has some. The first
+            two record what attention is given.
         run: Calls the module in a region and returns its output for the rank's own tokens, ``[B, n, ...]``, or the
             loss of all.
 
     Raises:
-        ValueError: If they differ, or no attention saw the tokens of all ranks.
+        ValueError: On all ranks, if they differ on any, or if the module cannot run on so few tokens.
     """
-    whole.record, shared.record = [], []
-    tiles, shared.head_tiles, parts = shared.head_tiles, 1, None
+    whole, shared = regions[:2]
     modes = training_set([(part, False) for part in module.modules()])
     with torch.no_grad(), random_state_kept(device), modes:
-        with entered(whole):
-            try:
-                expected = run(whole)
-            except (RuntimeError, IndexError, TypeError) as error:  # on all ranks: they have the same tokens
-                raise ValueError(
-                    f"{owner} cannot run on {whole.total} tokens, with which sequence parallelism checks it ({error})."
-                    f" It may need a number of tokens that is a product of others, as of an image. {REMEDY}"
-                ) from error
+        try:
+            expected = _run_in(whole, run)
+        except (RuntimeError, IndexError, TypeError) as error:  # on all ranks: they have the same tokens
+            raise ValueError(
+                f"{owner} cannot run on {whole.total} tokens, with which sequence parallelism checks it ({error})."
+                f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
+            ) from error
         if expected.dim() > 1:
             expected = shared.local(expected)
-        with entered(shared):
-            found = run(shared)
-        if tiles > 1:
-            shared.head_tiles, recorded, shared.record = tiles, shared.record, None
-            with entered(shared):
-                parts = run(shared)
-            shared.record = recorded
-    problem, values = _difference(owner, whole, shared, found, expected), _values_dtype(whole)
-    if problem is None and parts is not None and (off := _error(parts, expected)) > _tolerance(expected, values):
-        problem = (
-            f"{owner} has another output when its heads are computed in {tiles} parts (relative difference"
-            f" {off:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
-        )
-    problems = [problem]
-    if shared.group is not None:
-        problems *= shared.size
-        dist.all_gather_object(problems, problem, group=shared.group)  # positions of the first rank are always right
+        found, *in_parts = [_run_in(region, run) for region in regions[1:]]
+    problem = _difference(owner, whole, shared, found, expected)
+    for parts, region in zip(in_parts, regions[2:], strict=True):
+        if problem is None and (off := _error(parts, expected)) > _tolerance(expected, _values_dtype(whole)):
+            problem = (
+                f"{owner} has another output when its heads are computed in {region.head_tiles} parts (relative"
+                f" difference {off:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
+            )
+    problems: list[str | None] = [problem]
+    if shared.group is not None:  # the first rank's own positions begin at 0, so it may find nothing where others do
+        problems = [None] * shared.size
+        dist.all_gather_object(problems, problem, group=shared.group)
     if problem := next(filter(None, problems), None):
         raise ValueError(problem)
 
 
+def _run_in(region: Region, run: Callable[[Region], Tensor]) -> Tensor:
+    with entered(region):
+        return run(region)
+
+
 def _difference(owner: str, whole: Region, shared: Region, found: Tensor, expected: Tensor) -> str | None:
     """Return what differs, if anything does."""
-    assert whole.record is not None
-    assert shared.record is not None
-    if len(whole.record) != len(shared.record):
+    of_whole, of_shared = whole.record or [], shared.record or []
+    if len(of_whole) != len(of_shared):
         return (
-            f"{owner} computes attention {len(whole.record)} times for {whole.total} tokens and {len(shared.record)}"
-            f" times for {shared.total} that {shared.size} ranks share. {REMEDY}"
+            f"{owner} computes attention {len(of_whole)} times for {whole.total} tokens and {len(of_shared)} times for"
+            f" {shared.total} that {shared.size} ranks share. {_REMEDY}"
         )
     values = _values_dtype(whole)
-    for index, (everything, mine) in enumerate(zip(whole.record, shared.record, strict=True)):
+    for index, (everything, mine) in enumerate(zip(of_whole, of_shared, strict=True)):
         share, *here = mine
         for name, one, other in zip(("queries", "keys", "values"), everything[1:], here, strict=True):
             heads = share.queries if name == "queries" else share.keys
@@ -99,22 +96,16 @@ def _difference(owner: str, whole: Region, shared: Region, found: Tensor, expect
                 return (
                     f"{owner} gives attention {index} other {name} when {shared.size} ranks share the sequence"
                     f" (relative difference {error:.1e}). It may compute positions from the number of tokens that it"
-                    f" is given, or mix tokens outside of attention. {REMEDY}"
+                    f" is given, or mix tokens outside of attention. {_REMEDY}"
                 )
     if (error := _error(found, expected)) > _tolerance(expected, values):
-        unseen = "" if shared.record else " None of its attention was seen."
+        unseen = "" if of_shared else " None of its attention was seen."
         return (
             f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
             f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
-            f" F.scaled_dot_product_attention. {REMEDY}"
+            f" F.scaled_dot_product_attention. {_REMEDY}"
         )
     return None
-
-
-REMEDY = (
-    "Use the sdpa, flash or flex attention of transformers, pass position_ids that the model reads, or name the modules"
-    " that are independent of this in SequenceParallel(targets=...)."
-)
 
 
 def _values_dtype(region: Region) -> torch.dtype | None:

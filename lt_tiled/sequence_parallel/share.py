@@ -1,8 +1,7 @@
-"""Share the sequences of a whole model: which parts, and what undoes it."""
+"""Share the sequences of a whole model: which of its parts, and by which patches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import SeesAttention, SharedInterface
+from lt_tiled.sequence_parallel.attention import AttentionMode, SharedInterface
 from lt_tiled.sequence_parallel.causal import share_model
 from lt_tiled.sequence_parallel.chain import Sharing, share_chain
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
@@ -31,27 +30,34 @@ def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     """
     everything = [("", model), *walk(model)]
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
+    inside = {id(part) for _, m in pretrained for part in m.modules()}
+
+    def sharing(path: str, module: nn.Module) -> Sharing:
+        owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
+        return Sharing(owner, policy, group, None if id(module) in inside else AttentionMode())
+
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
-        inside = {id(part) for _, m in pretrained for part in m.modules()}
-        return [(_sharing(path, m, policy, group, id(m) in inside), None, [(path, m)]) for path, m in named]
+        return [(sharing(path, m), None, [(path, m)]) for path, m in named]
     if not pretrained:
-        blocks = _blocks_of("", model)
-        return [(_sharing("", model, policy, group, False), None, blocks)]
-    return [
-        (_sharing(path, m, policy, group, True), m, _blocks_of(path, m)) for path, m in pretrained if _checked(path, m)
-    ]
+        return [(sharing("", model), None, _blocks_of("", model))]
+    for _, m in pretrained:
+        _refuse_unsupported(m)
+    return [(sharing(path, m), m, _blocks_of(path, m)) for path, m in pretrained]
 
 
-def _sharing(
-    path: str, module: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None, interface: bool
-) -> Sharing:
-    owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
-    return Sharing(owner, policy, group, None if interface else SeesAttention())
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The layers of transformers that mix tokens in attention alone, as configurations name them."""
+_INSTEAD_OF_EAGER = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+"""Attentions that are replaced in a region, and what transformers says where a model supports them."""
 
 
-def _checked(path: str, model: nn.Module) -> bool:
-    """Refuse models of transformers whose sequences cannot be shared."""
+def _refuse_unsupported(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a model of transformers whose sequences cannot be shared."""
     config: Any = model.config
     text, kind = config.get_text_config(), type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -71,16 +77,6 @@ def _checked(path: str, model: nn.Module) -> bool:
             f"{kind} uses eager attention, or no attention, which sequence parallelism does not support: {remedy}, or"
             " sequence_parallel=1."
         )
-    return True
-
-
-_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_INSTEAD_OF_EAGER = {
-    "sdpa": "_supports_sdpa",
-    "flash_attention_2": "_supports_flash_attn",
-    "flex_attention": "_supports_flex_attn",
-}
-"""Attentions that are replaced in a region, and what transformers says where a model supports them."""
 
 
 def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -96,15 +92,13 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"SequenceParallel found {found} in {type(model).__name__}, and needs one list of blocks: name the modules"
             " to share in SequenceParallel(targets=...)."
         )
-    return [(f"{path}.{names[m]}".lstrip("."), _without_mixing(names[m], m)) for _, m in blocks]
+    for _, m in blocks:
+        _refuse_mixing(names[m], m)
+    return [(f"{path}.{names[m]}".lstrip("."), m) for _, m in blocks]
 
 
-def _without_mixing(path: str, block: nn.Module) -> nn.Module:
-    """Refuse layers of torch that mix tokens, whatever their weights are now.
-
-    Raises:
-        ValueError: If a block has one.
-    """
+def _refuse_mixing(path: str, block: nn.Module) -> None:
+    """Raise ``ValueError`` if a layer of torch in a block mixes tokens, whatever its weights are now."""
     for name, layer in walk(block):
         mixes = isinstance(layer, nn.RNNBase | nn.modules.batchnorm._BatchNorm) or (
             isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(layer.kernel_size) > 1
@@ -114,20 +108,15 @@ def _without_mixing(path: str, block: nn.Module) -> nn.Module:
                 f"{path}.{name} ({type(layer).__name__}) mixes tokens outside of attention, of which sequence"
                 " parallelism has a part on each rank: use a model without it, or sequence_parallel=1."
             )
-    return block
 
 
-def share(chains: list[Chain]) -> Callable[[], None]:
-    """Share what :func:`find_chains` found. Return what undoes it."""
-    with ExitStack() as undo:
-        for sharing, model, modules in chains:
-            if sharing.policy.head_tiles > 1:
-                undo.callback(tile_heads(find_attention(modules, sharing.policy.head_tiles)))
-            undo.callback(share_chain(sharing, modules))
-            if sharing.sees is None:
-                _INTERFACE.wrap()
-                undo.callback(_INTERFACE.unwrap)
-            if model is not None:
-                undo.callback(share_model(sharing, model))
-        return undo.pop_all().close
-    raise AssertionError
+def share(chains: list[Chain], undo: ExitStack) -> None:
+    """Share what :func:`find_chains` found, until ``undo`` is closed."""
+    for sharing, model, modules in chains:
+        if sharing.policy.head_tiles > 1:
+            tile_heads(find_attention(modules, sharing.policy.head_tiles), undo)
+        share_chain(sharing, modules, undo)
+        if sharing.mode is None:
+            _INTERFACE.wrap(undo)
+        if model is not None:
+            share_model(sharing, model, undo)
