@@ -16,7 +16,7 @@ from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.loss.transformers import AbsentLogits, loss_function_set
 from lt_tiled.modules.patch import Patch, is_of, remove_patch, set_patch
 from lt_tiled.sequence_parallel.arguments import named_arguments, repeated_to, token_dims
-from lt_tiled.sequence_parallel.chain import Sharing
+from lt_tiled.sequence_parallel.chain import Sharing, check_closed
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.self_check import check_shared
 
@@ -65,7 +65,7 @@ def _shared_blocks(
     alone = _caches(model, {**given, **kwargs}) or _partly(given)  # as generate: the ranks' calls may differ
     try:
         with nullcontext() if alone else sharing.compared(given.items()):
-            return patch.inner(model, *args, **kwargs)
+            output = patch.inner(model, *args, **kwargs)
     except (RuntimeError, IndexError) as error:
         if sharing.open is None or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -75,6 +75,10 @@ def _shared_blocks(
             " without what it uses there, as features of images that it adds to hidden states, or name one module"
             " around it in SequenceParallel(targets=...)."
         ) from error
+    unclosed, sharing.open = sharing.open, None
+    if unclosed is not None:
+        check_closed(unclosed)
+    return output
 
 
 _forward.__name__ = "forward"  # what pickle looks up on the class

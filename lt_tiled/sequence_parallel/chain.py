@@ -112,6 +112,26 @@ class BlockInRegion(Patch):
         self.sharing, self.path, self.first, self.last = sharing, path, first, last
 
 
+class AroundBlocks(Patch):
+    """On the module that calls the blocks of a hand-written model."""
+
+    attribute = "_lt_tiled_around_blocks"
+
+    def __init__(self, sharing: Sharing) -> None:
+        self.sharing = sharing
+
+
+def _around(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    patch: AroundBlocks = self.__dict__[AroundBlocks.attribute]
+    try:
+        output = patch.inner(self, *args, **kwargs)
+        if patch.sharing.open is not None:
+            check_closed(patch.sharing.open)
+        return output
+    finally:
+        patch.sharing.open = None
+
+
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch: BlockInRegion = self.__dict__[BlockInRegion.attribute]
     sharing, inside = patch.sharing, current()
@@ -140,14 +160,20 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-_forward.__name__ = "forward"  # what pickle looks up on the class
+_forward.__name__ = _around.__name__ = "forward"  # what pickle looks up on the class
 
 
 def _opened(
     patch: BlockInRegion, module: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Region | None:
     """Return a region for the tokens of a first block's input, unless the whole chain runs on each rank."""
-    sharing = patch.sharing
+    sharing, before = patch.sharing, patch.sharing.open
+    if before is not None and hidden.shape[1] == before.length != before.total:
+        sharing.open = None
+        raise ValueError(
+            f"{sharing.owner}: {patch.path}, the first block, was called again before the last one, with the tokens of"
+            " one rank: name one module around the blocks in SequenceParallel(targets=...)."
+        )
     for name, value in named_arguments(module, args, kwargs):
         if value is not None and (name in CACHES or hasattr(value, "get_seq_length")):
             inform(
@@ -176,6 +202,9 @@ def _run(
     if sharing.checks and patch.path not in sharing.checked and not is_backward():
         _check(patch, module, region, name, hidden, args, kwargs)
     own = region.local(hidden) if patch.first else hidden
+    if patch.first and hidden.grad_fn is not None and not is_backward():  # a recompute may begin without an output's
+        sharing.live.add(region)
+        region.kept_by(hidden)
     if region.position_ids is None:
         region.position_ids = dict(named_arguments(module, args, kwargs)).get("position_ids")
     args, kwargs = changed_arguments(name, module, args, kwargs, region.total, own, region.local)
@@ -204,7 +233,7 @@ def _joined(patch: BlockInRegion, region: Region, name: str, output: Any) -> Any
         )
     if not patch.last:
         if patch.first and leaves[0].requires_grad:
-            leaves[0].register_hook(partial(_check_closed, region, name))
+            leaves[0].register_hook(partial(check_closed, region))
         return output
     patch.sharing.open, region.closed = None, True
     whole = region.gathered(leaves[0])
@@ -212,13 +241,13 @@ def _joined(patch: BlockInRegion, region: Region, name: str, output: Any) -> Any
     return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
 
 
-def _check_closed(region: Region, name: str, _: Tensor) -> None:
-    """Refuse, before a weight gets a gradient, a loss of hidden states of the rank's own tokens."""
-    if not region.closed:
+def check_closed(region: Region, _: Tensor | None = None) -> None:
+    """Refuse, before a weight gets a gradient, what was computed of the rank's own tokens."""
+    if not region.closed and region.size > 1:
         raise RuntimeError(
-            f"{name} was called, and the last of the blocks was not called after it, so the loss is of the tokens of"
-            " one rank: call the blocks in their order and up to the last one, or name one module around them in"
-            " SequenceParallel(targets=...)."
+            f"{region.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
+            " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last one,"
+            " or name one module around them in SequenceParallel(targets=...)."
         )
 
 
@@ -251,14 +280,27 @@ def _check(
     sharing.checked.add(patch.path)
 
 
-def share_chain(sharing: Sharing, modules: Sequence[tuple[str, nn.Module]]) -> Callable[[], None]:
-    """Open a region at the first of these modules and close it at the last one. Return what undoes it."""
+def share_chain(
+    sharing: Sharing, modules: Sequence[tuple[str, nn.Module]], around: nn.Module | None = None
+) -> Callable[[], None]:
+    """Open a region at the first of these modules and close it at the last one. Return what undoes it.
+
+    Args:
+        sharing: How the sequences are shared.
+        modules: The blocks.
+        around: The module that calls them all, if that is to be checked.
+    """
     for index, (path, module) in enumerate(modules):
         patch = BlockInRegion(sharing, path, index == 0, index == len(modules) - 1)
         set_patch(module, patch, _forward)
 
+    if around is not None:
+        set_patch(around, AroundBlocks(sharing), _around)
+
     def undo() -> None:
         for _, module in modules:
             remove_patch(module, BlockInRegion, _forward)
+        if around is not None:
+            remove_patch(around, AroundBlocks, _around)
 
     return undo

@@ -19,7 +19,7 @@ from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 
 _INTERFACE = SharedInterface()
 Chain = tuple[Sharing, nn.Module | None, list[tuple[str, nn.Module]]]
-"""How a model is shared; the model, if it is one of transformers; and the modules of its region."""
+"""How a model is shared; the module that calls its blocks, unless they are named; and the modules of its region."""
 
 
 def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Chain]:
@@ -37,7 +37,8 @@ def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
         return [(_sharing(path, m, policy, group, id(m) in inside), None, [(path, m)]) for path, m in named]
     if not pretrained:
         blocks = _blocks_of("", model)
-        return [(_sharing("", model, policy, group, False), None, blocks)]
+        around = dict(everything).get(".".join(blocks[0][0].split(".")[:-2]), model)
+        return [(_sharing("", model, policy, group, False), around, blocks)]
     return [
         (_sharing(path, m, policy, group, True), m, _blocks_of(path, m)) for path, m in pretrained if _checked(path, m)
     ]
@@ -120,14 +121,15 @@ def _without_mixing(path: str, block: nn.Module) -> nn.Module:
 def share(chains: list[Chain]) -> Callable[[], None]:
     """Share what :func:`find_chains` found. Return what undoes it."""
     with ExitStack() as undo:
-        for sharing, model, modules in chains:
+        for sharing, around, modules in chains:
+            pretrained = around is not None and has_class(around, ("PreTrainedModel",))
             if sharing.policy.head_tiles > 1:
                 undo.callback(tile_heads(find_attention(modules, sharing.policy.head_tiles)))
-            undo.callback(share_chain(sharing, modules))
+            undo.callback(share_chain(sharing, modules, None if pretrained else around))
             if sharing.sees is None:
                 _INTERFACE.wrap()
                 undo.callback(_INTERFACE.unwrap)
-            if model is not None:
-                undo.callback(share_model(sharing, model))
+            if around is not None and pretrained:
+                undo.callback(share_model(sharing, around))
         return undo.pop_all().close
     raise AssertionError
