@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.sequence_parallel.models import CASES
-from tests.sequence_parallel.runs import collectives, errors, twice
+from tests.sequence_parallel.runs import collectives, errors, reads, twice
 from tests.world import World
 
 LAYERS = 3
@@ -43,6 +43,13 @@ def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None
     """With ``keep="attention"`` attention is not computed in the recompute."""
     for found in four_ranks(collectives, LAYERS, {"keep": keep}, True):
         assert found["attention"] == count * LAYERS
+
+
+@pytest.mark.parametrize("name", ["llama", "packed", "padded left", "hand-written"])
+def test_reads_of_values(name: str, world: World) -> None:
+    """A step reads no more values on the host, where a GPU would be waited for, than without sequence parallelism."""
+    for without, shared in world(reads, name):
+        assert shared <= without
 
 
 @pytest.mark.parametrize("keep", [None, "exchange", "attention"])
