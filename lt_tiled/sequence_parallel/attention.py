@@ -168,8 +168,8 @@ def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
             f"{region.owner} was given an attention mask of the shape {list(mask.shape)}, which is not that of all"
             f" {region.total} tokens. Make masks before the first block, or leave them out for causal attention."
         )
-    several = len(mask.shape) == 4 and mask.shape[1] == heads > 1
-    return mask[:, mine] if several else mask
+    several = len(mask.shape) > 2 and mask.shape[-3] == heads > 1
+    return mask[(slice(None),) * (len(mask.shape) - 3) + (mine,)] if several else mask
 
 
 _SDPA = inspect.signature(

@@ -64,18 +64,18 @@ def _shared_blocks(
     if takes and trains and _caches(model, given) and not any(given.get(name) is not None for name in _NEEDS_CACHE):
         kwargs = kwargs | {"use_cache": False}  # the default, of which training has no use
     alone = _caches(model, {**given, **kwargs}) or _partly(given)  # as generate: the ranks' calls may differ
-    try:
-        with nullcontext() if alone else sharing.compared(given.items()):
-            return patch.inner(model, *args, **kwargs)
-    except (RuntimeError, IndexError) as error:
-        if sharing.open is None or isinstance(error, torch.OutOfMemoryError):
-            raise
-        sharing.open = None
-        raise ValueError(
-            f"{sharing.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
-            " without what it uses there, as features of images that it adds to hidden states, or name one module"
-            " around it in SequenceParallel(targets=...)."
-        ) from error
+    with sharing.closed():
+        try:
+            with nullcontext() if alone else sharing.compared(given.items()):
+                return patch.inner(model, *args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if sharing.open is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"{sharing.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
+                " without what it uses there, as features of images that it adds to hidden states, or name one module"
+                " around it in SequenceParallel(targets=...)."
+            ) from error
 
 
 _NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")

@@ -43,6 +43,8 @@ class Sharing:
     """The regions whose graphs exist: a model's own activation checkpointing may recompute their blocks."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
+    small: Region | None = None
+    """The region of a self-check, which the first block opens in place of its own."""
     checked: set[object] = field(default_factory=set)
     """What passed the self-check."""
     same_batch: SameBatch | None = field(init=False, default=None)
@@ -86,6 +88,16 @@ class Sharing:
     def checks(self) -> bool:
         """Whether a model is compared with itself, alone or with all heads at once."""
         return self.policy.self_check and (self.size > 1 or self.policy.head_tiles > 1)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Refuse a forward pass that ends between the first and the last block."""
+        try:
+            yield
+            if self.open is not None:
+                check_closed(self.open)
+        finally:
+            self.open = None
 
     def close(self, region: Region, output: Tensor) -> None:
         """End a region, whose blocks may be recomputed for as long as the graph of the output exists.
@@ -141,7 +153,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if is_backward():  # a checkpoint around the block recomputes it
         region: Region | None = sharing.recomputed(patch.name)
     elif patch.first:
-        region = sharing.open = _opened(sharing, call)
+        region = sharing.open = _opened(patch, call)
     else:
         region = sharing.open
     if region is None:
@@ -156,10 +168,21 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def _opened(sharing: Sharing, call: Call) -> Region | None:
-    """Return a region for the tokens of a first block's input, unless the whole chain runs on each rank."""
+def _opened(patch: BlockInRegion, call: Call) -> Region | None:
+    """Return a region for the tokens of a first block's input, unless the whole chain runs on each rank.
+
+    Raises:
+        ValueError: If the region that it opened before is still open, and the input has the tokens of one rank.
+    """
     if call.hidden is None:
         return None
+    sharing, before, total = patch.sharing, patch.sharing.open, call.hidden.shape[1]
+    if before is not None and total == before.length != before.total:
+        sharing.open = None
+        raise ValueError(
+            f"{patch.name}, the first block, was called again before the last one, with the tokens of one rank: name"
+            " one module around the blocks in SequenceParallel(targets=...)."
+        )
     for name, value in call.named:
         if value is not None and (name in CACHES or hasattr(value, "get_seq_length")):
             inform(
@@ -168,8 +191,9 @@ def _opened(sharing: Sharing, call: Call) -> Region | None:
                 once=f"shared cache {sharing.owner}",
             )
             return None
-    total = call.hidden.shape[1]
     with sharing.compared(call.named):
+        if sharing.small is not None:
+            return sharing.small
         return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
 
@@ -191,6 +215,9 @@ def _run(patch: BlockInRegion, region: Region, call: Call) -> Any:
     own = region.local(hidden) if patch.first else hidden
     if sharing.checks and patch.path not in sharing.checked and not is_backward():
         _check(patch, region, call, own)
+    if patch.first and hidden.requires_grad and not is_backward():  # a reentrant checkpoint's output has no graph yet
+        sharing.live.add(region)
+        region.kept_by(hidden)
     if region.position_ids is None:
         region.position_ids = dict(call.named).get("position_ids")
     local = call.changed(patch.name, region.total, own, region.local)
@@ -219,7 +246,7 @@ def _joined(patch: BlockInRegion, region: Region, output: Any) -> Any:
         )
     if not patch.last:
         if patch.first and leaves[0].requires_grad:
-            leaves[0].register_hook(partial(_check_closed, region, patch.name))
+            leaves[0].register_hook(partial(check_closed, region))
         return output
     patch.sharing.open, region.closed = None, True
     whole = region.gathered(leaves[0])
@@ -227,13 +254,13 @@ def _joined(patch: BlockInRegion, region: Region, output: Any) -> Any:
     return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
 
 
-def _check_closed(region: Region, name: str, _: Tensor) -> None:
-    """Refuse, before a weight gets a gradient, a loss of hidden states of the rank's own tokens."""
-    if not region.closed:
+def check_closed(region: Region, _: Tensor | None = None) -> None:
+    """Refuse, before a weight gets a gradient, what was computed of the rank's own tokens."""
+    if not region.closed and region.size > 1:
         raise RuntimeError(
-            f"{name} was called, and the last of the blocks was not called after it, so the loss is of the tokens of"
-            " one rank: call the blocks in their order and up to the last one, or name one module around them in"
-            " SequenceParallel(targets=...)."
+            f"{region.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
+            " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last one,"
+            " or name one module around them in SequenceParallel(targets=...)."
         )
 
 

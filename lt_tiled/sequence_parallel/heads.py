@@ -327,18 +327,22 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
     Raises:
         ValueError: If there are none.
     """
-    found = []
+    found, others = [], set()
     for path, block in modules:
         for below, module in [("", block), *walk(block)]:
             linears = [module._modules.get(name) for name in _PROJECTIONS]
+            others |= {type(linear) for linear in linears if None not in linears} - {nn.Linear}
             if all(type(linear) is nn.Linear for linear in linears) and isinstance(
                 getattr(module, "head_dim", None), int
             ):
                 found.append((f"{path}.{below}".strip("."), module))
     if not found:
+        kinds = " and ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in others))
+        remedy = f"put nn.Linear in place of {kinds} (LoRA: choose other target_modules), or " if others else ""
         raise ValueError(
             f"head_tiles={tiles} needs attention modules with head_dim and four linear layers as Llama has them"
-            f" ({', '.join(_PROJECTIONS)}), and there are none in {modules[0][0]}: set head_tiles=1."
+            f" ({', '.join(_PROJECTIONS)}), and there are none in {modules[0][0]}:"
+            f" {remedy}set head_tiles=1."
         )
     return found
 
@@ -346,5 +350,5 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
 def tile_heads(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
     """Compute the heads of attention modules in parts, until ``undo`` is closed."""
     for path, module in modules:
-        set_patch(module, HeadTilesPatch(path), forward)
+        set_patch(module, HeadTilesPatch(path), forward, innermost=True)  # a block's recompute runs all of them
         undo.callback(remove_patch, module, HeadTilesPatch, forward)

@@ -91,7 +91,7 @@ def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once.
     """
     where = kept("attention")
-    if where is None:
+    if where is None or not any(t.requires_grad for t in inputs):  # as in frozen blocks
         return compute(*inputs)
 
     def run() -> tuple[_Graph, Tensor]:

@@ -96,11 +96,11 @@ class Region:
 
     def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
-        return x if self.size == 1 else self.kept_by(all_gather(x, self.lengths, dim % x.dim(), self.name))
+        return self.kept_by(x if self.size == 1 else all_gather(x, self.lengths, dim % x.dim(), self.name))
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over the group of a loss that each rank computed from its own labels."""
-        return x if self.size == 1 else self.kept_by(group_mean(x, self.name))
+        return self.kept_by(x if self.size == 1 else group_mean(x, self.name))
 
     def shifted(self, labels: Tensor, ignore_index: int) -> Tensor:
         """Return the label of the token after each of the rank's, ``[..., length]``, and none for the last of all."""
@@ -128,7 +128,7 @@ class Region:
             raise RuntimeError(
                 f"{self.owner} uses activation checkpointing inside of its blocks, around attention. With sequence"
                 " parallelism its recompute would see the tokens of one rank. Use lt_tiled's activation checkpointing"
-                " (checkpointing=True), or checkpoint whole blocks."
+                " (checkpointing=True) in place of gradient_checkpointing_enable(), or checkpoint whole blocks."
             )
 
 

@@ -30,7 +30,12 @@ _REMEDY = (
 
 
 def check_shared(
-    module: nn.Module, owner: str, device: torch.device, regions: Sequence[Region], run: Callable[[Region], Tensor]
+    module: nn.Module,
+    owner: str,
+    device: torch.device,
+    regions: Sequence[Region],
+    run: Callable[[Region], Tensor],
+    blocks: bool = True,
 ) -> None:
     """Compare a call of a module with its tokens on one rank and shared by the group, in evaluation mode.
 
@@ -42,6 +47,8 @@ def check_shared(
             two record what attention is given.
         run: Calls the module in a region and returns its output for the rank's own tokens, ``[B, n, ...]``, or the
             loss of all.
+        blocks: Whether all of the module is in the region. Otherwise it may attend elsewhere, and is not checked if it
+            cannot run on so few tokens.
 
     Raises:
         ValueError: On all ranks, if they differ on any, or if the module cannot run on so few tokens.
@@ -52,6 +59,8 @@ def check_shared(
         try:
             expected = _run_in(whole, run)
         except (RuntimeError, IndexError, TypeError) as error:  # on all ranks: they have the same tokens
+            if not blocks:
+                return
             raise ValueError(
                 f"{owner} cannot run on {whole.total} tokens, with which sequence parallelism checks it ({error})."
                 f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
@@ -59,7 +68,7 @@ def check_shared(
         if expected.dim() > 1:
             expected = shared.local(expected)
         found, *in_parts = [_run_in(region, run) for region in regions[1:]]
-    problem = _difference(owner, whole, shared, found, expected)
+    problem = _difference(owner, whole, shared, found, expected, blocks)
     for parts, region in zip(in_parts, regions[2:], strict=True):
         if problem is None and (off := _error(parts, expected)) > _tolerance(expected, _values_dtype(whole)):
             problem = (
@@ -79,16 +88,16 @@ def _run_in(region: Region, run: Callable[[Region], Tensor]) -> Tensor:
         return run(region)
 
 
-def _difference(owner: str, whole: Region, shared: Region, found: Tensor, expected: Tensor) -> str | None:
+def _difference(owner: str, whole: Region, shared: Region, found: Tensor, expected: Tensor, blocks: bool) -> str | None:
     """Return what differs, if anything does."""
     of_whole, of_shared = whole.record or [], shared.record or []
-    if len(of_whole) != len(of_shared):
+    if blocks and len(of_whole) != len(of_shared):
         return (
             f"{owner} computes attention {len(of_whole)} times for {whole.total} tokens and {len(of_shared)} times for"
             f" {shared.total} that {shared.size} ranks share. {_REMEDY}"
         )
     values = _values_dtype(whole)
-    for index, (everything, mine) in enumerate(zip(of_whole, of_shared, strict=True)):
+    for index, (everything, mine) in enumerate(zip(of_whole, of_shared, strict=True) if blocks else ()):
         share, *here = mine
         for name, one, other in zip(("queries", "keys", "values"), everything[1:], here, strict=True):
             heads = share.queries if name == "queries" else share.keys
@@ -103,7 +112,7 @@ def _difference(owner: str, whole: Region, shared: Region, found: Tensor, expect
         return (
             f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
             f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
-            f" F.scaled_dot_product_attention. {_REMEDY}"
+            f" F.scaled_dot_product_attention, or use those of one rank outside of its blocks. {_REMEDY}"
         )
     return None
 

@@ -11,6 +11,7 @@ from torch import nn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
 from lt_tiled.policies import SequenceParallel
+from lt_tiled.sequence_parallel.around import watch_around
 from lt_tiled.sequence_parallel.attention import AttentionMode, SharedInterface
 from lt_tiled.sequence_parallel.causal import share_model
 from lt_tiled.sequence_parallel.chain import Sharing, share_chain
@@ -18,7 +19,7 @@ from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 
 _INTERFACE = SharedInterface()
 Chain = tuple[Sharing, nn.Module | None, list[tuple[str, nn.Module]]]
-"""How a model is shared; the model, if it is one of transformers; and the modules of its region."""
+"""How a model is shared; the module that calls its blocks, unless they are named; and the modules of its region."""
 
 
 def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Chain]:
@@ -40,7 +41,9 @@ def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
         named = find_named(model, policy.targets, "SequenceParallel")
         return [(sharing(path, m), None, [(path, m)]) for path, m in named]
     if not pretrained:
-        return [(sharing("", model), None, _blocks_of("", model))]
+        blocks = _blocks_of("", model)
+        around = dict(everything).get(".".join(blocks[0][0].split(".")[:-2]), model)
+        return [(sharing("", model), around, blocks)]
     for _, m in pretrained:
         _refuse_unsupported(m)
     return [(sharing(path, m), m, _blocks_of(path, m)) for path, m in pretrained]
@@ -112,11 +115,11 @@ def _refuse_mixing(path: str, block: nn.Module) -> None:
 
 def share(chains: list[Chain], undo: ExitStack) -> None:
     """Share what :func:`find_chains` found, until ``undo`` is closed."""
-    for sharing, model, modules in chains:
+    for sharing, around, modules in chains:
         if sharing.policy.head_tiles > 1:
             tile_heads(find_attention(modules, sharing.policy.head_tiles), undo)
         share_chain(sharing, modules, undo)
         if sharing.mode is None:
             _INTERFACE.wrap(undo)
-        if model is not None:
-            share_model(sharing, model, undo)
+        if around is not None:
+            (watch_around if sharing.mode else share_model)(sharing, around, undo)

@@ -70,7 +70,7 @@ def errors(
 
 
 class Counts(TorchDispatchMode):
-    """Counts collectives, and calls of attention."""
+    """Counts collectives, calls of attention, and reads of a tensor's values on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +80,7 @@ class Counts(TorchDispatchMode):
         space, _, name = func._schema.name.partition("::")
         if space in ("lt_tiled", "c10d"):  # the package's operators hide those of torch that they call
             self.found[name] += 1
+        self.found["reads"] += name in ("_local_scalar_dense", "nonzero")
         self.found["attention"] += "attention" in name and "backward" not in name
         return func(*args, **(kwargs or {}))
 
@@ -97,7 +98,25 @@ def collectives(layers: int, options: dict[str, Any], attention: bool = False) -
     prepared, model, inputs = _causal(layers, options)
     with prepared, Counts() as counts:
         model(**inputs).loss.backward()
-    return {name: count for name, count in counts.found.items() if count and (attention or name != "attention")}
+    return {
+        name: count
+        for name, count in counts.found.items()
+        if count and name not in ("reads", *([] if attention else ["attention"]))
+    }
+
+
+def reads(name: str) -> list[int]:
+    """How often a step reads a value of a tensor on the host, without sequence parallelism and with it."""
+    found = []
+    for size in (1, 2):
+        model, inputs = CASES[name].build(), CASES[name].inputs()
+        policy = SequenceParallel(2, batch="trust") if size > 1 else None  # batches are compared on the host
+        with lt_tiled.prepare(model, sequence_parallel=policy, checkpointing=True, tiling=3):
+            step(model, inputs)  # learns, and checks
+            with Counts() as counts:
+                value_of(model(**inputs)).backward()
+        found.append(counts.found["reads"])
+    return found
 
 
 def twice(options: dict[str, Any]) -> tuple[float, float]:

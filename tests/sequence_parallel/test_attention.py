@@ -75,6 +75,32 @@ def test_flash_attention(name: str, fields: dict[str, Any], given: str, four_ran
         assert error < 1e-12
 
 
+FLEX: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "packed": ("llama", {}, packed),
+    "padded": ("llama", {}, padded(True)),
+    "sliding window": ("mistral", {"sliding_window": 6}, padded(False)),
+}
+
+
+def errors_of_flex(name: str) -> float:
+    """The error of a loss without gradients, which torch's flex attention has not on a CPU."""
+    architecture, fields, given = FLEX[name]
+    model, losses = causal(architecture, **fields)().eval(), []
+    model.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        for policies in ({}, {"sequence_parallel": 4}):
+            with lt_tiled.prepare(model, loss=True, **policies):
+                losses.append(model(**given(ids(2, 37))).loss)
+    return float((losses[1] - losses[0]).abs() / losses[0])
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_attention(name: str, four_ranks: World) -> None:
+    """Flex attention of transformers gets block masks of all tokens."""
+    for error in four_ranks(errors_of_flex, name):
+        assert error < 1e-12
+
+
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Attention in matrix products, with keys and values for each query head."""
     groups = query.shape[1] // key.shape[1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lt_tiled
 from lt_tiled import SequenceParallel
@@ -57,6 +58,145 @@ def test_blocks_that_run_again(order: list[int], world: World) -> None:
     for error, message in world(in_order, order):
         assert message == ""
         assert error < 1e-12
+
+
+class Exits(Pooled):
+    """Returns the hidden states of an early block in evaluation."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks if self.training else self.blocks[:2]:
+            x = block(x)
+        return x.mean(1).square().sum()
+
+
+def exits_early() -> str:
+    policy = SequenceParallel(2, self_check=False)  # which runs the model in evaluation, and refuses it at once
+    with lt_tiled.prepare(model := Exits([]), sequence_parallel=policy), torch.no_grad():
+        model(ids(2, 37))
+        with pytest.raises(RuntimeError) as refused:
+            model.eval()(ids(2, 37))
+        with pytest.raises(IndexError):
+            model.train()(ids(2, 37) + VOCAB)
+        model(ids(2, 37))
+    return str(refused.value)
+
+
+def test_early_exit_in_evaluation(world: World) -> None:
+    """A model that leaves its blocks out in evaluation does not return the tokens of one rank, and trains on."""
+    for message in world(exits_early):
+        assert "the last of the blocks was not called after it" in message
+
+
+def first_block_again() -> str:
+    return against_whole(Pooled([0, 0, 1, 2]), {"input_ids": ids(2, 38)}, batch="trust")[2]
+
+
+def test_first_block_twice(world: World) -> None:
+    """The tokens of one rank are not shared again by a first block that runs twice in a row."""
+    for message in world(first_block_again):
+        assert re.search("the first block, was called again before the last one.*name one module around", message)
+
+
+class Between(Pooled):
+    """Something is done with the hidden states between the blocks, or kept from there."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__([0, 1, 2])
+        self.change = change
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, kept = self.embed(input_ids), 0
+        for block in self.blocks:
+            x = block(x)
+            if self.change == "scale":
+                x = 2 * x
+            elif self.change == "center":
+                x = x - x.mean(1, keepdim=True)
+            elif self.change == "shift":
+                x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+            else:
+                kept = kept + x.square().mean()
+        return x.mean(1).square().sum() + kept
+
+
+def between(change: str) -> tuple[float, str]:
+    error, _, message = against_whole(Between(change), {"input_ids": ids(2, 37)})
+    return error, message
+
+
+@pytest.mark.parametrize("change", ["scale", "center", "shift", "loss of each block"])
+def test_code_between_blocks(change: str, world: World) -> None:
+    """Code between the blocks that needs all tokens is refused; what each token needs alone is right."""
+    for error, message in world(between, change):
+        if change == "scale":
+            assert message == ""
+            assert error < 1e-12
+        else:
+            assert "when 2 ranks share the sequence" in message
+
+
+class Recomputed(GPT):
+    """A GPT whose blocks have reentrant activation checkpointing of their own."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+def recomputed() -> tuple[float, int, str]:
+    torch.manual_seed(0)
+    return against_whole(Recomputed().double(), {"input_ids": ids(2, 37)})
+
+
+def test_reentrant_checkpoints(world: World) -> None:
+    """Blocks inside of reentrant checkpoints are recomputed in the region of their forward pass."""
+    for error, _, message in world(recomputed):
+        assert message == ""
+        assert error < 1e-12
+
+
+class Biased(GPT):
+    """A GPT with another mask for each of its four heads, and no dimension of rows."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        mask = torch.stack([(distance >= 0) & (distance < 3 + head) for head in range(4)])
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def biased() -> tuple[float, int, str]:
+    torch.manual_seed(0)
+    return against_whole(Biased().double(), {"input_ids": ids(2, 37)})
+
+
+def test_masks_of_heads(world: World) -> None:
+    """A mask ``[heads, S, S]`` is cut to the rank's heads."""
+    for error, _, message in world(biased):
+        assert message == ""
+        assert error < 1e-12
+
+
+def own_checkpointing() -> str:
+    model: Any = causal("llama")()
+    model.gradient_checkpointing_enable()
+    with (
+        lt_tiled.prepare(model.train(), sequence_parallel=2),
+        pytest.raises(RuntimeError, match="inside of its blocks") as refused,
+    ):
+        model(input_ids=ids(2, 24), labels=ids(2, 24))
+    return str(refused.value)
+
+
+def test_gradient_checkpointing_of_transformers(world: World) -> None:
+    """Activation checkpointing of transformers, which would recompute attention alone, is refused with the remedy."""
+    for message in world(own_checkpointing):
+        assert re.search(r"checkpointing=True\) in place of gradient_checkpointing_enable\(\)", message)
 
 
 class Normed(HeadsBlock):

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import lt_tiled
@@ -172,6 +174,44 @@ def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> No
         assert losses == pytest.approx(true[rank // 2][0], rel=NEAR)
         assert error(logits, true[rank // 2][1]) < NEAR
     assert true[0][0] != true[1][0]
+
+
+def sharded_twice(module: nn.Module, _: Any) -> nn.Module:
+    """Shard each block, and the model, over a mesh of two by two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for part in (*module.model.layers, module):
+        fully_shard(part, mesh=mesh)
+    return module
+
+
+HYBRID = {
+    "fsdp": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+    "fsdp2": {"parallelize_fn": sharded_twice},
+}
+
+
+def hybrid(engine: str) -> list[float]:
+    """The losses of three steps of four ranks on the same batches, in groups of two."""
+    chosen = strategy(lt_tiled.fabric, engine, tiling=3, checkpointing=True, sequence_parallel=2, **HYBRID[engine])
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=chosen)
+    fabric.launch()
+    model, optimizer = set_up(fabric, MODELS["llama"](), engine)
+    losses = []
+    for x in batches():
+        loss = loss_and_logits("llama", model, x)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    fabric.strategy.release()
+    return losses
+
+
+@pytest.mark.parametrize("engine", HYBRID)
+def test_hybrid_sharding(engine: str, four_ranks: World) -> None:
+    """Weights that two ranks shard and two replicate train as one process does, whoever shares a sequence."""
+    for losses in four_ranks(hybrid, engine):
+        assert losses == pytest.approx(one_process("llama")[0], rel=NEAR)
 
 
 def refused(engine: str, size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -49,6 +50,29 @@ def test_refused(change: Any, message: str) -> None:
         lt_tiled.prepare(module, sequence_parallel=SequenceParallel(1, head_tiles=2)),
     ):
         module(torch.randn(1, 8, 64))
+
+
+def test_adapters_on_projections() -> None:
+    """Another layer in place of a projection, as LoRA puts there, is named with what to do."""
+    module = HeadsOnly(64, 4)
+    for block in module.blocks:
+        block.q_proj = nn.Sequential(block.q_proj)
+    with pytest.raises(
+        ValueError, match=r"nn.Linear in place of .*Sequential \(LoRA: choose other target_modules\), or"
+    ):
+        lt_tiled.prepare(module, sequence_parallel=SequenceParallel(1, head_tiles=2))
+
+
+@pytest.mark.parametrize("keep", [None, "attention"])
+def test_blocks_that_are_attention(keep: Any) -> None:
+    """A block that is the attention module itself has both head tiles and activation checkpointing."""
+    torch.manual_seed(0)
+    module, x, found = HeadsOnly(64, 4).double(), torch.randn(1, 8, 64, dtype=torch.float64), []
+    policy = SequenceParallel(1, head_tiles=2, keep=keep)
+    for policies in ({}, {"checkpointing": True, "sequence_parallel": policy}):
+        with lt_tiled.prepare(module, **policies) if policies else nullcontext():
+            found.append(torch.autograd.grad(module(x).square().sum(), list(module.parameters())))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_one_rank_keeps_its_outputs() -> None:

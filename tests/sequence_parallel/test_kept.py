@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from lt_tiled import Tiling
-from tests.sequence_parallel.models import CASES
-from tests.sequence_parallel.runs import collectives, errors, twice
+import lt_tiled
+from lt_tiled import SequenceParallel, Tiling
+from tests.sequence_parallel.models import CASES, gpt
+from tests.sequence_parallel.runs import collectives, errors, reads, step, twice, worst
 from tests.world import World
 
 LAYERS = 3
@@ -44,6 +45,31 @@ def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None
     """With ``keep="attention"`` attention is not computed in the recompute."""
     for found in four_ranks(collectives, LAYERS, {"keep": keep}, True):
         assert found["attention"] == count * LAYERS
+
+
+def frozen_below() -> float:
+    """The error of the gradients of a second block behind a frozen one."""
+    model, found = gpt()(), []
+    for part in (model.embed, model.positions, model.blocks[0]):
+        part.requires_grad_(False)
+    policy = SequenceParallel(2, keep="attention")
+    for policies in ({}, {"sequence_parallel": policy}):
+        with lt_tiled.prepare(model, checkpointing=True, **policies):
+            found.append(step(model, CASES["llama"].inputs()))
+    return worst(found[1], found[0])
+
+
+def test_frozen_blocks(world: World) -> None:
+    """Attention without gradients, as in frozen blocks, is not kept; the others have theirs."""
+    for error in world(frozen_below):
+        assert error < 1e-12
+
+
+@pytest.mark.parametrize("name", ["llama", "packed", "padded left", "hand-written"])
+def test_reads_of_values(name: str, world: World) -> None:
+    """A step reads no more values on the host, where a GPU would be waited for, than without sequence parallelism."""
+    for without, shared in world(reads, name):
+        assert shared <= without
 
 
 @pytest.mark.parametrize("keep", [None, "exchange", "attention"])
