@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import time
@@ -129,4 +130,6 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
         os.environ.clear()  # of what the job set, such as Lightning's seed, which the next job would read
         os.environ.update(environment)
+        gc.collect()
+        gc.freeze()  # what jobs imported: engines collect garbage when they start
     dist.destroy_process_group()

@@ -41,11 +41,14 @@ class Ran:
 
 
 def policies(mode: str, directory: str, shards: int = 4) -> dict[str, Any]:
-    """The two arguments of a strategy."""
+    """The two arguments of a strategy. The self-check runs where tiling is all there is."""
     checkpointing: Any = {"untiled": None, "tiled": None, "checkpointed": True}.get(mode)
     if mode in ("disk", "loss"):
         checkpointing = Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
-    return {"tiling": None if mode == "untiled" else Tiling(shards), "checkpointing": checkpointing}
+    return {
+        "tiling": None if mode == "untiled" else Tiling(shards, self_check=mode == "tiled"),
+        "checkpointing": checkpointing,
+    }
 
 
 def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
