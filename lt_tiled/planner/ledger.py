@@ -105,9 +105,13 @@ class Ledger(TorchDispatchMode):
             self._track(plain)
             self.name(plain, part)
 
+    def find(self, tensor: Tensor) -> Allocation | None:
+        """Return the allocation of a tensor's storage."""
+        return self._live.get(_key(tensor))
+
     def name(self, tensor: Tensor, part: str) -> None:
         """Set the part of a tensor's storage."""
-        if (allocation := self._live.get(_key(tensor))) is not None:
+        if (allocation := self.find(tensor)) is not None:
             allocation.part = part
 
     def drop(self, tensor: Tensor) -> None:
