@@ -52,9 +52,7 @@ class Job:
         """The sequence length of the batch."""
         return length_of(self.batch)
 
-    def simulate(
-        self, tokens: int | None = None, settings: Settings | None = None, whole: bool = False
-    ) -> Simulation:
+    def simulate(self, tokens: int | None = None, settings: Settings | None = None, whole: bool = False) -> Simulation:
         """Simulate a step; by default with the sequence length of the batch and the settings of the job.
 
         ``whole`` simulates every block, also those that repeat others.

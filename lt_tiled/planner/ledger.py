@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+"""Autograd asks each fake tensor for its device, which is most of what is dispatched: the modes below are left out."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
         given = _keys((args, kwargs)) if moves else None
         result = func(*args, **(kwargs or {}))
@@ -153,6 +157,8 @@ class Flops(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         formula: Any = _OWN.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if formula is not None:

@@ -104,8 +104,6 @@ class Repeats(ExitStack):
         """Those whose backward pass began."""
         self.trained: defaultdict[Hashable, set[str]] = defaultdict(set)
         """The names of the weights that get gradients, by the kind of their block."""
-        self.gradients: dict[Hashable, Allocation | None] = {}
-        """Those of an input, by the kind of the block."""
         self.clock = 0
         """The moment at which the backward pass begins."""
 
@@ -192,12 +190,8 @@ class Repeats(ExitStack):
 
     def _begin_backward_of(self, call: Call, gradient: Tensor) -> None:
         call.backward = Moment(self.ledger.now, self.counter.total, self.ledger.clock)
-        if self.begun:  # whose backward pass made this gradient
+        if self.begun:
             self.begun[-1].after = call.backward
-            key, made = self.begun[-1].key, self.ledger.find(gradient)
-            known = self.gradients.setdefault(key, made)
-            if made is not None and known is not None and self.begun[-1].like is not None:
-                made.part = known.part
         self.begun.append(call)
 
     def begin_backward(self) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -143,7 +144,8 @@ def _simulate(
         needs = EngineNeeds.of_zero(int(engine[-1])) if engine.startswith("zero") else EngineNeeds()
         policies = (tiling, settings.checkpointing, settings.loss, shared)
         group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
-        prepared = stack.enter_context(Prepared(model, *policies, group=group, needs=needs, build=fake_offloader))
+        build = partial(fake_offloader, partial(ledger.name, part="block inputs"))
+        prepared = stack.enter_context(Prepared(model, *policies, group=group, needs=needs, build=build))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
