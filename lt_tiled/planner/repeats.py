@@ -299,6 +299,8 @@ def _fact(value: Any) -> Hashable:
         return type(value), tuple(map(_fact, value))
     if isinstance(value, Patch):
         return type(value), _fact(value.replaced)
+    if isinstance(value, partial):
+        return partial, _fact((value.func, value.args, value.keywords))
     function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
     if isinstance(function, FunctionType):
         return id(vars(function).get("stands_for", function))
