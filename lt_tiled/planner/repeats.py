@@ -254,53 +254,50 @@ def kinds_of(blocks: list[tuple[str, nn.Module]]) -> list[Hashable]:
 
     The numbers by which the blocks of a list are told apart, such as ``layer_idx``, are left out.
     """
-    facts = [_facts(block) for _, block in blocks]
-    counted = Counter[str]()
-    places = []
-    for path, _ in blocks:
-        parent = path.rpartition(".")[0]
-        places.append((parent, counted[parent]))
-        counted[parent] += 1
-    indices = set[Any]()
-    for parent in counted:
-        own = [(place, known) for (of, place), known in zip(places, facts, strict=True) if of == parent]
-        indices |= {(parent, name) for name in own[0][1] if all(k.get(name) == (int, place) for place, k in own)}
+    parents = [path.rpartition(".")[0] for path, _ in blocks]
+    indices = [parents[:i].count(parent) for i, parent in enumerate(parents)]
+    facts = [_facts(block, index) for (_, block), index in zip(blocks, indices, strict=True)]
+    numbers = set[Any]()
+    for parent in set(parents):
+        own = [(i, known) for of, i, known in zip(parents, indices, facts, strict=True) if of == parent]
+        numbers |= {(parent, name) for name in own[0][1] if all(known.get(name) == (int, i) for i, known in own)}
     return [
-        frozenset((name, value) for name, value in known.items() if (parent, name) not in indices)
-        for (parent, _), known in zip(places, facts, strict=True)
+        frozenset((name, value) for name, value in known.items() if (parent, name) not in numbers)
+        for parent, known in zip(parents, facts, strict=True)
     ]
 
 
-def _facts(block: nn.Module) -> dict[tuple[str, str], Hashable]:
+def _facts(block: nn.Module, index: int) -> dict[tuple[str, str], Hashable]:
     facts: dict[tuple[str, str], Hashable] = {}
     for path, module in block.named_modules():
         facts[path, ""] = type(module)
         for name, value in vars(module).items():
             if name in HOOKS:
                 value = [hook for hook in value.values() if not is_of(hook, ("lt_tiled",))]
-            elif name in _OF_TORCH:
-                continue
-            facts[path, name] = _fact(value)
+            if name in HOOKS or name not in _OF_TORCH:
+                facts[path, name] = _fact(value, f".{index}.")
     return facts
 
 
 _OF_TORCH = set(vars(nn.Module())) - {"training", "_parameters", "_buffers"}
 
 
-def _fact(value: Any) -> Hashable:
-    """Return something that is equal for values that are alike."""
+def _fact(value: Any, own: str = "") -> Hashable:
+    """Return something that is equal for values that are alike. ``own`` is the number of the block in paths."""
+    if isinstance(value, str) and own:
+        return str, value.replace(own, ".*.")
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
         return type(value), value
     if isinstance(value, Tensor):
         return Tensor, value.shape, value.stride(), value.dtype, value.requires_grad
     if isinstance(value, dict):
-        return type(value), tuple((key, _fact(v)) for key, v in value.items())
+        return type(value), tuple((key, _fact(v, own)) for key, v in value.items())
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_fact, value))
+        return type(value), tuple(_fact(v, own) for v in value)
+    if isinstance(value, partial):
+        return partial, _fact((value.func, value.args, value.keywords), own)
     if isinstance(value, Patch):
         return type(value), _fact(value.replaced)
-    if isinstance(value, partial):
-        return partial, _fact((value.func, value.args, value.keywords))
     function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
     if isinstance(function, FunctionType):
         return id(vars(function).get("stands_for", function))
