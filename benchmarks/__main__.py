@@ -38,6 +38,7 @@ from benchmarks.peers import PACKAGES, Peer, peers, roll_call
 from benchmarks.sequence_parallel import sequence_parallel
 from benchmarks.sheet import Cell, Sheet, device_at_hand, machine, version_of
 from benchmarks.step_time import step_time
+from lt_tiled._log import progress
 
 ROOT = Path(__file__).parents[1]
 SEED = 0
@@ -68,7 +69,9 @@ def main() -> None:
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables name the number of tiles
     console, found, start = Console(width=None if sys.stdout.isatty() else 160), [], time.perf_counter()
     for name in args.only or [name for name in chosen if not (args.quick and name == "longest")]:
-        for sheet in _found(name, chosen[name]):
+        with progress(f"Measuring {name}"):
+            sheets = _found(name, chosen[name])
+        for sheet in sheets:
             console.print(sheet.table(), "")
             found.append(sheet)
         if args.json:  # keeps the results if the next section ends the process

@@ -1,12 +1,13 @@
-"""The package's logger. It prints without set-up, as Lightning's does, and only on rank 0."""
+"""The package's logger. It prints without set-up, as Lightning's does, and only on rank 0. And what shows progress."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
+from rich.console import Console
 
 _logger = logging.getLogger("lt_tiled")
 _logger.setLevel(logging.INFO)
@@ -29,6 +30,18 @@ def inform(message: str, *, once: str | None = None, level: int = logging.INFO) 
 def warn(message: str, *, once: str | None = None) -> None:
     """Log a warning, as :func:`inform` does."""
     inform(message, once=once, level=logging.WARNING)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done, and for how long, on the terminal of rank 0, and nowhere else.
+
+    The function that it gives tells what is next.
+    """
+    hidden = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    console = Console(stderr=True, quiet=hidden)
+    with console.status(title) if console.is_terminal and not hidden else nullcontext() as status:
+        yield lambda text: None if status is None else status.update(f"{title}: {text}")
 
 
 @contextmanager

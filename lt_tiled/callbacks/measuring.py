@@ -162,7 +162,7 @@ class MemoryMonitor(Callback):
 
         twin, self._twin = self._twin, None
         try:
-            return None if twin is None else job_of_run(twin, self._batch, trainer).simulate()
+            return None if twin is None else job_of_run(twin, self._batch, trainer).simulate(whole=True)
         except Exception as error:  # a module may need anything that only a run has
             warn(f"MemoryMonitor has no prediction: {error}")
             return None

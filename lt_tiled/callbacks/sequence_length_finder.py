@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.seed import isolate_rng
 from torchmetrics import Metric
 
-from lt_tiled._log import inform
+from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._training_step import first_batch, nothing, stepped_on, training_loss, with_length
 from lt_tiled._types import PositiveInt
@@ -113,7 +113,8 @@ class SequenceLengthFinder(Callback):
     def _search(self, try_length: Callable[[int], bool]) -> int:
         low, high, length = 0, None, self.start
         while True:
-            fits = try_length(length)
+            with progress(f"SequenceLengthFinder: {length} tokens, of {low} to {high or self.limit or 'any number'}"):
+                fits = try_length(length)
             inform(f"SequenceLengthFinder: {length} tokens {'fit' if fits else 'do not fit'}")
             low, high = (length, high) if fits else (low, length)
             if high is None:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
+from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.memory import gib
@@ -70,12 +71,13 @@ def run_plan(
             check_format(path)
     job = make_job(model, datamodule, trainer, devices)
     console = Console()
-    if find is None or limit is None:
-        found = plan(job, seq)
-    elif find == "max-seq":
-        found = longest(job, limit)
-    else:
-        found = cheapest(job, limit, int(seq or job.tokens))  # a plain number, for YAML
+    with progress("Planning") as tell:
+        if find is None or limit is None:
+            found = plan(job, seq)
+        elif find == "max-seq":
+            found = longest(job, limit, tell=tell)
+        else:
+            found = cheapest(job, limit, int(seq or job.tokens), tell)  # a plain number, for YAML
     console.print(found.render(tflops))
     if limit is not None:
         left = limit - found.peak
@@ -90,8 +92,10 @@ def run_plan(
     if plot is not None:
         before = found.settings.checkpointing and Checkpointing(targets=found.settings.checkpointing.targets)
         without = replace(found.settings, tiling=None, checkpointing=before, loss=None, sequence_parallel=None)
-        alone = plan(job, found.tokens, without, full_logits=True)
-        runs = {"activation checkpointing alone": alone, "with lt_tiled": found}
+        with progress(f"Drawing {plot}"):
+            alone = plan(job, found.tokens, without, full_logits=True, whole=True)
+            runs = {"activation checkpointing alone": alone}
+            runs["with lt_tiled"] = plan(job, found.tokens, found.settings, whole=True)
         draw_step({title: run.simulation for title, run in runs.items()}, plot, limit)
         console.print(f"Plot written to {plot}.")
     if plot_lengths is not None:
@@ -100,11 +104,13 @@ def run_plan(
         if shared := found.settings.sequence_parallel:
             most = rungs["+ offload to CPU memory"]
             rungs[f"+ sequences shared by {shared.size} ranks"] = replace(most, sequence_parallel=shared)
-        for name, settings in rungs.items():
-            for power in range(5 if name != "+ offload to disk" else 0):
-                length = max(found.tokens * 2**power // 8, 256)
-                run = plan(job, length, settings, full_logits=name == "without lt_tiled")
-                peaks.setdefault(name, []).append((length, run.peak))
+        with progress(f"Drawing {plot_lengths}") as tell:
+            for name, settings in rungs.items():
+                for power in range(5 if name != "+ offload to disk" else 0):
+                    length = max(found.tokens * 2**power // 8, 256)
+                    tell(f"{length} tokens, {name}")
+                    run = plan(job, length, settings, full_logits=name == "without lt_tiled")
+                    peaks.setdefault(name, []).append((length, run.peak))
         draw_lengths(peaks, plot_lengths, limit)
         console.print(f"Plot written to {plot_lengths}.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -129,6 +129,7 @@ class _Moved:
 
     tier: TierName
     nbytes: int
+    name: Callable[[Tensor], None]
     left: bool = False
 
     def settled(self) -> bool:
@@ -138,28 +139,31 @@ class _Moved:
         self.left = True
 
     def load(self) -> Loading:
-        return Loading(torch.empty(self.nbytes, dtype=torch.uint8), lambda: True, nothing)
+        loaded = torch.empty(self.nbytes, dtype=torch.uint8)
+        self.name(loaded)
+        return Loading(loaded, lambda: True, nothing)
 
 
 @dataclass
 class _FakeTier:
     tier: TierName
     left: float
+    name: Callable[[Tensor], None]
 
     def store(self, raw: Tensor) -> Stored | None:
         if raw.nbytes > self.left:
             return None
         self.left -= raw.nbytes
-        return _Moved(self.tier, raw.nbytes)
+        return _Moved(self.tier, raw.nbytes, self.name)
 
     free_buffers = close = nothing
 
 
-def fake_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:
-    """Return an offloader with the tiers and budgets of a policy that moves nothing."""
+def fake_offloader(name: Callable[[Tensor], None], policy: Checkpointing, ranks_per_node: int | None) -> Offloader:
+    """Return an offloader with the tiers and budgets of a policy that moves nothing. ``name`` names what it loads."""
 
-    def tier(name: TierName, budget: int | str | None) -> Any:
-        left = math.inf if budget is None else parse_bytes(budget, f"{name}_budget") // (ranks_per_node or 1)
-        return _FakeTier(name, left) if name in (policy.offload or "") else None
+    def tier(tier_name: TierName, budget: int | str | None) -> Any:
+        left = math.inf if budget is None else parse_bytes(budget, f"{tier_name}_budget") // (ranks_per_node or 1)
+        return _FakeTier(tier_name, left, name) if tier_name in (policy.offload or "") else None
 
     return Offloader(policy, tier("cpu", policy.cpu_budget), tier("disk", policy.disk_budget))

@@ -52,8 +52,10 @@ class Job:
         """The sequence length of the batch."""
         return length_of(self.batch)
 
-    def simulate(self, tokens: int | None = None, settings: Settings | None = None) -> Simulation:
+    def simulate(self, tokens: int | None = None, settings: Settings | None = None, whole: bool = False) -> Simulation:
         """Simulate a step; by default with the sequence length of the batch and the settings of the job.
+
+        ``whole`` simulates every block, also those that repeat others.
 
         Raises:
             SimulationError: If an operation needs values, or the module optimizes manually.
@@ -65,7 +67,7 @@ class Job:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
             return training_loss(self.module.training_step, self.module, fake)
 
-        return simulate(self.module, step, self._optimizer, settings or self.settings)
+        return simulate(self.module, step, self._optimizer, settings or self.settings, whole)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         found, _ = _init_optimizers_and_lr_schedulers(self.module)

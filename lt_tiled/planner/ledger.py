@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+"""Autograd asks each fake tensor for its device, which is most of what is dispatched: the modes below are left out."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
         given = _keys((args, kwargs)) if moves else None
         result = func(*args, **(kwargs or {}))
@@ -105,9 +109,13 @@ class Ledger(TorchDispatchMode):
             self._track(plain)
             self.name(plain, part)
 
+    def find(self, tensor: Tensor) -> Allocation | None:
+        """Return the allocation of a tensor's storage."""
+        return self._live.get(_key(tensor))
+
     def name(self, tensor: Tensor, part: str) -> None:
         """Set the part of a tensor's storage."""
-        if (allocation := self._live.get(_key(tensor))) is not None:
+        if (allocation := self.find(tensor)) is not None:
             allocation.part = part
 
     def drop(self, tensor: Tensor) -> None:
@@ -149,6 +157,8 @@ class Flops(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         formula: Any = _OWN.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if formula is not None:

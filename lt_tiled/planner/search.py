@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from lt_tiled._log import warn
 from lt_tiled._renamed import deprecated
+from lt_tiled._training_step import nothing
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses, untiled_losses
 from lt_tiled.memory import gib
@@ -110,7 +112,13 @@ def describe(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, full_logits: bool = False) -> Plan:
+def plan(
+    job: Job,
+    tokens: int | None = None,
+    settings: Settings | None = None,
+    full_logits: bool = False,
+    whole: bool = False,
+) -> Plan:
     """Return the plan of a job, also for another sequence length and other settings.
 
     Args:
@@ -118,6 +126,7 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, 
         tokens: The sequence length; by default that of the batch.
         settings: By default those of the job.
         full_logits: Do not tile the loss of a module that tiles it itself, such as ``CausalLM``.
+        whole: Simulate every block, for a picture: see NOTE [Blocks that repeat].
 
     Raises:
         SimulationError: If an operation needs values.
@@ -130,11 +139,16 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, 
             warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
             break
     with untiled_losses(job.module) if full_logits else nullcontext():
-        return Plan(job.name, length, settings, job.simulate(tokens, settings))
+        return Plan(job.name, length, settings, job.simulate(tokens, settings, whole))
 
 
 def longest(
-    job: Job, memory: int, settings: Settings | None = None, granule: int = 256, tokens: int | None = None
+    job: Job,
+    memory: int,
+    settings: Settings | None = None,
+    granule: int = 256,
+    tokens: int | None = None,
+    tell: Callable[[str], None] = nothing,
 ) -> Plan:
     """Return the plan of the longest sequence whose step fits.
 
@@ -144,6 +158,7 @@ def longest(
         settings: By default those of the job.
         granule: The sequence length is a multiple of it.
         tokens: The first sequence length to try; by default that of the job.
+        tell: Is told what is tried.
 
     Raises:
         DoesNotFitError: If not even the shortest sequence fits.
@@ -155,6 +170,7 @@ def longest(
         )
     slope, tokens = 0.0, max((tokens or job.tokens) // granule * granule, 2 * granule)
     while True:
+        tell(f"{tokens} tokens; {low} fit")
         tried = plan(job, tokens, settings)
         if tried.peak <= memory:
             slope = (tried.peak - best.peak) / (tokens - low) or slope
@@ -163,16 +179,15 @@ def longest(
             slope, high = (tried.peak - best.peak) / (tokens - low), tokens
         if low >= LIMIT or (high is not None and high - low <= max(granule, int(CLOSE * low))):
             return best
-        # Memory is nearly linear in the sequence length: go to where the line meets the limit, at most eight times as
-        # far.
+        # Memory is nearly linear in the sequence length: go to where the line meets the limit.
         guess = low + int((memory - best.peak) / slope) if slope > 0 else 8 * low
-        bound = min(8 * low, LIMIT) if high is None else high - granule
+        bound = min(64 * low, LIMIT) if high is None else high - granule
         tokens = max(low + granule, min(guess, bound) // granule * granule)
         if high is not None and tokens >= high:
             return best
 
 
-def cheapest(job: Job, memory: int, tokens: int) -> Plan:
+def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing) -> Plan:
     """Return the fastest plan with which ``tokens`` fit into ``memory`` bytes: the first of :func:`ladder`.
 
     It uses the fewest tiles that fit. Ranks share a sequence, the fewest possible, if it does not fit otherwise.
@@ -181,23 +196,28 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
         DoesNotFitError: If no settings fit.
     """
     rungs, tried = [*ladder(job).values()], list[Plan]()
+
+    def planned(settings: Settings) -> Plan:
+        tell(describe(settings))
+        return plan(job, tokens, settings)
+
     for size in sizes_of(job.settings.engine.ranks):
         shared = SequenceParallel(size) if size > 1 else None
         finest = max(1, tokens // size // MIN_TILE_TOKENS)
         sized = [_with_shards(replace(settings, sequence_parallel=shared), finest) for settings in rungs]
         if shared is not None:
             try:
-                tried.append(plan(job, tokens, sized[-1]))
+                tried.append(planned(sized[-1]))
             except ValueError:  # so many ranks cannot share a sequence of this model
                 break
             if tried[-1].peak > memory:
                 continue
         for settings in sized:
-            tried.append(plan(job, tokens, settings))
+            tried.append(planned(settings))
             if tried[-1].peak <= memory:
                 shards = 2
                 while shards < finest and settings.tiling is not None:
-                    fewer = plan(job, tokens, _with_shards(settings, shards))
+                    fewer = planned(_with_shards(settings, shards))
                     if fewer.peak <= memory:
                         return fewer
                     shards *= 2

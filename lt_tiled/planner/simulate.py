@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +21,7 @@ from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Flops, Ledger
+from lt_tiled.planner.repeats import IrregularError, Repeats
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
@@ -101,15 +103,31 @@ def simulate(
     step: Callable[[], Tensor],
     make_optimizer: Callable[[], torch.optim.Optimizer],
     settings: Settings,
+    whole: bool = False,
 ) -> Simulation:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
 
-    The model gets fake weights. ``step`` runs the forward pass and returns the loss.
+    The model gets fake weights. ``step`` runs the forward pass and returns the loss. Of blocks that are alike a few are
+    simulated, unless ``whole`` is true or the others may change the result: see NOTE [Blocks that repeat].
 
     Raises:
         SimulationError: If an operation needs values.
         ValueError: If the policies do not fit the model.
     """
+    kept = settings.sequence_parallel is not None and settings.sequence_parallel.keep is not None
+    if not whole and not kept and getattr(settings.checkpointing, "activations", "") != "all":
+        with suppress(IrregularError):
+            return _simulate(model, step, make_optimizer, settings, Repeats)
+    return _simulate(model, step, make_optimizer, settings, None)
+
+
+def _simulate(
+    model: nn.Module,
+    step: Callable[[], Tensor],
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    settings: Settings,
+    repeat: type[Repeats] | None,
+) -> Simulation:
     where = Whereabouts(model)
     phases: dict[str, int] = {}
     tiling = None if settings.tiling is None else replace(settings.tiling, self_check=False, compile=False)
@@ -126,7 +144,8 @@ def simulate(
         needs = EngineNeeds.of_zero(int(engine[-1])) if engine.startswith("zero") else EngineNeeds()
         policies = (tiling, settings.checkpointing, settings.loss, shared)
         group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
-        prepared = stack.enter_context(Prepared(model, *policies, group=group, needs=needs, build=fake_offloader))
+        build = partial(fake_offloader, partial(ledger.name, part="block inputs"))
+        prepared = stack.enter_context(Prepared(model, *policies, group=group, needs=needs, build=build))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
@@ -147,15 +166,22 @@ def simulate(
         ledger.restart_peak()
         start = ledger.clock
         begin("forward")
-        with Flops() as counter, first_two_tiles(counter):
+        with ExitStack() as step_only:
+            counter = step_only.enter_context(Flops())
+            step_only.enter_context(first_two_tiles(counter))
+            repeats = repeat and step_only.enter_context(repeat(model, where, ledger, counter))
             with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
                 loss = step()
             forward = counter.total
             if settings.accumulate == 1:
                 optimizer.zero_grad()  # at the same place as Lightning
             begin("backward")
+            if repeats is not None:
+                repeats.begin_backward()
             loss.backward()
             del loss
+            if repeats is not None:
+                repeats.finish()
         _name_gradients(optimizer, ledger)
         begin("optimizer")
         if settings.clip:

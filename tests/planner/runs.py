@@ -25,6 +25,28 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+_SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+_NO_GROUPS = {key: value for key, value in _SMALL.items() if key != "num_key_value_heads"}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {**_SMALL, "model_type": "qwen3", "head_dim": 16},
+    "gemma3": {
+        **_SMALL,
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mistral": {**_SMALL, "model_type": "mistral", "sliding_window": 512},
+    "phi": {**_SMALL, "model_type": "phi"},
+    "phi3": {**_SMALL, "model_type": "phi3", "pad_token_id": 0},
+    "gpt_neox": {**_NO_GROUPS, "model_type": "gpt_neox"},
+    "olmo2": {**_SMALL, "model_type": "olmo2"},
+    "mixtral": {**_SMALL, "model_type": "mixtral", "num_local_experts": 4},
+    "falcon": {key: value for key, value in _NO_GROUPS.items() if key != "intermediate_size"}
+    | {"model_type": "falcon"},
+    "LoRA": _SMALL,
+}
+"""Models with a small geometry."""
 TOKENS = 2048
 
 

@@ -1,0 +1,52 @@
+"""The predictions that the recipes print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lt_tiled.cli import main
+from tests.docs.documents import ROOT, Block, blocks
+
+PAGES = [ROOT / "docs" / "recipes" / name for name in ("llama_8b.md", "large_models.md")]
+RECIPES = [
+    (before, after)
+    for page in PAGES
+    for before, after in zip(blocks(page), blocks(page)[1:], strict=False)
+    if before.language == "sh" and after.language == "text"
+]
+
+
+def plain(text: str) -> str:
+    """Return text without the lines of tables, on one line."""
+    return re.sub(r"[\s│]+", " ", text).strip()
+
+
+@pytest.mark.parametrize(("command", "printed"), RECIPES, ids=lambda block: plain(block.code)[:72])
+def test_predictions(
+    command: Block, printed: Block, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe's command prints its lines with these figures, for the complete model, and the index has its peak."""
+    Path("configs").symlink_to(ROOT / "configs")
+    for block in blocks(PAGES[0]):
+        if block.direction == "file":
+            Path(block.argument).write_text(block.code)
+    monkeypatch.syspath_prepend(Path.cwd())
+    main(shlex.split(command.code)[1:])
+    output = plain(capsys.readouterr().out)
+    lines = printed.code.splitlines()
+    for line in lines:
+        assert plain(line) in output
+    assert "It fits into" in output
+    peak = lines[0].removeprefix("predicted peak of a rank ")
+    assert f"| {peak} |" in (PAGES[0].parent / "index.md").read_text()
+
+
+def test_every_recipe_has_a_section() -> None:
+    """Each configuration of ``configs/recipes`` is in a recipe that has its prediction."""
+    files = {f"configs/recipes/{file.name}" for file in (ROOT / "configs" / "recipes").glob("*.yaml")}
+    words = {word for command, _ in RECIPES for word in command.code.split()}
+    assert files == {word for word in words if word.startswith("configs/recipes/")}
