@@ -97,7 +97,8 @@ class CausalLM(LightningModule):
         self.warmup_steps, self.attn_compile = int(warmup_steps), attn_compile
         self._loss_shards = as_loss(tiled_loss, None)
         self.model: Any = None
-        self._separates_documents = False
+        self._separates: bool | None = None
+        """Whether the model keeps packed documents apart, if that is known."""
         self._vectors: set[str] = set()
         self.val_perplexity, self.test_perplexity = _Perplexity(), _Perplexity()
 
@@ -130,8 +131,10 @@ class CausalLM(LightningModule):
             what = what if self.model is None else f"lora={self.hparams['lora']}"
             raise ValueError(f"{what}: the model cannot be built: {type(error).__name__}: {error}") from error
         self.model.train()
-        takes_positions = "position_ids" in inspect.signature(type(inner).forward).parameters
-        self._separates_documents = takes_positions and not inner._is_stateful
+        if torch.get_default_device().type == "meta":  # a plan, which can try nothing
+            self._separates = True
+        elif inner._is_stateful or "position_ids" not in inspect.signature(type(inner).forward).parameters:
+            self._separates = False
         if self._loss_shards is not None:
             try:
                 patch_losses(find_losses(inner), self._loss_shards, object())
@@ -215,16 +218,36 @@ class CausalLM(LightningModule):
         given = {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
         given.setdefault("labels", batch["input_ids"])
         if "position_ids" in given:
-            if not self._separates_documents:
+            if self._separates is None:
+                self._separates = self._try_two_documents()
+            if not self._separates:
                 raise ValueError(
-                    "The batch has position_ids of packed documents, but this model would mix the documents, because"
-                    " it has a recurrent state or takes no position_ids: set pack: false of lt_tiled.lm.Documents."
+                    "The batch has position_ids of packed documents, and this model mixes documents in spite of them:"
+                    " set pack: false of lt_tiled.lm.Documents."
                 )
             # No document predicts the first token of the next one.
             given["labels"] = given["labels"].masked_fill(given["position_ids"] == 0, -100)
             if "flash" in self.hparams["attn_implementation"]:  # it looks for documents in a single row only
                 given = {name: tensor.reshape(1, -1) for name, tensor in given.items()}
         return {**given, "use_cache": False}
+
+    @torch.no_grad()
+    def _try_two_documents(self) -> bool:
+        """Return whether another first document leaves the logits of a second one as they are.
+
+        The masks of some models (GPT-OSS, OPT), and convolutions, do not look at position_ids.
+        """
+        positions = torch.arange(8, device=self.device).repeat(2)[None]
+        ids = torch.arange(16, device=self.device)[None] % self.model.config.get_text_config().vocab_size
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            rows = (ids, torch.cat([ids[:, 1:9], ids[:, 8:]], 1))
+            one, other = (self(row, position_ids=positions)[:, 8:] for row in rows)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return bool((one - other).abs().max() <= torch.finfo(one.dtype).eps ** 0.75 * one.abs().max())
 
     def _token_losses(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of each token but the first, ``[B, S - 1]``, computed in the model's forward.

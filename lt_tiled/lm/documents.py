@@ -158,29 +158,31 @@ class Documents(Sequences):
                 " chat_template to a file with one."
             )
 
-        def tokens(messages: list[Any], **options: Any) -> Any:
+        def apply(messages: list[Any], **options: Any) -> Any:
             try:
-                found = self._tokenizer.apply_chat_template(messages, return_dict=True, **options)
+                return self._tokenizer.apply_chat_template(messages, **options)
             except Exception as error:  # of the template, too
                 raise ValueError(f"{place} does not fit the chat template: {error}") from error
-            return found["assistant_masks" if "return_assistant_tokens_mask" in options else "input_ids"]
 
-        ids = tokens(messages)
-        if not self.assistant_only:
-            return ids, [1] * len(ids)
-        if re.search(r"{%-?\s*generation\b", str(template)):
-            return ids, tokens(messages, return_assistant_tokens_mask=True)
-        taught = [0] * len(ids)
+        if not self.assistant_only or re.search(r"{%-?\s*generation\b", str(template)):
+            found = apply(messages, return_dict=True, return_assistant_tokens_mask=self.assistant_only)
+            ids = found["input_ids"]
+            return ids, found["assistant_masks"] if self.assistant_only else [1] * len(ids)
+        text = apply(messages, tokenize=False)
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        taught = [0] * len(found["input_ids"])
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before, until = tokens(messages[:i], add_generation_prompt=True), tokens(messages[: i + 1])
-                if ids[: len(before)] != before or ids[: len(until)] != until:
+                before = apply(messages[:i], add_generation_prompt=True, tokenize=False)
+                until = apply(messages[: i + 1], tokenize=False)
+                if not text.startswith(before) or not text.startswith(until):
                     raise ValueError(
-                        f"{place} has a message {i} whose tokens the chat template changes with later ones, so"
-                        " assistant_only=True cannot find them: set chat_template to a file with {% generation %}."
+                        f"{place} has a message {i} that the chat template writes in another way when others follow, so"
+                        " assistant_only=True cannot find it: set chat_template to a file with {% generation %}."
                     )
-                taught[len(before) : len(until)] = [1] * (len(until) - len(before))
-        return ids, taught
+                for token, (start, end) in enumerate(found["offset_mapping"]):
+                    taught[token] |= start < len(until) and end > len(before)
+        return found["input_ids"], taught
 
     def _rows(self, part: str, chosen: list[int]) -> Mapping[str, Tensor]:
         """Return the documents in sequences of ``seq_len`` tokens."""
