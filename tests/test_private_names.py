@@ -275,6 +275,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
         name: lambda name=name: getattr(type(tiny_llama()), name) is True
         for name in ("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa")
     },
+    "_is_stateful": lambda: tiny_llama()._is_stateful is False,
     "_loss_function": loss_function,
     "_can_checkpoint_with_cache": lambda: "_can_checkpoint_with_cache" in source("transformers.modeling_layers"),
     "_computed": metric_state,
