@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentError
-from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -87,7 +85,11 @@ class TiledCLI(LightningCLI):
             super().instantiate_classes()
         given = [self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler")]
         if given[0]:
-            self.model.configure_optimizers = MethodType(partial(_optimizers, given), self.model)
+
+            def configure_optimizers(module: LightningModule) -> Any:
+                return _optimizers(module, *given)
+
+            self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
         elif given[1]:
             self.parser.error('Parser key "lr_scheduler":\n  it needs an optimizer, such as --optimizer=AdamW.')
 
@@ -101,12 +103,12 @@ class TiledCLI(LightningCLI):
         run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
 
 
-def _optimizers(given: Sequence[Any], module: LightningModule) -> Any:
+def _optimizers(module: LightningModule, optimizer: Any, scheduler: Any) -> Any:
     """Return what ``--optimizer`` and ``--lr_scheduler`` say, for the weights that ``configure_model`` has made."""
-    optimizer = instantiate_class([p for p in module.parameters() if p.requires_grad], given[0])
-    if not given[1]:
+    optimizer = instantiate_class([p for p in module.parameters() if p.requires_grad], optimizer)
+    if not scheduler:
         return optimizer
-    scheduler = instantiate_class(optimizer, given[1])
+    scheduler = instantiate_class(optimizer, scheduler)
     interval = "step" if isinstance(module, lm.CausalLM) else "epoch"  # of its own schedule, and Lightning's default
     monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval, **monitor}}

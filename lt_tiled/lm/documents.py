@@ -26,7 +26,7 @@ class _Document(NamedTuple):
 
 
 class Documents(Sequences):
-    """Reads texts and chats, and packs them into sequences of ``seq_len`` tokens.
+    """Reads texts and chats, and cuts or joins them into sequences of ``seq_len`` tokens.
 
     A record is a JSON object on a line of its own, or a row of a Hugging Face dataset. It has a text or the messages of
     a chat, ``[{"role": "user", "content": "..."}, ...]``, which the tokenizer's chat template turns into text. A text

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lt_tiled.lm.causal import CausalLM
 from lt_tiled.lm.documents import TOKENIZER
@@ -70,23 +69,22 @@ def export(checkpoint: str, output: str, merge: bool = False) -> None:
 
 
 def _load(checkpoint: str) -> Mapping[str, Any]:
-    """Return the content of a checkpoint, consolidated by Lightning if it is sharded."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "consolidated.ckpt"
-        if (Path(checkpoint) / ".metadata").is_file():
-            command = "lightning.pytorch.utilities.consolidate_checkpoint"
-            subprocess.run([sys.executable, "-m", command, checkpoint, "--output_file", str(file)], check=True)
-        elif Path(checkpoint).is_dir():
-            convert_zero_checkpoint_to_fp32_state_dict(checkpoint, file)
-        elif Path(checkpoint).is_file():
-            file = Path(checkpoint)
-        else:
-            raise ValueError(f"checkpoint={checkpoint!r} does not exist.")
-        try:
-            state: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
-    return state
+    """Return the content of a checkpoint, consolidated if it is sharded."""
+    folder = Path(checkpoint)
+    if not folder.exists():
+        raise ValueError(f"checkpoint={checkpoint!r} does not exist.")
+    try:
+        if folder.is_file():
+            return cast(Mapping[str, Any], torch.load(folder, map_location="cpu", weights_only=True))
+        with tempfile.NamedTemporaryFile() as whole:
+            if not (folder / ".metadata").is_file():
+                return convert_zero_checkpoint_to_fp32_state_dict(folder, whole.name)
+            dcp_to_torch_save(folder, whole.name)
+            state = torch.load(whole.name, map_location="cpu", weights_only=True)
+        state["state_dict"] = state.pop("model", None) or state["state_dict"]  # of FSDP, of FSDP2
+        return {**state, **torch.load(folder / "meta.pt", map_location="cpu", weights_only=True)}
+    except Exception as error:
+        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _save_tokenizer(state: Mapping[str, Any], path: str | None, output: str) -> str:
