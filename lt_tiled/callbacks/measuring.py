@@ -92,6 +92,7 @@ class MemoryMonitor(Callback):
         self.predicted: Simulation | None = None
         """The plotted step as it was predicted, if the module can be simulated."""
         self._fabric: Fabric
+        self._offloaded: dict[str, float]
         self._twin: LightningModule | None = None
         self._recording: Recording | None = None
         self._steps = 0
@@ -191,7 +192,8 @@ class MemoryMonitor(Callback):
     # Both
 
     def _measure(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._memory, self._offloaded = model, PeakMemory(device), OffloadStats().metrics()
+        self._model, self._memory = model, PeakMemory(device)
+        self._offloaded = OffloadStats().metrics()
 
     def _begin_step(self, tokens: int = 0) -> None:
         self._memory.reset()
