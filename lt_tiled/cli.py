@@ -1,4 +1,4 @@
-"""The command line: ``lt-tiled fit``, ``validate``, ``test`` and ``predict`` of ``LightningCLI``, and ``plan``."""
+"""The command line: ``fit``, ``validate``, ``test`` and ``predict`` of ``LightningCLI``, ``plan`` and ``export``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ import sys
 from argparse import ArgumentError
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
-from jsonargparse import set_loader, set_parsing_settings
+from jsonargparse import auto_cli, set_loader, set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    LRSchedulerTypeTuple,
+    ReduceLROnPlateau,
+    SaveConfigCallback,
+    instantiate_class,
+)
+from torch.optim import Optimizer
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
 from lt_tiled.callbacks import TilingReport
+from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
 
 
@@ -46,7 +56,12 @@ class TiledCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
-        self.parser.epilog = parser.epilog = "--debug, anywhere, shows the traceback of an error."
+        self.parser.epilog = parser.epilog = (
+            "lt-tiled export CHECKPOINT DIRECTORY writes a model that transformers loads. --debug, anywhere, shows the"
+            " traceback of an error."
+        )
+        parser.add_optimizer_args((Optimizer,))
+        parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
 
     def before_instantiate_classes(self) -> None:
         """Refuse what Lightning would find late, or wait for."""
@@ -68,6 +83,15 @@ class TiledCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
             super().instantiate_classes()
+        given = [self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler")]
+        if given[0]:
+
+            def configure_optimizers(module: LightningModule) -> Any:
+                return _optimizers(module, *given)
+
+            self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+        elif given[1]:
+            self.parser.error('Parser key "lr_scheduler":\n  it needs an optimizer, such as --optimizer=AdamW.')
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if self.subcommand != "plan":
@@ -77,6 +101,17 @@ class TiledCLI(LightningCLI):
     def _plan(self, **kwargs: Any) -> None:
         self._dump_config()
         run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
+
+
+def _optimizers(module: LightningModule, optimizer: Any, scheduler: Any) -> Any:
+    """Return what ``--optimizer`` and ``--lr_scheduler`` say, for the weights that ``configure_model`` has made."""
+    optimizer = instantiate_class([p for p in module.parameters() if p.requires_grad], optimizer)
+    if not scheduler:
+        return optimizer
+    scheduler = instantiate_class(optimizer, scheduler)
+    interval = "step" if isinstance(module, lm.CausalLM) else "epoch"  # of its own schedule, and Lightning's default
+    monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval, **monitor}}
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -109,6 +144,9 @@ def main(args: ArgsType = None) -> None:
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     command = given[0] if given else ""
     try:
+        if command == "export":
+            auto_cli(export, args=given[1:], parser_class=Parser, prog="lt-tiled export")
+            return
         TiledCLI(
             command=command,
             args=args,
@@ -117,6 +155,7 @@ def main(args: ArgsType = None) -> None:
             trainer_defaults={"callbacks": [TilingReport()]},
             parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
             save_config_callback=SaveRunConfig,
+            auto_configure_optimizers=False,  # it would make them before the weights exist
             save_config_kwargs={"overwrite": True},
         )
     except Exception as error:

@@ -245,6 +245,10 @@ CANARIES: dict[str, Callable[[], Any]] = {
     # Lightning
     "_activation_checkpointing_kwargs": sets(FSDPStrategy, "_activation_checkpointing_kwargs"),
     "_batches_that_stepped": lambda: trainer().fit_loop.epoch_loop._batches_that_stepped == 0,
+    **{
+        name: lambda name=name: f'"{name}"' in source("lightning.pytorch.cli")
+        for name in ("_class_path", "_instantiator")
+    },
     "_combined_loader": loops("_combined_loader"),
     "_convert_stateful_objects_in_state": sets(FabricFSDP, "_convert_stateful_objects_in_state"),
     "_data_parallel_size": sets(ModelParallelStrategy, "_data_parallel_size"),
@@ -275,6 +279,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
         name: lambda name=name: getattr(type(tiny_llama()), name) is True
         for name in ("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa")
     },
+    "_is_stateful": lambda: tiny_llama()._is_stateful is False,
     "_loss_function": loss_function,
     "_can_checkpoint_with_cache": lambda: "_can_checkpoint_with_cache" in source("transformers.modeling_layers"),
     "_computed": metric_state,

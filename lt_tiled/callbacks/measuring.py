@@ -62,10 +62,10 @@ class TilingReport(Callback):
 
 
 class MemoryMonitor(Callback):
-    """Logs peak memory, tiles, offloaded bytes, stalls and tokens per second of each step, for Trainer and Fabric.
+    """Logs peak memory, tiles and tokens per second of each step, for Trainer and Fabric.
 
-    The figures go to the loggers of the run as ``memory/...``. With Fabric, a step ends with ``optimizer.step()``, and
-    the tokens are those that go into the model.
+    The figures go to the loggers of the run as ``lt_tiled/...``. With Fabric, where strategies do not log, those of
+    offloading do, too; a step ends with ``optimizer.step()``, and the tokens are those that go into the model.
 
     Args:
         plot: A file for the plot of a step, ``.png``, ``.svg`` or ``.pdf``: measured and predicted memory over time.
@@ -92,6 +92,7 @@ class MemoryMonitor(Callback):
         self.predicted: Simulation | None = None
         """The plotted step as it was predicted, if the module can be simulated."""
         self._fabric: Fabric
+        self._offloaded: dict[str, float]
         self._twin: LightningModule | None = None
         self._recording: Recording | None = None
         self._steps = 0
@@ -182,14 +183,17 @@ class MemoryMonitor(Callback):
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
         """Fabric's hook, called by ``optimizer.step()``."""
-        step = self._steps
-        self._fabric.log_dict(self._end_step(), step=step)
+        step, before = self._steps, self._offloaded
+        self._offloaded = (Report.of(self._model).offloaded or OffloadStats()).metrics()
+        moved = {name: value - before[name] for name, value in self._offloaded.items()}
+        self._fabric.log_dict({**self._end_step(), **moved}, step=step)
         self._begin_step()
 
     # Both
 
     def _measure(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._memory, self._offloaded = model, PeakMemory(device), OffloadStats()
+        self._model, self._memory = model, PeakMemory(device)
+        self._offloaded = OffloadStats().metrics()
 
     def _begin_step(self, tokens: int = 0) -> None:
         self._memory.reset()
@@ -202,14 +206,10 @@ class MemoryMonitor(Callback):
         self._steps += 1
         report = Report.of(self._model)
         tiles = [row.tiles for row in report.tiled] + [row.tiles for row in report.losses]
-        before, self._offloaded = self._offloaded, report.offloaded or OffloadStats()
         return {
-            "memory/peak_gib": peak / 2**30,
-            "memory/tiles": float(max([1, *tiles])),
-            "memory/cpu_bytes": float(self._offloaded.cpu_bytes - before.cpu_bytes),
-            "memory/disk_bytes": float(self._offloaded.disk_bytes - before.disk_bytes),
-            "memory/stalled_ms": self._offloaded.stalled_ms - before.stalled_ms,
-            "memory/tokens_per_second": self._tokens / seconds,
+            "lt_tiled/peak_memory": peak / 2**30,
+            "lt_tiled/tiles": float(max([1, *tiles])),
+            "lt_tiled/tokens_per_second": self._tokens / seconds,
         }
 
 

@@ -84,7 +84,7 @@ class TiledMLP(PreparingCallback):
 class OffloadedCheckpointing(PreparingCallback):
     """Applies activation checkpointing under any strategy and offloads the block inputs, for Trainer and for Fabric.
 
-    With a Trainer, the figures of each step go to the loggers of the run as ``offload/...``.
+    With a Trainer, the figures of each step go to the loggers of the run as ``lt_tiled/offload_...``.
 
     Args:
         offload: Where the block inputs go; ``None`` keeps them on the device.

@@ -1,6 +1,7 @@
-"""A causal language model and its text, for the command line."""
+"""A causal language model and its data, for the command line."""
 
 from lt_tiled.lm.causal import CausalLM
+from lt_tiled.lm.documents import Documents
 from lt_tiled.lm.text import TextFiles
 
-__all__ = ["CausalLM", "TextFiles"]
+__all__ = ["CausalLM", "Documents", "TextFiles"]

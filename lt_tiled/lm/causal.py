@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,17 @@ _SIZES = (
 class CausalLM(LightningModule):
     """Trains a causal language model of Hugging Face, from scratch or from a local directory.
 
-    It downloads nothing. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``.
+    It downloads nothing. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and if need be
+    ``labels`` of that shape (-100 where there is no loss; not shifted) and the ``position_ids`` of packed documents,
+    which begin at 0 for each.
 
     Args:
         config: The fields of a Hugging Face configuration, such as ``{model_type: llama, hidden_size: 256, ...}``.
         path: A local directory with a model, as ``save_pretrained`` writes it. Give this or ``config``.
         attn_implementation: Hugging Face's name of the attention (``sdpa``, ``eager``, ``flash_attention_2``, ...).
         attn_compile: For ``flex_attention``: arguments of ``torch.compile``, such as ``{mode: max-autotune}``.
+        lora: Train LoRA adapters instead of the weights: the fields of peft's ``LoraConfig``, such as ``{r: 16,
+            target_modules: all-linear}``.
         tiled_loss: Compute losses, perplexities and log-probabilities in tiles, without the full logits: ``True``, or
             the number of tiles.
         learning_rate: The peak learning rate of AdamW.
@@ -50,7 +56,7 @@ class CausalLM(LightningModule):
 
     Raises:
         ValueError: If not exactly one of ``config`` and ``path`` is given, or it names no model.
-        ModuleNotFoundError: If transformers is not installed.
+        ModuleNotFoundError: If transformers is not installed, or peft, which ``lora`` needs.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class CausalLM(LightningModule):
         path: str | None = None,
         attn_implementation: str = "sdpa",
         attn_compile: CompileOptions | None = None,
+        lora: dict[str, Any] | None = None,
         tiled_loss: bool | PositiveInt = True,
         learning_rate: PositiveFloat = 3e-4,
         weight_decay: NonNegativeFloat = 0.1,
@@ -80,7 +87,8 @@ class CausalLM(LightningModule):
         check_compile(attn_compile or {}, "attn_compile")
         if learning_rate is None or weight_decay is None:  # the parser lets null pass
             raise ValueError(f"{learning_rate=} and {weight_decay=} must be numbers.")
-        _require_transformers()
+        require("transformers", "'lt-tiled[hf]'")
+        self._adapter = None if lora is None else _lora_config(lora)
         self.save_hyperparameters()
         make_plain(self.hparams)
         # Plain numbers, because the state of the optimizer goes into the checkpoint.
@@ -89,6 +97,8 @@ class CausalLM(LightningModule):
         self.warmup_steps, self.attn_compile = int(warmup_steps), attn_compile
         self._loss_shards = as_loss(tiled_loss, None)
         self.model: Any = None
+        self._separates: bool | None = None
+        """Whether the model keeps packed documents apart, if that is known."""
         self._vectors: set[str] = set()
         self.val_perplexity, self.test_perplexity = _Perplexity(), _Perplexity()
 
@@ -109,17 +119,27 @@ class CausalLM(LightningModule):
                 self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **options)
             else:
                 self.model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **trust)
+            inner = self.model
+            if self._adapter is not None:
+                from peft import get_peft_model
+
+                self.model = get_peft_model(self.model, self._adapter)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             what = "config" if path is None else f"path={path!r}"
+            what = what if self.model is None else f"lora={self.hparams['lora']}"
             raise ValueError(f"{what}: the model cannot be built: {type(error).__name__}: {error}") from error
         self.model.train()
+        if torch.get_default_device().type == "meta":  # a plan, which can try nothing
+            self._separates = True
+        elif inner._is_stateful or "position_ids" not in inspect.signature(type(inner).forward).parameters:
+            self._separates = False
         if self._loss_shards is not None:
             try:
-                patch_losses(find_losses(self.model), self._loss_shards, object())
+                patch_losses(find_losses(inner), self._loss_shards, object())
             except NothingFoundError:
-                kind = type(self.model).__name__
+                kind = type(inner).__name__
                 inform(f"the loss of {kind} is not tiled: the model does not compute it from labels and a linear head")
         # Sharding flattens weights, so this must be known by name before. ZeRO-3 shards them as they are made.
         shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in self.named_parameters()}
@@ -168,15 +188,14 @@ class CausalLM(LightningModule):
         if most is not None and seq_len > most and not hasattr(config, "rope_parameters"):
             warn(f"The data has seq_len={seq_len} and the model {most} positions: a model that learns them fails.")
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits of shape ``[B, S, vocab_size]``."""
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+    def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
+        """Return logits of shape ``[B, S, vocab_size]``; ``others`` are arguments of the model."""
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **others).logits
         return logits
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        ids = batch["input_ids"]
-        loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(ids))
+        loss: Tensor = self.model(**self._inputs(batch)).loss
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -186,33 +205,70 @@ class CausalLM(LightningModule):
         self._evaluate(batch, "test", self.test_perplexity)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the log-probability of each token but the first, ``[B, S - 1]``."""
-        return -self._token_losses(batch["input_ids"])
+        """Return the log-probability of each token but the first, ``[B, S - 1]``; 0 for labels of -100."""
+        return -self._token_losses(batch)
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: _Perplexity) -> None:
-        ids = batch["input_ids"]
-        perplexity.update(self._token_losses(ids))
-        self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(ids))
+        counted = self._inputs(batch)["labels"].view(batch["input_ids"].shape)[:, 1:] != -100
+        perplexity.update(self._token_losses(batch), counted)
+        self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(counted))
 
-    def _token_losses(self, ids: Tensor) -> Tensor:
+    def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of the model for a batch."""
+        given = {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
+        given.setdefault("labels", batch["input_ids"])
+        if "position_ids" in given:
+            if self._separates is None:
+                self._separates = self._try_two_documents()
+            if not self._separates:
+                raise ValueError(
+                    "The batch has position_ids of packed documents, and this model mixes documents in spite of them:"
+                    " set pack: false of lt_tiled.lm.Documents."
+                )
+            # No document predicts the first token of the next one.
+            given["labels"] = given["labels"].masked_fill(given["position_ids"] == 0, -100)
+            if "flash" in self.hparams["attn_implementation"]:  # it looks for documents in a single row only
+                given = {name: tensor.reshape(1, -1) for name, tensor in given.items()}
+        return {**given, "use_cache": False}
+
+    @torch.no_grad()
+    def _try_two_documents(self) -> bool:
+        """Return whether another first document leaves the logits of a second one as they are.
+
+        The masks of some models (GPT-OSS, OPT), and convolutions, do not look at position_ids.
+        """
+        positions = torch.arange(8, device=self.device).repeat(2)[None]
+        ids = torch.arange(16, device=self.device)[None] % self.model.config.get_text_config().vocab_size
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            rows = (ids, torch.cat([ids[:, 1:9], ids[:, 8:]], 1))
+            one, other = (self(row, position_ids=positions)[:, 8:] for row in rows)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return bool((one - other).abs().max() <= torch.finfo(one.dtype).eps ** 0.75 * one.abs().max())
+
+    def _token_losses(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of each token but the first, ``[B, S - 1]``, computed in the model's forward.
 
         There, engines have gathered the weights of the head.
         """
         found: list[Tensor] = []
+        given = self._inputs(batch)
 
         def loss_function(logits: Tensor, *_: Any, shift_labels: Tensor | None = None, **others: Any) -> Tensor:
-            labels = shifted(ids, -100) if shift_labels is None else shift_labels
+            labels = shifted(given["labels"], -100) if shift_labels is None else shift_labels
             rows = logits.float().view(-1, logits.shape[-1])
             found.append(gathered(F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)))
             return found[-1].mean()
 
         inner = next((m for m in self.model.modules() if get_patch(m, LossPatch) is not None), self.model)
         with loss_function_set(inner, loss_function):  # also inside of an adapter
-            self.model(input_ids=ids, labels=ids, use_cache=False)
+            self.model(**given)
         if not found:  # the model does not call its loss function
-            loss_function(self(ids))
-        return found[0][:, :-1]
+            loss_function(self(**{name: value for name, value in given.items() if name not in ("labels", "use_cache")}))
+        return found[0].view(batch["input_ids"].shape)[:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
@@ -256,8 +312,27 @@ class _Perplexity(MeanMetric):
         return super().compute().exp()
 
 
-def _require_transformers() -> None:
+def _lora_config(fields: Mapping[str, Any]) -> Any:
+    """Return peft's configuration.
+
+    Raises:
+        ValueError: If it has no such field or value.
+    """
+    require("peft", "peft")
+    from peft import LoraConfig
+
+    if unknown := [name for name in fields if name not in inspect.signature(LoraConfig).parameters]:
+        near = did_you_mean(unknown[0], inspect.signature(LoraConfig).parameters)
+        raise ValueError(f"lora: peft's LoraConfig has no field {unknown[0]!r}{near}")
     try:
-        import transformers  # noqa: F401
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **fields})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"lora={dict(fields)}: {error}") from error
+
+
+def require(package: str, install: str) -> None:
+    """Raise ``ModuleNotFoundError`` with the remedy if an optional package is not installed."""
+    try:
+        import_module(package)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("This needs the package transformers: pip install 'lt-tiled[hf]'.") from error
+        raise ModuleNotFoundError(f"This needs the package {package}: pip install {install}.") from error

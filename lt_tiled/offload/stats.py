@@ -31,7 +31,7 @@ class OffloadStats:
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by name, for a logger."""
-        return {f"offload/{name}": float(value) for name, value in asdict(self).items()}
+        return {f"lt_tiled/offload_{name}": float(value) for name, value in asdict(self).items()}
 
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:
         """Return lines of text about a run of ``steps`` steps, with the SSD wear if its duration is given."""

@@ -61,7 +61,7 @@ def test_offloaded_checkpointing(tmp_path: Path) -> None:
     assert model.losses == plain.losses
     assert replaced(model) == 0
     header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    column = header.split(",").index("offload/disk_bytes")
+    column = header.split(",").index("lt_tiled/offload_disk_bytes")
     assert [float(row.split(",")[column]) for row in rows] == [2 * 24 * 16 * 4.0] * 3
 
 

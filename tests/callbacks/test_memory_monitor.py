@@ -25,7 +25,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
     (path,) = folder.rglob("metrics.csv")
     header, *lines = (line.split(",") for line in path.read_text().splitlines())
     found = [dict(zip(header, line, strict=True)) for line in lines]
-    return [row for row in found if row["memory/peak_gib"]]
+    return [row for row in found if row["lt_tiled/peak_memory"]]
 
 
 @pytest.mark.parametrize("strategy", [TiledSingleDeviceStrategy, TiledDDPStrategy])
@@ -49,11 +49,10 @@ def test_picture_and_prediction(strategy: Any, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_figures_of_each_step(tmp_path: Path) -> None:
-    """Each step's peak, tiles, bytes on the disk and tokens per second are in the run's logger."""
-    policy = Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
+    """Each step's peak, tiles and tokens per second are in the run's logger."""
     monitor = MemoryMonitor()
     run = trainer(
-        TiledSingleDeviceStrategy(tiling=5, checkpointing=policy),
+        TiledSingleDeviceStrategy(tiling=5),
         callbacks=[monitor],
         logger=CSVLogger(tmp_path),
         log_every_n_steps=1,
@@ -63,20 +62,20 @@ def test_figures_of_each_step(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert len(found) == 3
     for row in found:
-        assert float(row["memory/tiles"]) == 5
-        assert float(row["memory/disk_bytes"]) == 2 * 2 * 24 * 16 * 4  # blocks, sequences, tokens, hidden, bytes
-        assert float(row["memory/tokens_per_second"]) > 0
-        assert 0 < float(row["memory/peak_gib"]) * 2**30 <= monitor.peak
+        assert float(row["lt_tiled/tiles"]) == 5
+        assert float(row["lt_tiled/tokens_per_second"]) > 0
+        assert 0 < float(row["lt_tiled/peak_memory"]) * 2**30 <= monitor.peak
 
 
 def test_fabric(tmp_path: Path) -> None:
-    """With Fabric the same figures are logged at each step of the optimizer, with the tokens that went into the
-    model.
+    """With Fabric the same figures are logged at each step of the optimizer, with the tokens that went into the model
+    and the bytes that went to the disk.
     """
+    policy = Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
     monitor = MemoryMonitor()
     fabric = Fabric(
         accelerator="cpu",
-        strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(tiling=3),
+        strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(tiling=3, checkpointing=policy),
         callbacks=[monitor],
         loggers=FabricCSVLogger(tmp_path, flush_logs_every_n_steps=1),
     )
@@ -90,8 +89,10 @@ def test_fabric(tmp_path: Path) -> None:
         optimizer.zero_grad()
     fabric.strategy.release()
     found = rows(tmp_path)
-    assert [float(row["memory/tiles"]) for row in found] == [3, 3]
-    assert all(float(row["memory/tokens_per_second"]) > 0 for row in found)
+    assert [float(row["lt_tiled/tiles"]) for row in found] == [3, 3]
+    assert all(float(row["lt_tiled/tokens_per_second"]) > 0 for row in found)
+    sizes = [float(row["lt_tiled/offload_disk_bytes"]) for row in found]
+    assert sizes == [2 * 2 * 24 * 16 * 4] * 2  # blocks, sequences, tokens, hidden, bytes
 
 
 def test_a_run_that_is_too_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

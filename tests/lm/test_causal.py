@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,14 +211,7 @@ def test_vocabulary_too_small(data: TextFiles) -> None:
 
 def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without transformers the error names the extra to install."""
-    real = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "transformers":
-            raise ModuleNotFoundError("No module named 'transformers'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lt-tiled\[hf\]'"):
         CausalLM(LLAMA)
 
@@ -290,20 +284,13 @@ def test_evaluation_through_an_adapter(data: TextFiles) -> None:
     """With an adapter around the model, evaluation runs it once, tiled, with its perplexity, and leaves its loss as it
     was.
     """
-    from peft import LoraConfig, get_peft_model
-
-    class Adapted(CausalLM):
-        def configure_model(self) -> None:
-            super().configure_model()
-            self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-
-    model = Adapted(LLAMA)
+    model = CausalLM(LLAMA, lora={"r": 2, "target_modules": ["q_proj"]})
     model.configure_model()
     calls: list[Any] = []
     model.model.get_base_model().model.embed_tokens.register_forward_hook(lambda *args: calls.append(args))
     ids = torch.arange(64)[None]
     with torch.no_grad():
-        losses = model._token_losses(ids)
+        losses = model._token_losses({"input_ids": ids})
         assert len(calls) == 1
         assert float(losses.mean()) == pytest.approx(float(model.model(input_ids=ids, labels=ids).loss), rel=1e-5)
     assert all("_loss_function" not in vars(m) and "loss_function" not in vars(m) for m in model.modules())

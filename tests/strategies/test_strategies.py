@@ -277,9 +277,9 @@ def test_offload_through_a_strategy(tmp_path: Path) -> None:
             else ""
         )
     assert losses[0] == losses[1]
-    assert "offload/" not in logs[0]
+    assert "lt_tiled/" not in logs[0]
     rows = logs[1].splitlines()
-    column = rows[0].split(",").index("offload/disk_bytes")
+    column = rows[0].split(",").index("lt_tiled/offload_disk_bytes")
     assert [float(row.split(",")[column]) for row in rows[1:]] == [
         2 * 24 * 16 * 4.0
     ] * 3  # one of two boundaries; the last one stays
@@ -297,7 +297,7 @@ def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
     )
     run.fit(LitTiny())
     header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    columns = [header.split(",").index(name) for name in ("step", "offload/disk_bytes")]
+    columns = [header.split(",").index(name) for name in ("step", "lt_tiled/offload_disk_bytes")]
     assert [[float(row.split(",")[column]) for column in columns] for row in rows] == [[0, 2 * 3072.0], [1, 2 * 3072.0]]
 
 

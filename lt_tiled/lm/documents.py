@@ -1,0 +1,236 @@
+"""A datamodule of documents and chats: JSON lines or Hugging Face datasets on disk, packed to the sequence length."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lt_tiled._log import warn
+from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
+from lt_tiled.lm.causal import require
+from lt_tiled.lm.text import Sequences, check_tokenizer, files_of, load_tokenizer
+
+
+class _Document(NamedTuple):
+    ids: Tensor
+    labels: Tensor
+    """The ids, and -100 where there is no loss: at the first token, which nothing predicts, and where masked."""
+
+
+class Documents(Sequences):
+    """Reads texts and chats, and cuts or joins them into sequences of ``seq_len`` tokens.
+
+    A record is a JSON object on a line of its own, or a row of a Hugging Face dataset. It has a text or the messages of
+    a chat, ``[{"role": "user", "content": "..."}, ...]``, which the tokenizer's chat template turns into text. A text
+    ends with the tokenizer's end-of-sequence token. All tokens are in CPU memory, on every rank.
+
+    Batches have ``input_ids``, ``labels`` (-100 where there is no loss; not shifted) and ``position_ids``, which begin
+    at 0 for each document: the attention of transformers keeps documents apart by them. A document longer than
+    ``seq_len`` is split into several. The first token of a document has no label, and a document without any label is
+    left out. A random ``held_out`` share of the documents, always the same, is for validation, another for testing.
+
+    Args:
+        paths: Files of JSON lines, directories (their ``*.jsonl`` files), globs, and directories that
+            ``datasets.Dataset.save_to_disk`` wrote.
+        tokenizer: A local directory with a Hugging Face tokenizer.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per batch and device.
+        field: The name of a record's text or messages; by default ``messages`` or ``text``, whichever it has.
+        assistant_only: Train on what the assistant says in a chat, and not on the other messages.
+        chat_template: A file with a chat template (Jinja) that replaces the tokenizer's.
+        pack: Put several documents into one sequence. Otherwise each has its own, and padding fills it.
+        held_out: The share of the documents that validation and testing each get, at least one document.
+        max_documents: Read no more documents than this.
+        num_workers: Worker processes of the data loaders.
+        trust_remote_code: Run the Python code that ``tokenizer`` may contain. Otherwise one that needs it raises.
+
+    Raises:
+        ValueError: If a path matches no file, a record is not understood, or there are fewer than three documents.
+        ModuleNotFoundError: If a path is a Hugging Face dataset and datasets is not installed.
+    """
+
+    def __init__(
+        self,
+        paths: str | Sequence[str],
+        tokenizer: str,
+        seq_len: PositiveInt = 4096,
+        batch_size: PositiveInt = 1,
+        field: str | None = None,
+        assistant_only: bool = False,
+        chat_template: str | None = None,
+        pack: bool = True,
+        held_out: OpenUnitInterval = 0.02,
+        max_documents: PositiveInt | None = None,
+        num_workers: NonNegativeInt = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__(seq_len, batch_size, num_workers)
+        check_tokenizer(tokenizer)
+        self.save_hyperparameters()
+        make_plain(self.hparams)
+        self.paths = [paths] if isinstance(paths, str) else list(paths)
+        if not self.paths or "" in self.paths:
+            raise ValueError(f"paths={paths!r} names no file: pass files of JSON lines, or a dataset on disk.")
+        self.fields = ["messages", "text"] if field is None else [field]
+        self.assistant_only, self.pack, self.held_out = assistant_only, pack, held_out
+        self.max_documents = max_documents
+        self._tokenizer: Any = None
+        self._documents: list[_Document] = []
+
+    def cut(self) -> list[Mapping[str, Tensor]]:
+        if not self._documents:
+            self._tokenizer = load_tokenizer(**{name: self.hparams[name] for name in TOKENIZER})
+            self.vocab_size = len(self._tokenizer)
+            self._documents = [self._document(*r) for r in islice(self._records(), self.max_documents)]
+        count = len(self._documents)
+        held = max(1, round(count * self.held_out))
+        if count - 2 * held < 1:
+            raise ValueError(
+                f"paths={self.paths} have {count} documents, and held_out={self.held_out} leaves none to train on: give"
+                " at least 3 documents, or use lt_tiled.lm.TextFiles for a long text."
+            )
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+        return [
+            self._rows(part, order[start:end])
+            for part, start, end in (("train", 2 * held, count), ("validate", 0, held), ("test", held, 2 * held))
+        ]
+
+    def _records(self) -> Iterator[tuple[str, Any]]:
+        """Yield each record, and where it is."""
+        for path in self.paths:
+            if (Path(path) / "dataset_dict.json").is_file():
+                splits = sorted(p.parent.name for p in Path(path).glob("*/state.json"))
+                raise ValueError(f"paths: {path!r} has the splits {', '.join(splits)}: pass {path}/{splits[0]}.")
+            if (Path(path) / "state.json").is_file():
+                require("datasets", "datasets")
+                from datasets import load_from_disk
+
+                for number, row in enumerate(load_from_disk(path)):
+                    yield f"{path}, row {number},", row
+                continue
+            for file in files_of(path, (".jsonl",)):
+                with file.open("rb") as lines:
+                    for number, line in enumerate(lines, 1):
+                        if line.strip():
+                            try:
+                                yield f"{file}, line {number},", json.loads(line)
+                            except ValueError as error:
+                                raise ValueError(f"{file}, line {number}, is not JSON: {error}") from error
+
+    def _document(self, place: str, record: Any) -> _Document:
+        if not isinstance(record, dict):
+            raise ValueError(f'{place} is {json.dumps(record)[:40]}: write a JSON object, such as {{"text": "..."}}.')
+        name = next((name for name in self.fields if record.get(name) is not None), None)
+        if name is None:
+            raise ValueError(
+                f"{place} has no field {' or '.join(map(repr, self.fields))}, only {sorted(record)}: set field to the"
+                " name of its text or messages."
+            )
+        value = record[name]
+        if isinstance(value, str):
+            ids = self._tokenizer(value, verbose=False)["input_ids"]
+            end = self._tokenizer.eos_token_id
+            ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+            taught = [1] * len(ids)
+        elif isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
+            ids, taught = self._chat(place, value)
+        else:
+            raise ValueError(
+                f"{place} has {name}={json.dumps(value)[:60]}: it must be a text, or messages with role and content."
+            )
+        found = torch.tensor(ids, dtype=torch.int32)
+        return _Document(found, found.masked_fill(torch.tensor(taught, dtype=torch.int32) == 0, -100))
+
+    def _chat(self, place: str, messages: list[Any]) -> tuple[list[int], list[int]]:
+        """Return the tokens of a chat, and for each whether it is trained on."""
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise ValueError(
+                f"{place} has messages, but tokenizer={self.hparams['tokenizer']!r} has no chat template: set"
+                " chat_template to a file with one."
+            )
+
+        def apply(messages: list[Any], **options: Any) -> Any:
+            try:
+                return self._tokenizer.apply_chat_template(messages, **options)
+            except Exception as error:  # of the template, too
+                raise ValueError(f"{place} does not fit the chat template: {error}") from error
+
+        if not self.assistant_only or re.search(r"{%-?\s*generation\b", str(template)):
+            found = apply(messages, return_dict=True, return_assistant_tokens_mask=self.assistant_only)
+            ids = found["input_ids"]
+            return ids, found["assistant_masks"] if self.assistant_only else [1] * len(ids)
+        text = apply(messages, tokenize=False)
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        taught = [0] * len(found["input_ids"])
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = apply(messages[:i], add_generation_prompt=True, tokenize=False)
+                until = apply(messages[: i + 1], tokenize=False)
+                if not text.startswith(before) or not text.startswith(until):
+                    raise ValueError(
+                        f"{place} has a message {i} that the chat template writes in another way when others follow, so"
+                        " assistant_only=True cannot find it: set chat_template to a file with {% generation %}."
+                    )
+                for token, (start, end) in enumerate(found["offset_mapping"]):
+                    taught[token] |= start < len(until) and end > len(before)
+        return found["input_ids"], taught
+
+    def _rows(self, part: str, chosen: list[int]) -> Mapping[str, Tensor]:
+        """Return the documents in sequences of ``seq_len`` tokens."""
+        size, pieces, left_out = self.seq_len, list[_Document](), 0
+        for ids, labels in (self._documents[i] for i in chosen):
+            for piece, known in zip(ids.split(size), labels.split(size), strict=True):
+                known = known.clone()
+                known[:1] = -100
+                if (known != -100).any():  # else the loss of a batch of such could be a mean of nothing
+                    pieces.append(_Document(piece, known))
+                else:
+                    left_out += 1
+        if left_out:
+            warn(f"{left_out} documents to {part} have no token with a label, and are left out.")
+        if not pieces:
+            raise ValueError(
+                f"paths={self.paths}: no document to {part} has a token with a label: give more documents."
+            )
+        rows = packed([len(p.ids) for p in pieces], size) if self.pack else [[i] for i in range(len(pieces))]
+        fill = next((i for i in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id) if i is not None), 0)
+        tensors = {
+            "input_ids": torch.full((len(rows), size), fill, dtype=torch.int32),
+            "labels": torch.full((len(rows), size), -100, dtype=torch.int32),
+            "position_ids": torch.zeros((len(rows), size), dtype=torch.int32),
+        }
+        for row, members in enumerate(rows):
+            at = 0
+            for ids, labels in (pieces[i] for i in members):
+                end = at + len(ids)
+                tensors["input_ids"][row, at:end], tensors["labels"][row, at:end] = ids, labels
+                tensors["position_ids"][row, at:end] = torch.arange(len(ids))
+                at = end
+            tensors["position_ids"][row, at:] = torch.arange(size - at)  # padding is a document of its own
+        return tensors if self.pack else {name: tensors[name] for name in ("input_ids", "labels")}
+
+
+def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return rows of at most ``size`` tokens as indices of documents: the longest first, each where least is left."""
+    rows, free = list[list[int]](), list[tuple[int, int]]()
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(free, (lengths[index], 0))
+        left, row = free.pop(at) if at < len(free) else (size, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        insort(free, (left - lengths[index], row))
+    return rows
+
+
+TOKENIZER = ("tokenizer", "trust_remote_code", "chat_template")
+"""The arguments of a datamodule that make its tokenizer."""
