@@ -1,0 +1,519 @@
+"""Compare one training step without and with lt_tiled: the same weights, data, randomness, precision and engine.
+
+NOTE [What is compared]
+An engine sets up a copy of the model once. Its steps then run with lt_tiled's patches turned off, and turned on, forced
+to several tiles. The optimizer of the run changes no weight; it puts gradients in the place of weights for a moment, and
+the full state dict, which every engine can gather, has them under the names of the weights. ZeRO has its own function.
+The same step of a plain copy in higher precision, without engine and patches, shows the rounding of both.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._training_step import first_batch, length_of, nothing, stepped_on, training_loss, with_length
+from lt_tiled._types import PositiveInt
+from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.memory import gib
+from lt_tiled.modules.find import plain_name
+from lt_tiled.modules.patch import Patch, get_patches, turned_off
+from lt_tiled.report import Report, pattern
+from lt_tiled.tiling.state import TiledPatch
+
+_TILES = 5
+"""Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
+_FACTOR = 4.0
+"""How much larger than that of the untiled step an error may be: both are sums of the same terms in another order."""
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """The figures of a step on one rank."""
+
+    loss: float
+    norm: float
+    """The norm of all gradients."""
+    flops: int
+    peak: int
+    """The peak of what the step allocates, in bytes, besides what was there before it."""
+    seconds: float
+    """The duration of the forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst weight of the modules that are alike, or the loss. Errors are relative to the reference."""
+
+    path: str
+    untiled: float
+    tiled: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error of the tiled step is allowed; one that is not a number is not."""
+        return self.tiled <= self.allowed
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of :func:`verify`, the same on all ranks."""
+
+    title: str
+    reference: str
+    """What errors are relative to."""
+    untiled: Step
+    tiled: Step
+    rows: tuple[Row, ...]
+    tiles: int
+    """The most tiles of a module."""
+    hint: str = ""
+
+    @property
+    def worst(self) -> Row:
+        """The row whose error is the largest relative to what is allowed."""
+        return max(self.rows, key=_severity)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all errors are allowed, and something ran in tiles."""
+        return all(row.passed for row in self.rows) and self.tiles != 1
+
+    @property
+    def verdict(self) -> str:
+        """One line: pass or fail, why, and what to do next."""
+        worst = self.worst
+        figures = f"error {worst.tiled:.1e} of {worst.allowed:.1e} allowed"
+        if self.passed:
+            return f"pass: worst {worst.path}, {figures}"
+        if all(row.passed for row in self.rows):
+            return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
+        remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
+        return f"fail: {worst.path}, {figures}: {self.hint or remedy}"
+
+    def table(self) -> Table:
+        """Return the figures of both steps, and the errors of their gradients."""
+        table = Table(title=self.title, caption=f"errors are relative to {self.reference}", caption_justify="left")
+        table.add_column("", overflow="fold")
+        for name in ("untiled", "lt_tiled", "allowed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, show in (
+            ("loss", lambda step: f"{step.loss:.6g}"),
+            ("gradient norm", lambda step: f"{step.norm:.6g}"),
+            ("FLOPs", lambda step: f"{step.flops:.3e}"),
+            ("peak of live bytes", lambda step: gib(step.peak)),
+            ("time", lambda step: f"{step.seconds:.3f} s"),
+        ):
+            table.add_row(name, show(self.untiled), show(self.tiled))
+        table.add_section()
+        for row in self.rows:
+            untiled = "-" if np.isnan(row.untiled) else f"{row.untiled:.1e}"
+            style = None if row.passed else "bold red"
+            table.add_row(f"error of {row.path}", untiled, f"{row.tiled:.1e}", f"{row.allowed:.1e}", style=style)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=1000)
+        with console.capture() as captured:
+            console.print(self.table())
+        return f"{captured.get()}{self.verdict}"
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    *,
+    step: Callable[[Any, Any], Tensor] | None = None,
+    strategy: Any = "tiled",
+    reference: bool = True,
+    **trainer: Any,
+) -> Verification:
+    """Compare a training step of a model without and with lt_tiled, and return what differs by how much.
+
+    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own.
+
+    Args:
+        model: A LightningModule, or any module.
+        batch: A batch. Sequences of a few hundred tokens are enough, because the tiles are made that small.
+        step: For loops with Fabric or plain PyTorch: a function that takes the model and the batch and returns the
+            loss. By default that of ``training_step``, or of the output of the model.
+        strategy: A strategy with its settings, as for a Trainer, which is also that of the same name for Fabric.
+        reference: Compute the step in float64 (float32 for 16-bit weights), too, on each device without sharding.
+            Without it errors are relative to the untiled step, and the bounds are estimated.
+        trainer: Other arguments of the Trainer, such as ``precision`` and ``devices``.
+
+    Raises:
+        ValueError: If the step cannot run.
+    """
+    module = model if isinstance(model, LightningModule) and step is None else _Stepping(model, step or _loss_of)
+    device = next(model.parameters()).device.type
+    return _run(module, _Comparison(module, batch, None, reference), {"accelerator": device} | trainer, strategy)
+
+
+def run_verify(
+    trainer: Mapping[str, Any],
+    model: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    seq: PositiveInt = 256,
+    reference: bool = True,
+) -> Verification:
+    """Compare a training step of a configuration without and with lt_tiled: loss, gradients, FLOPs, memory and time.
+
+    Args:
+        trainer: The arguments of the Trainer, with their objects.
+        model: The module.
+        datamodule: Its data, of which each rank takes one batch.
+        seq: The longest sequence length. Tiles are made small enough that there are several.
+        reference: Compute the step in float64 (float32 for 16-bit weights), too, on each device without sharding. Turn
+            it off for a model that does not fit; bounds are then estimated.
+    """
+    for holder in (datamodule, model):
+        if getattr(holder, "seq_len", 0) > seq:
+            holder.seq_len = int(seq)  # type: ignore[union-attr]
+    arguments = dict(trainer)
+    comparison = _Comparison(model, None, int(seq), reference)
+    result = _run(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
+    if comparison.prints:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 1000
+        console.print(result.table())
+        console.print(result.verdict, highlight=False, soft_wrap=True)
+    return result
+
+
+def _run(
+    module: LightningModule, comparison: _Comparison, trainer: Mapping[str, Any], strategy: Any, data: Any = None
+) -> Verification:
+    callbacks = trainer.get("callbacks") or []
+    kept = [c for c in (callbacks if isinstance(callbacks, list) else [callbacks]) if isinstance(c, AppliesPolicies)]
+    options = {**trainer, **_QUIET, "strategy": strategy, "callbacks": [*kept, comparison]}
+    trained = copy.deepcopy(module)
+    run = Trainer(**options)
+    if isinstance(run.strategy, DeepSpeedStrategy):
+        for name in ("optimizer", "scheduler"):
+            run.strategy.config.pop(name, None)  # ours is used instead
+        run.strategy.config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+
+    def configure_optimizers() -> torch.optim.Optimizer:
+        comparison.optimizer = _Gradients(p for p in run.model.parameters() if p.requires_grad)  # type: ignore[union-attr]
+        return comparison.optimizer
+
+    trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
+    loaders = {"train_dataloaders": [comparison.batch]} if data is None and comparison.batch is not None else {}
+    run.fit(trained, datamodule=data, **loaders)
+    if comparison.result is None:
+        raise ValueError("strategies that start processes themselves cannot be verified: start the ranks with torchrun.")
+    return comparison.result
+
+
+_QUIET: dict[str, Any] = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
+    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time", "profiler"), None),
+    **{"max_epochs": -1, "accumulate_grad_batches": 1, "fast_dev_run": False, "overfit_batches": 0.0},
+}
+"""The arguments of a Trainer that runs no step by itself."""
+
+
+class _Stepping(LightningModule):
+    """Gives a plain module a ``training_step``."""
+
+    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self._step = model, step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._step(self.model, batch)
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+    output = model(*args, **kwargs)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise ValueError(f"{type(model).__name__} returns no loss for the batch: pass step=lambda model, batch: ...")
+    return loss
+
+
+class _Gradients(torch.optim.Optimizer):
+    """Changes no weight, but can put gradients in the place of weights."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.0})
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        self.steps += 1
+        return loss
+
+    @torch.no_grad()
+    def gathered(self, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what ``gather`` returns while gradients are in the place of weights."""
+        weights = stepped_on(self)
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.zero_() if weight.grad is None else weight.copy_(weight.grad)
+        try:
+            return gather()
+        finally:
+            for weight, value in zip(weights, before, strict=True):
+                weight.copy_(value)
+
+
+class _Comparison(Callback):
+    """Runs the steps when a Trainer's ``fit`` has set up the engine."""
+
+    optimizer: _Gradients
+    result: Verification | None = None
+    prints = False
+
+    def __init__(self, module: LightningModule, batch: Any, seq: int | None, reference: bool) -> None:
+        self.module, self.batch, self.seq, self.reference = module, batch, seq, reference
+        self.draws = False
+        """Whether a step without dropout draws random numbers."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise ValueError(f"{type(pl_module).__name__} optimizes manually: pass lt_tiled.verify(model, batch, step=...).")
+        device, self.prints = trainer.strategy.root_device, trainer.is_global_zero
+        with isolate_rng(), ExitStack() as stack:
+            batch = self._batch(trainer, pl_module)
+            _without_dropout(pl_module)
+            vars(pl_module).update(log=nothing, log_dict=nothing)
+            patches = [p for m in pl_module.modules() for p in get_patches(m, Patch)]
+            if not patches:
+                raise ValueError("lt_tiled changes nothing in this model: use one of its strategies or callbacks.")
+            weights = _full(trainer, pl_module) if self.reference else {}
+            _force_tiles(patches)
+            with turned_off(pl_module):
+                untiled, plain = self._measure(trainer, pl_module, batch)
+            tiled, ours = self._measure(trainer, pl_module, batch)
+            kinds = {w.dtype for w in pl_module.parameters() if w.is_floating_point()}
+            dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
+            truth: dict[str, Tensor] = {}
+            if self.reference:
+                loss, truth = self._step_in(dtype, device, trainer, weights, batch)
+                plain[_LOSS], ours[_LOSS], truth[_LOSS] = (torch.tensor([x]) for x in (untiled.loss, tiled.loss, loss))
+            report = Report.of(pl_module)
+        if trainer.is_global_zero:
+            precision = str(trainer.precision)
+            eps = max(torch.finfo(kind).eps for kind in kinds | _AUTOCAST.get(precision.split("-")[0], set()))
+            rows = _rows(plain, ours, truth, eps)
+            counts = [row.tiles for row in (*report.tiled, *report.norms, *report.losses)]
+            what = f"a step in {dtype}".replace("torch.", "") if truth else "the untiled step"
+            title = f"{_name(self.module)}, {length_of(batch)} tokens, {precision}, {type(trainer.strategy).__name__}"
+            hint = "the step draws random numbers, which tiles draw in another order: turn them off" * self.draws
+            self.result = Verification(title, what, untiled, tiled, rows, max(counts, default=0), hint)
+        self.result = trainer.strategy.broadcast(self.result)
+
+    def _batch(self, trainer: pl.Trainer, module: LightningModule) -> Any:
+        batch = self.batch
+        if batch is None:
+            _seed()
+            place = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+            batch = first_batch(module, trainer.datamodule, place.get("rank", 0))  # type: ignore[attr-defined]
+        if self.seq is not None and length_of(batch) > self.seq:
+            batch = with_length(batch, self.seq)
+        return trainer.strategy.batch_to_device(batch)
+
+    def _measure(self, trainer: pl.Trainer, module: LightningModule, batch: Any) -> tuple[Step, dict[str, Tensor]]:
+        """Run three steps: one that settles, one for FLOPs and memory, one for time and gradients."""
+        from lt_tiled.planner.ledger import Flops, Ledger
+
+        device = trainer.strategy.root_device
+        self._step(trainer, module, batch)
+        on_cuda, base = device.type == "cuda", 0
+        if on_cuda:
+            base = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        with Flops() as counted, nullcontext(Ledger()) if on_cuda else Ledger(only=device.type) as ledger:
+            self._step(trainer, module, batch)
+        peak = torch.cuda.max_memory_allocated(device) - base if on_cuda else ledger.peak
+        loss, gradients, seconds = self._step(trainer, module, batch, read=True)
+        norm = float(torch.stack([g.double().norm() for g in gradients.values()] or [torch.zeros(())]).norm())
+        return Step(loss, norm, counted.total, peak, seconds), gradients
+
+    def _step(
+        self, trainer: pl.Trainer, module: LightningModule, batch: Any, read: bool = False
+    ) -> tuple[float, dict[str, Tensor], float]:
+        """Run a step of the engine. Return its loss, gradients if they are read, and duration."""
+        strategy, optimizer, zero = trainer.strategy, trainer.optimizers[0], _is_zero(trainer)
+        loss, gradients, seconds = torch.tensor(0.0), dict[str, Tensor](), 0.0
+
+        def closure() -> Tensor:
+            nonlocal loss, gradients, seconds
+            _seed()
+            before = _random_state(strategy.root_device)
+            start = _now(strategy.root_device)
+            loss = training_loss(strategy.training_step, module, batch)
+            self.draws |= read and not torch.equal(before, _random_state(strategy.root_device))
+            optimizer.zero_grad()
+            strategy.backward(loss, optimizer)
+            seconds = _now(strategy.root_device) - start
+            if read and zero:
+                from deepspeed.utils import safe_get_full_grad
+
+                scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)  # type: ignore[attr-defined]
+                named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+                gradients = {name: safe_get_full_grad(p).cpu() / scale for name, p in named}
+            return loss
+
+        steps = self.optimizer.steps
+        for _ in range(40):  # a gradient scaler skips steps until its scale fits
+            strategy.optimizer_step(optimizer, closure)
+            if zero or self.optimizer.steps > steps:
+                break
+        else:
+            raise ValueError(f"The loss scale of {trainer.precision} found no finite gradients: try precision=32-true.")
+        if read and not zero:
+            gradients = _trained(module, self.optimizer.gathered(lambda: _full(trainer, module)))
+        optimizer.zero_grad()
+        return float(loss.detach()), gradients, seconds
+
+    def _step_in(
+        self, dtype: torch.dtype, device: torch.device, trainer: pl.Trainer, weights: dict[str, Tensor], batch: Any
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Run the step of a plain copy in another precision. Gradients are averaged over the ranks."""
+        module, default = copy.deepcopy(self.module), torch.get_default_dtype()
+        module.trainer = trainer
+        vars(module).update(log=nothing, log_dict=nothing)
+        batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        try:
+            module.configure_model()
+            module.load_state_dict(weights, strict=False)
+            _without_dropout(module.to(device, dtype))
+            torch.set_default_dtype(dtype)
+            _seed()
+            with turned_off(module):
+                loss = training_loss(module.training_step, module, batch)
+                loss.backward()
+        except Exception as error:
+            raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
+        finally:
+            torch.set_default_dtype(default)
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+        if trainer.world_size > 1:
+            for gradient in gradients.values():
+                dist.all_reduce(gradient)
+                gradient /= trainer.world_size
+        return float(loss.detach()), {name: g.cpu() for name, g in gradients.items()}
+
+
+_LOSS = "loss"
+_AUTOCAST = {"bf16": {torch.bfloat16}, "16": {torch.float16}}
+
+
+def _rows(
+    plain: dict[str, Tensor], ours: dict[str, Tensor], truth: dict[str, Tensor], eps: float
+) -> tuple[Row, ...]:
+    """Return the worst weight of modules that are alike; an error of a gradient of almost no size is relative to others."""
+    base = truth or plain
+    norms = {name: float(value.double().norm()) for name, value in base.items()}
+    scale = max((norm for name, norm in norms.items() if name != _LOSS), default=0.0)
+    if not scale:
+        raise ValueError("The step has no gradients: use a model and a batch that have a loss to train on.")
+    worst: dict[str, Row] = {}
+    for name, true in base.items():
+        unit = norms[name] if name == _LOSS else max(norms[name], 1e-3 * scale)
+        errors = [float((values[name].double() - true.double()).norm()) / unit for values in (plain, ours)]
+        row = Row(pattern(name if name == _LOSS else name.rpartition(".")[0]), *errors, 0)
+        print(f"{name:60} {errors[0]:.2e} {errors[1]:.2e} {errors[1]/max(errors[0],1e-30):.2f} {errors[0]/eps:.2f}")
+        row = Row(row.path, errors[0], errors[1], _FACTOR * max(errors[0], eps))
+        worst[row.path] = max(worst.get(row.path, row), row, key=_severity)
+    return tuple(worst.values())
+
+
+def _severity(row: Row) -> tuple[bool, float]:
+    return not row.passed, row.tiled / row.allowed
+
+
+def _full(trainer: pl.Trainer, module: LightningModule) -> dict[str, Tensor]:
+    """Return the state dict with whole weights on the CPU, on rank 0 at least."""
+    if _is_zero(trainer):
+        sharded = [p for p in module.parameters() if hasattr(p, "ds_id")]
+        if sharded:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(sharded):
+                return _on_cpu(module.state_dict())
+        return _on_cpu(module.state_dict())
+    return _on_cpu(get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True)))  # type: ignore
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
+
+
+def _trained(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out buffers and frozen weights."""
+    others = {name for name, p in module.named_parameters() if not p.requires_grad}
+    others |= {name for name, _ in module.named_buffers()}
+    plain = {plain_name(name) for name in others}
+    return {name: value for name, value in state.items() if name not in plain}
+
+
+def _is_zero(trainer: pl.Trainer) -> bool:
+    return isinstance(trainer.strategy, DeepSpeedStrategy)
+
+
+def _force_tiles(patches: list[Patch]) -> None:
+    """Let every call, however short, run in several tiles, and offload every block input that may be offloaded."""
+    for patch in patches:
+        if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
+            patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
+        elif isinstance(patch, HeadPatch):
+            patch.owners = {owner: _TILES if count in ("auto", 1) else count for owner, count in patch.owners.items()}
+        elif isinstance(patch, BlockPatch) and patch.offload is not None:
+            patch.offload.offloader.min_bytes = 0
+
+
+def _without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+                setattr(module, name, 0.0)
+
+
+def _seed() -> None:
+    torch.manual_seed(_SEED)
+    np.random.seed(_SEED)
+    random.seed(_SEED)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _name(module: LightningModule) -> str:
+    return type(module.model if isinstance(module, _Stepping) else module).__name__
