@@ -23,6 +23,7 @@ from lt_tiled.strategies import (
     TiledSingleDeviceStrategy,
 )
 from lt_tiled.tiling.api import tile, untile
+from lt_tiled.verify import Verification, verify
 
 __version__ = "0.2.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
     "Tiling",
+    "Verification",
     "callbacks",
     "data_rank",
     "data_world_size",
@@ -55,4 +57,5 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_token_logprobs",
     "untile",
+    "verify",
 ]

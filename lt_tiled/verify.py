@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -322,7 +323,7 @@ class _Comparison(Callback):
         if trainer.is_global_zero:
             precision = str(trainer.precision)
             eps = max(torch.finfo(kind).eps for kind in kinds | _AUTOCAST.get(precision.split("-")[0], set()))
-            rows = _rows(plain, ours, truth, eps)
+            rows = _rows(plain, ours, truth, eps, "model." if isinstance(self.module, _Stepping) else "")
             counts = [row.tiles for row in (*report.tiled, *report.norms, *report.losses)]
             what = f"a step in {dtype}".replace("torch.", "") if truth else "the untiled step"
             title = f"{_name(self.module)}, {length_of(batch)} tokens, {precision}, {type(trainer.strategy).__name__}"
@@ -429,7 +430,7 @@ _AUTOCAST = {"bf16": {torch.bfloat16}, "16": {torch.float16}}
 
 
 def _rows(
-    plain: dict[str, Tensor], ours: dict[str, Tensor], truth: dict[str, Tensor], eps: float
+    plain: dict[str, Tensor], ours: dict[str, Tensor], truth: dict[str, Tensor], eps: float, prefix: str
 ) -> tuple[Row, ...]:
     """Return the worst weight of modules that are alike; an error of a gradient of almost no size is relative to others."""
     base = truth or plain
@@ -437,14 +438,23 @@ def _rows(
     scale = max((norm for name, norm in norms.items() if name != _LOSS), default=0.0)
     if not scale:
         raise ValueError("The step has no gradients: use a model and a batch that have a loss to train on.")
+
+    def errors(values: dict[str, Tensor]) -> dict[str, float]:
+        return {
+            name: float((values[name].double() - true.double()).norm())
+            / (norms[name] if name == _LOSS else max(norms[name], 1e-3 * scale))
+            for name, true in base.items()
+        }
+
+    before, after = errors(plain), errors(ours)
+    # Models compute parts in float32 whatever their dtype is, and a weight of few numbers may have no error by chance.
+    least = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
     worst: dict[str, Row] = {}
-    for name, true in base.items():
-        unit = norms[name] if name == _LOSS else max(norms[name], 1e-3 * scale)
-        errors = [float((values[name].double() - true.double()).norm()) / unit for values in (plain, ours)]
-        row = Row(pattern(name if name == _LOSS else name.rpartition(".")[0]), *errors, 0)
-        print(f"{name:60} {errors[0]:.2e} {errors[1]:.2e} {errors[1]/max(errors[0],1e-30):.2f} {errors[0]/eps:.2f}")
-        row = Row(row.path, errors[0], errors[1], _FACTOR * max(errors[0], eps))
-        worst[row.path] = max(worst.get(row.path, row), row, key=_severity)
+    for name in base:
+        path = pattern((name.rpartition(".")[0] or name).removeprefix(prefix))
+        allowed = _FACTOR * max(before[name], least) if truth else max(1e-4, 10 * eps)
+        row = Row(path, before[name] if truth else float("nan"), after[name], allowed)
+        worst[path] = max(worst.get(path, row), row, key=_severity)
     return tuple(worst.values())
 
 
