@@ -18,7 +18,7 @@ from lt_tiled.errors import SimulationError
 
 
 def first_batch(module: LightningModule, datamodule: LightningDataModule | None, index: int = 0) -> Any:
-    """Return the first batch of the training data, or that of an index, as ``training_step`` receives it, on the CPU."""
+    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU."""
     loader = (module if datamodule is None else datamodule).train_dataloader()
     *_, (batch, _, _) = islice(CombinedLoader(loader, "max_size_cycle"), index + 1)
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):

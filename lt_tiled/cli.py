@@ -1,4 +1,4 @@
-"""The command line: ``lt-tiled fit``, ``validate``, ``test`` and ``predict`` of ``LightningCLI``, ``plan`` and ``verify``."""
+"""The command line: ``fit``, ``validate``, ``test`` and ``predict`` of ``LightningCLI``, ``plan`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
+from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.planner.command import run_plan
-from lt_tiled.verify import run_verify
 
 
 class PlanningTrainer(Trainer):

@@ -1,9 +1,9 @@
 """Compare one training step without and with lt_tiled: the same weights, data, randomness, precision and engine.
 
 NOTE [What is compared]
-An engine sets up a copy of the model once. Its steps then run with lt_tiled's patches turned off, and turned on, forced
-to several tiles. The optimizer of the run changes no weight; it puts gradients in the place of weights for a moment, and
-the full state dict, which every engine can gather, has them under the names of the weights. ZeRO has its own function.
+An engine sets up a copy of the model once. Its steps run with lt_tiled's patches turned off, and turned on, forced to
+several tiles. The optimizer of the run changes no weight. It can put gradients in the place of weights: the full state
+dict, which every engine can gather, then has them under the names of the weights. DeepSpeed has a function for that.
 The same step of a plain copy in higher precision, without engine and patches, shows the rounding of both.
 """
 
@@ -13,7 +13,7 @@ import copy
 import random
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -226,7 +226,9 @@ def _run(
     loaders = {"train_dataloaders": [comparison.batch]} if data is None and comparison.batch is not None else {}
     run.fit(trained, datamodule=data, **loaders)
     if comparison.result is None:
-        raise ValueError("strategies that start processes themselves cannot be verified: start the ranks with torchrun.")
+        raise ValueError(
+            "strategies that start processes themselves cannot be verified: start the ranks with torchrun."
+        )
     return comparison.result
 
 
@@ -245,6 +247,9 @@ class _Stepping(LightningModule):
     def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
         self.model, self._step = model, step
+
+    def configure_model(self) -> None:
+        """Do nothing: Lightning wants this hook under FSDP2."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._step(self.model, batch)
@@ -299,9 +304,11 @@ class _Comparison(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
-            raise ValueError(f"{type(pl_module).__name__} optimizes manually: pass lt_tiled.verify(model, batch, step=...).")
+            raise ValueError(
+                f"{type(pl_module).__name__} optimizes manually: pass lt_tiled.verify(model, batch, step=...)."
+            )
         device, self.prints = trainer.strategy.root_device, trainer.is_global_zero
-        with isolate_rng(), ExitStack() as stack:
+        with isolate_rng():
             batch = self._batch(trainer, pl_module)
             _without_dropout(pl_module)
             vars(pl_module).update(log=nothing, log_dict=nothing)
@@ -432,7 +439,7 @@ _AUTOCAST = {"bf16": {torch.bfloat16}, "16": {torch.float16}}
 def _rows(
     plain: dict[str, Tensor], ours: dict[str, Tensor], truth: dict[str, Tensor], eps: float, prefix: str
 ) -> tuple[Row, ...]:
-    """Return the worst weight of modules that are alike; an error of a gradient of almost no size is relative to others."""
+    """Return the worst weight of modules that are alike. Errors of gradients that are almost zero count as of larger."""
     base = truth or plain
     norms = {name: float(value.double().norm()) for name, value in base.items()}
     scale = max((norm for name, norm in norms.items() if name != _LOSS), default=0.0)
