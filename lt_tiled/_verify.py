@@ -10,7 +10,7 @@ The same step of a plain copy in higher precision, without engine and patches, s
 from __future__ import annotations
 
 import copy
-import random
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -46,7 +45,6 @@ _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
 _FACTOR = 4.0
 """How much larger than that of the untiled step an error may be: both are sums of the same terms in another order."""
-_SEED = 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,8 @@ class Verification:
     rows: tuple[Row, ...]
     tiles: int
     """The most tiles of a module."""
-    hint: str = ""
+    draws: bool = False
+    """Whether a step without dropout draws random numbers, which tiles draw in another order."""
 
     @property
     def worst(self) -> Row:
@@ -112,7 +111,9 @@ class Verification:
         if all(row.passed for row in self.rows):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
-        return f"fail: {worst.path}, {figures}: {self.hint or remedy}"
+        if self.draws:
+            remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
+        return f"fail: {worst.path}, {figures}: {remedy}"
 
     def table(self) -> Table:
         """Return the figures of both steps, and the errors of their gradients."""
@@ -130,7 +131,7 @@ class Verification:
             table.add_row(name, show(self.untiled), show(self.tiled))
         table.add_section()
         for row in self.rows:
-            untiled = "-" if np.isnan(row.untiled) else f"{row.untiled:.1e}"
+            untiled = "-" if math.isnan(row.untiled) else f"{row.untiled:.1e}"
             style = None if row.passed else "bold red"
             table.add_row(f"error of {row.path}", untiled, f"{row.tiled:.1e}", f"{row.allowed:.1e}", style=style)
         return table
@@ -196,7 +197,7 @@ def run_verify(
     arguments = dict(trainer)
     comparison = _Comparison(model, None, int(seq), reference)
     result = _run(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
-    if comparison.prints:
+    if comparison.trainer.is_global_zero:
         console = Console()
         if not console.is_terminal:
             console.width = 1000
@@ -210,35 +211,42 @@ def _run(
 ) -> Verification:
     callbacks = trainer.get("callbacks") or []
     kept = [c for c in (callbacks if isinstance(callbacks, list) else [callbacks]) if isinstance(c, AppliesPolicies)]
-    options = {**trainer, **_QUIET, "strategy": strategy, "callbacks": [*kept, comparison]}
-    trained = copy.deepcopy(module)
-    run = Trainer(**options)
+    run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
     if isinstance(run.strategy, DeepSpeedStrategy):
         for name in ("optimizer", "scheduler"):
-            run.strategy.config.pop(name, None)  # ours is used instead
+            run.strategy.config.pop(name, None)
         run.strategy.config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 
     def configure_optimizers() -> torch.optim.Optimizer:
-        comparison.optimizer = _Gradients(p for p in run.model.parameters() if p.requires_grad)  # type: ignore[union-attr]
+        model: Any = run.model
+        comparison.optimizer = _Gradients(p for p in model.parameters() if p.requires_grad)
         return comparison.optimizer
 
+    trained = copy.deepcopy(module)
     trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
-    loaders = {"train_dataloaders": [comparison.batch]} if data is None and comparison.batch is not None else {}
-    run.fit(trained, datamodule=data, **loaders)
+    run.fit(trained, [comparison.batch] if data is None and comparison.batch is not None else None, datamodule=data)
     if comparison.result is None:
         raise ValueError(
-            "strategies that start processes themselves cannot be verified: start the ranks with torchrun."
+            "A strategy that spawns processes keeps its results: use one that starts scripts, or torchrun."
         )
     return comparison.result
 
 
-_QUIET: dict[str, Any] = {
-    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+_NO_STEPS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
+    ),
     **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
     **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time", "profiler"), None),
-    **{"max_epochs": -1, "accumulate_grad_batches": 1, "fast_dev_run": False, "overfit_batches": 0.0},
+    **{
+        "max_epochs": -1,
+        "accumulate_grad_batches": 1,
+        "fast_dev_run": False,
+        "barebones": False,
+        "overfit_batches": 0.0,
+    },
 }
-"""The arguments of a Trainer that runs no step by itself."""
+"""The arguments of a Trainer that sets up an engine and runs no step by itself."""
 
 
 class _Stepping(LightningModule):
@@ -294,173 +302,188 @@ class _Comparison(Callback):
     """Runs the steps when a Trainer's ``fit`` has set up the engine."""
 
     optimizer: _Gradients
+    trainer: Any
+    trained: LightningModule
+    """The copy that the engine trains."""
+    draws = False
+    """Whether a step without dropout draws random numbers."""
     result: Verification | None = None
-    prints = False
 
     def __init__(self, module: LightningModule, batch: Any, seq: int | None, reference: bool) -> None:
         self.module, self.batch, self.seq, self.reference = module, batch, seq, reference
-        self.draws = False
-        """Whether a step without dropout draws random numbers."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        self.trainer, self.trained = trainer, pl_module
+        name = type(self.module.model if isinstance(self.module, _Stepping) else self.module).__name__
         if not pl_module.automatic_optimization:
-            raise ValueError(
-                f"{type(pl_module).__name__} optimizes manually: pass lt_tiled.verify(model, batch, step=...)."
-            )
-        device, self.prints = trainer.strategy.root_device, trainer.is_global_zero
+            raise ValueError(f"{name} optimizes manually: use lt_tiled.verify(model, batch, step=...).")
+        patches = [patch for module in pl_module.modules() for patch in get_patches(module, Patch)]
+        if not patches:
+            raise ValueError(f"lt_tiled changes nothing in {name}: use one of its strategies or callbacks.")
+        _force_tiles(patches)
+        _prepare(pl_module)
         with isolate_rng():
-            batch = self._batch(trainer, pl_module)
-            _without_dropout(pl_module)
-            vars(pl_module).update(log=nothing, log_dict=nothing)
-            patches = [p for m in pl_module.modules() for p in get_patches(m, Patch)]
-            if not patches:
-                raise ValueError("lt_tiled changes nothing in this model: use one of its strategies or callbacks.")
-            weights = _full(trainer, pl_module) if self.reference else {}
-            _force_tiles(patches)
+            torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
+            self._read_batch()
+            weights = self._full() if self.reference else {}
             with turned_off(pl_module):
-                untiled, plain = self._measure(trainer, pl_module, batch)
-            tiled, ours = self._measure(trainer, pl_module, batch)
-            kinds = {w.dtype for w in pl_module.parameters() if w.is_floating_point()}
+                untiled, plain = self._measure()
+            tiled, ours = self._measure()
+            kinds = {weight.dtype for weight in pl_module.parameters()}
             dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
             truth: dict[str, Tensor] = {}
             if self.reference:
-                loss, truth = self._step_in(dtype, device, trainer, weights, batch)
+                loss, truth = self._step_in(dtype, weights)
                 plain[_LOSS], ours[_LOSS], truth[_LOSS] = (torch.tensor([x]) for x in (untiled.loss, tiled.loss, loss))
-            report = Report.of(pl_module)
         if trainer.is_global_zero:
-            precision = str(trainer.precision)
-            eps = max(torch.finfo(kind).eps for kind in kinds | _AUTOCAST.get(precision.split("-")[0], set()))
-            rows = _rows(plain, ours, truth, eps, "model." if isinstance(self.module, _Stepping) else "")
-            counts = [row.tiles for row in (*report.tiled, *report.norms, *report.losses)]
-            what = f"a step in {dtype}".replace("torch.", "") if truth else "the untiled step"
-            title = f"{_name(self.module)}, {length_of(batch)} tokens, {precision}, {type(trainer.strategy).__name__}"
-            hint = "the step draws random numbers, which tiles draw in another order: turn them off" * self.draws
-            self.result = Verification(title, what, untiled, tiled, rows, max(counts, default=0), hint)
+            mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(str(trainer.precision).split("-")[0], set())
+            eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
+            report = Report.of(pl_module)
+            self.result = Verification(
+                f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
+                f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
+                untiled,
+                tiled,
+                _rows(plain, ours, truth, eps, "model." if isinstance(self.module, _Stepping) else ""),
+                max((row.tiles for row in (*report.tiled, *report.norms, *report.losses)), default=0),
+                self.draws,
+            )
         self.result = trainer.strategy.broadcast(self.result)
 
-    def _batch(self, trainer: pl.Trainer, module: LightningModule) -> Any:
-        batch = self.batch
-        if batch is None:
-            _seed()
-            place = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-            batch = first_batch(module, trainer.datamodule, place.get("rank", 0))  # type: ignore[attr-defined]
-        if self.seq is not None and length_of(batch) > self.seq:
-            batch = with_length(batch, self.seq)
-        return trainer.strategy.batch_to_device(batch)
+    def _read_batch(self) -> None:
+        strategy = self.trainer.strategy
+        if self.batch is None:
+            place = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+            self.batch = first_batch(self.trained, self.trainer.datamodule, place.get("rank", 0))
+        if self.seq is not None and length_of(self.batch) > self.seq:
+            self.batch = with_length(self.batch, self.seq)
+        self.batch = strategy.batch_to_device(self.batch)
 
-    def _measure(self, trainer: pl.Trainer, module: LightningModule, batch: Any) -> tuple[Step, dict[str, Tensor]]:
+    def _measure(self) -> tuple[Step, dict[str, Tensor]]:
         """Run three steps: one that settles, one for FLOPs and memory, one for time and gradients."""
         from lt_tiled.planner.ledger import Flops, Ledger
 
-        device = trainer.strategy.root_device
-        self._step(trainer, module, batch)
-        on_cuda, base = device.type == "cuda", 0
+        device, base = self.trainer.strategy.root_device, 0
+        self._step()
+        on_cuda = device.type == "cuda"
         if on_cuda:
             base = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         with Flops() as counted, nullcontext(Ledger()) if on_cuda else Ledger(only=device.type) as ledger:
-            self._step(trainer, module, batch)
+            self._step()
         peak = torch.cuda.max_memory_allocated(device) - base if on_cuda else ledger.peak
-        loss, gradients, seconds = self._step(trainer, module, batch, read=True)
-        norm = float(torch.stack([g.double().norm() for g in gradients.values()] or [torch.zeros(())]).norm())
+        loss, gradients, seconds = self._step(read=True)
+        norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
         return Step(loss, norm, counted.total, peak, seconds), gradients
 
-    def _step(
-        self, trainer: pl.Trainer, module: LightningModule, batch: Any, read: bool = False
-    ) -> tuple[float, dict[str, Tensor], float]:
-        """Run a step of the engine. Return its loss, gradients if they are read, and duration."""
-        strategy, optimizer, zero = trainer.strategy, trainer.optimizers[0], _is_zero(trainer)
+    def _step(self, read: bool = False) -> tuple[float, dict[str, Tensor], float]:
+        """Run a step of the engine. Return its loss, the gradients if they are read, and the duration."""
+        strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
         loss, gradients, seconds = torch.tensor(0.0), dict[str, Tensor](), 0.0
 
         def closure() -> Tensor:
             nonlocal loss, gradients, seconds
-            _seed()
-            before = _random_state(strategy.root_device)
-            start = _now(strategy.root_device)
-            loss = training_loss(strategy.training_step, module, batch)
-            self.draws |= read and not torch.equal(before, _random_state(strategy.root_device))
-            optimizer.zero_grad()
-            strategy.backward(loss, optimizer)
-            seconds = _now(strategy.root_device) - start
-            if read and zero:
+            with isolate_rng():  # each step draws what the others draw
+                before, start = self._random_state(), self._now()
+                loss = training_loss(strategy.training_step, self.trained, self.batch)
+                optimizer.zero_grad()
+                strategy.backward(loss, optimizer)
+                seconds = self._now() - start
+                self.draws |= read and not torch.equal(before, self._random_state())
+            if read and self._on_deepspeed:
                 from deepspeed.utils import safe_get_full_grad
 
-                scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)  # type: ignore[attr-defined]
-                named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-                gradients = {name: safe_get_full_grad(p).cpu() / scale for name, p in named}
+                scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)
+                weights = {name: p for name, p in self.trained.named_parameters() if p.requires_grad}
+                gradients = {name: safe_get_full_grad(p).cpu() / scale for name, p in weights.items()}
             return loss
 
         steps = self.optimizer.steps
-        for _ in range(40):  # a gradient scaler skips steps until its scale fits
+        for _ in range(40):  # a gradient scaler leaves out steps until its scale fits
             strategy.optimizer_step(optimizer, closure)
-            if zero or self.optimizer.steps > steps:
+            if self._on_deepspeed or self.optimizer.steps > steps:
                 break
         else:
-            raise ValueError(f"The loss scale of {trainer.precision} found no finite gradients: try precision=32-true.")
-        if read and not zero:
-            gradients = _trained(module, self.optimizer.gathered(lambda: _full(trainer, module)))
+            raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
+        if read and not self._on_deepspeed:
+            gradients = _without_others(self.trained, self.optimizer.gathered(self._full))
         optimizer.zero_grad()
         return float(loss.detach()), gradients, seconds
 
-    def _step_in(
-        self, dtype: torch.dtype, device: torch.device, trainer: pl.Trainer, weights: dict[str, Tensor], batch: Any
-    ) -> tuple[float, dict[str, Tensor]]:
+    def _step_in(self, dtype: torch.dtype, weights: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         """Run the step of a plain copy in another precision. Gradients are averaged over the ranks."""
         module, default = copy.deepcopy(self.module), torch.get_default_dtype()
-        module.trainer = trainer
-        vars(module).update(log=nothing, log_dict=nothing)
-        batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        module.trainer = self.trainer
+        batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
         try:
             module.configure_model()
-            module.load_state_dict(weights, strict=False)
-            _without_dropout(module.to(device, dtype))
+            module.load_state_dict(weights)
+            _prepare(module.to(self.trainer.strategy.root_device, dtype))
             torch.set_default_dtype(dtype)
-            _seed()
-            with turned_off(module):
+            with turned_off(module), isolate_rng():
                 loss = training_loss(module.training_step, module, batch)
                 loss.backward()
         except Exception as error:
             raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
         finally:
             torch.set_default_dtype(default)
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
-        if trainer.world_size > 1:
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+        if self.trainer.world_size > 1:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
-                gradient /= trainer.world_size
-        return float(loss.detach()), {name: g.cpu() for name, g in gradients.items()}
+                gradient /= self.trainer.world_size
+        return float(loss.detach()), {name: gradient.cpu() for name, gradient in gradients.items()}
+
+    @property
+    def _on_deepspeed(self) -> bool:
+        return isinstance(self.trainer.strategy, DeepSpeedStrategy)
+
+    def _full(self) -> dict[str, Tensor]:
+        """Return the state dict with whole weights, on the CPU."""
+        model, gathered = self.trained if self._on_deepspeed else self.trainer.model, nullcontext()
+        if sharded := [p for p in self.trained.parameters() if hasattr(p, "ds_id")]:
+            from deepspeed.zero import GatheredParameters
+
+            gathered = GatheredParameters(sharded)
+        with gathered:
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
+
+    def _random_state(self) -> Tensor:
+        device = self.trainer.strategy.root_device
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def _now(self) -> float:
+        if self.trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.strategy.root_device)
+        return time.perf_counter()
 
 
 _LOSS = "loss"
-_AUTOCAST = {"bf16": {torch.bfloat16}, "16": {torch.float16}}
 
 
 def _rows(
     plain: dict[str, Tensor], ours: dict[str, Tensor], truth: dict[str, Tensor], eps: float, prefix: str
 ) -> tuple[Row, ...]:
-    """Return the worst weight of modules that are alike. Errors of gradients that are almost zero count as of larger."""
+    """Return the worst weight of modules that are alike. Gradients that are almost zero count as larger."""
     base = truth or plain
     norms = {name: float(value.double().norm()) for name, value in base.items()}
     scale = max((norm for name, norm in norms.items() if name != _LOSS), default=0.0)
     if not scale:
-        raise ValueError("The step has no gradients: use a model and a batch that have a loss to train on.")
-
-    def errors(values: dict[str, Tensor]) -> dict[str, float]:
-        return {
-            name: float((values[name].double() - true.double()).norm())
-            / (norms[name] if name == _LOSS else max(norms[name], 1e-3 * scale))
-            for name, true in base.items()
-        }
-
-    before, after = errors(plain), errors(ours)
+        raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
+    sizes = {name: norm if name == _LOSS else max(norm, 1e-3 * scale) for name, norm in norms.items()}
+    before, after = (
+        {name: float((values[name].double() - true.double()).norm()) / sizes[name] for name, true in base.items()}
+        for values in (plain, ours)
+    )
     # Models compute parts in float32 whatever their dtype is, and a weight of few numbers may have no error by chance.
     least = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
     worst: dict[str, Row] = {}
     for name in base:
         path = pattern((name.rpartition(".")[0] or name).removeprefix(prefix))
         allowed = _FACTOR * max(before[name], least) if truth else max(1e-4, 10 * eps)
-        row = Row(path, before[name] if truth else float("nan"), after[name], allowed)
+        row = Row(path, before[name] if truth else math.nan, after[name], allowed)
         worst[path] = max(worst.get(path, row), row, key=_severity)
     return tuple(worst.values())
 
@@ -469,33 +492,11 @@ def _severity(row: Row) -> tuple[bool, float]:
     return not row.passed, row.tiled / row.allowed
 
 
-def _full(trainer: pl.Trainer, module: LightningModule) -> dict[str, Tensor]:
-    """Return the state dict with whole weights on the CPU, on rank 0 at least."""
-    if _is_zero(trainer):
-        sharded = [p for p in module.parameters() if hasattr(p, "ds_id")]
-        if sharded:
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters(sharded):
-                return _on_cpu(module.state_dict())
-        return _on_cpu(module.state_dict())
-    return _on_cpu(get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True)))  # type: ignore
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
-
-
-def _trained(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_others(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Leave out buffers and frozen weights."""
-    others = {name for name, p in module.named_parameters() if not p.requires_grad}
-    others |= {name for name, _ in module.named_buffers()}
-    plain = {plain_name(name) for name in others}
-    return {name: value for name, value in state.items() if name not in plain}
-
-
-def _is_zero(trainer: pl.Trainer) -> bool:
-    return isinstance(trainer.strategy, DeepSpeedStrategy)
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    others = {plain_name(name) for name in (*frozen, *dict(module.named_buffers()))}
+    return {name: value for name, value in state.items() if name not in others}
 
 
 def _force_tiles(patches: list[Patch]) -> None:
@@ -509,28 +510,10 @@ def _force_tiles(patches: list[Patch]) -> None:
             patch.offload.offloader.min_bytes = 0
 
 
-def _without_dropout(model: nn.Module) -> None:
+def _prepare(model: nn.Module) -> None:
+    """Turn off logging, which needs a training loop, and dropout, because tiles draw masks of their own."""
+    vars(model).update(log=nothing, log_dict=nothing)
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
                 setattr(module, name, 0.0)
-
-
-def _seed() -> None:
-    torch.manual_seed(_SEED)
-    np.random.seed(_SEED)
-    random.seed(_SEED)
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _name(module: LightningModule) -> str:
-    return type(module.model if isinstance(module, _Stepping) else module).__name__
