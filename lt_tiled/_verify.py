@@ -163,14 +163,14 @@ def verify(
             loss. By default that of ``training_step``, or of the output of the model.
         strategy: A strategy with its settings, as for a Trainer, which is also that of the same name for Fabric.
         reference: Compute the step in float64 (float32 for 16-bit weights), too, on each device without sharding.
-            Without it errors are relative to the untiled step, and the bounds are estimated.
+            Without it, or if the step draws random numbers, errors are relative to the untiled step.
         trainer: Other arguments of the Trainer, such as ``precision`` and ``devices``.
 
     Raises:
         ValueError: If the step cannot run.
     """
     module = model if isinstance(model, LightningModule) and step is None else _Stepping(model, step or _loss_of)
-    device = next(model.parameters()).device.type
+    device = next((weight.device.type for weight in model.parameters()), "auto")
     return _run(module, _Comparison(module, batch, None, reference), {"accelerator": device} | trainer, strategy)
 
 
@@ -213,9 +213,10 @@ def _run(
     kept = [c for c in (callbacks if isinstance(callbacks, list) else [callbacks]) if isinstance(c, AppliesPolicies)]
     run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
     if isinstance(run.strategy, DeepSpeedStrategy):
-        for name in ("optimizer", "scheduler"):
-            run.strategy.config.pop(name, None)
-        run.strategy.config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        assert run.strategy.config is not None
+        own = {name: value for name, value in run.strategy.config.items() if name not in ("optimizer", "scheduler")}
+        own |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        run.strategy.config = own
 
     def configure_optimizers() -> torch.optim.Optimizer:
         model: Any = run.model
@@ -237,7 +238,7 @@ _NO_STEPS: dict[str, Any] = {
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
     ),
     **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
-    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time", "profiler"), None),
+    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time", "overfit_batches"), None),
     **{
         "max_epochs": -1,
         "accumulate_grad_batches": 1,
@@ -279,7 +280,7 @@ class _Gradients(torch.optim.Optimizer):
         super().__init__(weights, {"lr": 0.0})
         self.steps = 0
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         self.steps += 1
         return loss
@@ -332,7 +333,7 @@ class _Comparison(Callback):
             kinds = {weight.dtype for weight in pl_module.parameters()}
             dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
             truth: dict[str, Tensor] = {}
-            if self.reference:
+            if self.reference and not self.draws:  # other precisions draw other random numbers
                 loss, truth = self._step_in(dtype, weights)
                 plain[_LOSS], ours[_LOSS], truth[_LOSS] = (torch.tensor([x]) for x in (untiled.loss, tiled.loss, loss))
         if trainer.is_global_zero:
@@ -443,9 +444,9 @@ class _Comparison(Callback):
         """Return the state dict with whole weights, on the CPU."""
         model, gathered = self.trained if self._on_deepspeed else self.trainer.model, nullcontext()
         if sharded := [p for p in self.trained.parameters() if hasattr(p, "ds_id")]:
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
-            gathered = GatheredParameters(sharded)
+            gathered = deepspeed.zero.GatheredParameters(sharded)
         with gathered:
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
@@ -482,7 +483,8 @@ def _rows(
     worst: dict[str, Row] = {}
     for name in base:
         path = pattern((name.rpartition(".")[0] or name).removeprefix(prefix))
-        allowed = _FACTOR * max(before[name], least) if truth else max(1e-4, 10 * eps)
+        limit = max(1e-4, 10 * eps)
+        allowed = min(_FACTOR * max(before[name], least), 4 * limit) if truth else limit
         row = Row(path, before[name] if truth else math.nan, after[name], allowed)
         worst[path] = max(worst.get(path, row), row, key=_severity)
     return tuple(worst.values())

@@ -17,7 +17,7 @@ from lt_tiled.cli import main
 from lt_tiled.tiling.autograd import TiledFunction
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
-from tests.lit import LitTiny
+from tests.lit import LitTiny, replaced
 from tests.models import GatedMLP, TinyLM, lm_loss
 from tests.world import World
 
@@ -40,9 +40,7 @@ IDS = draw((2, 40), 0)
     "name", ["Llama", "Gemma 2", "GPT-2", "Mixtral", "DeepSeek V3", "T5", "BERT", "ViT", "OPT", "Phi"]
 )
 def test_architectures(name: str) -> None:
-    """Architectures of all kinds pass, in several tiles; ``pytest --examples`` has no part in it: all forty are run by
-    ``python -m benchmarks``.
-    """
+    """Architectures of all kinds pass, in several tiles if they have an MLP to tile."""
     model = ARCHITECTURES[name].build(torch.float32)
     result = verify(model, ARCHITECTURES[name].feed(model))
     assert result.passed, str(result)
@@ -56,10 +54,16 @@ def test_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TiledFunction, "backward", staticmethod(too_large))
     result = verify(net, IDS, step=step)
     assert not result.passed
-    assert result.worst.path.startswith("blocks.*.mlp.")
+    assert result.worst.path.startswith(("blocks.*.mlp.", "blocks.*.norm2"))
     assert 0.009 < result.worst.tiled < 0.011
-    assert f"fail: {result.worst.path}, error 1.0e-02 of " in result.verdict
+    assert f"fail: {result.worst.path}, error {result.worst.tiled:.1e} of " in result.verdict
     assert not verify(net, IDS, step=step, reference=False).passed
+
+
+def only_32_bits(model: Any, ids: Tensor) -> Tensor:
+    if model.head.weight.dtype == torch.float64:
+        raise TypeError("no kernel")
+    return step(model, ids)
 
 
 class Mixing(GatedMLP):
@@ -70,10 +74,10 @@ class Mixing(GatedMLP):
 
 
 class Noisy(GatedMLP):
-    """Draws noise that no flag turns off."""
+    """Scales each call with a random number, and each tile with another."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.rand_like(x))
+        return super().forward(x * torch.rand(()))
 
 
 class Dropping(GatedMLP):
@@ -113,7 +117,7 @@ def test_the_model_stays(tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
-    assert "tiles" not in str(net)
+    assert replaced(net) == 0
 
 
 def test_figures() -> None:
@@ -135,7 +139,7 @@ def test_figures() -> None:
         ({"step": lambda model, ids: model(ids)[0, 0, 0] * 0}, "The step has no gradients"),
         ({}, "TinyLM returns no loss for the batch"),
         ({"step": step, "strategy": "auto"}, "lt_tiled changes nothing in TinyLM"),
-        ({"step": lambda model, ids: step(model.float(), ids)}, "does not run in torch.float64"),
+        ({"step": only_32_bits}, r"does not run in torch.float64 \(no kernel\): pass reference=False"),
     ],
 )
 def test_what_cannot_be_verified(arguments: dict[str, Any], message: str) -> None:
@@ -151,9 +155,8 @@ def test_callbacks_and_modules() -> None:
 
 def on_engine(engine: str, wrong_rank: int | None) -> bool:
     """Whether sequences of its own pass on a rank."""
-    chosen: Any = (
-        strategy(lt_tiled, engine) if engine != "offload" else TiledDeepSpeedStrategy(2, offload_optimizer=True)
-    )
+    offloaded = TiledDeepSpeedStrategy(stage=2, offload_optimizer=True) if engine == "offload" else None
+    chosen = offloaded or strategy(lt_tiled, engine)
     if dist.get_rank() == wrong_rank:
         TiledFunction.backward = staticmethod(too_large)  # type: ignore[method-assign]
     try:
@@ -168,14 +171,13 @@ def on_engines(cells: list[tuple[str, int | None]]) -> list[bool]:
 
 
 def test_engines(world: World) -> None:
-    """DDP, FSDP and FSDP2 pass; an error on one rank fails on all."""
-    cells = [("ddp", None), ("ddp", 1), ("fsdp_flat", None), ("fsdp2", None), ("fsdp2", 1)]
-    assert world(on_engines, cells) == [[True, False, True, True, False]] * 2
+    """FSDP with flat weights and FSDP2 pass; an error on one rank of DDP fails on all."""
+    assert world(on_engines, [("fsdp_flat", None), ("fsdp2", None), ("ddp", 1)]) == [[True, True, False]] * 2
 
 
 def test_deepspeed(deepspeed_world: World) -> None:
-    """ZeRO-2 with the optimizer in CPU memory and ZeRO-3 pass; an error on one rank fails on all."""
-    assert deepspeed_world(on_engines, [("offload", None), ("zero3", None), ("zero3", 1)]) == [[True, True, False]] * 2
+    """ZeRO-2 with the optimizer in CPU memory passes; an error on one rank of ZeRO-3 fails on all."""
+    assert deepspeed_world(on_engines, [("offload", None), ("zero3", 1)]) == [[True, False]] * 2
 
 
 CONFIG = """\
@@ -202,4 +204,4 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert stop.value.code == 1
     text = capsys.readouterr().out
     assert "errors are relative to the untiled step" in text
-    assert "\nfail: net.blocks.*.mlp." in text
+    assert "\nfail: net.blocks.*." in text
