@@ -3,7 +3,7 @@
 from lt_tiled import callbacks, fabric
 from lt_tiled._prepare import Prepared, prepare
 from lt_tiled._renamed import deprecated
-from lt_tiled._verify import Verification, verify
+from lt_tiled._verify import verify
 from lt_tiled.errors import (
     DoesNotFitError,
     NothingFoundError,
@@ -24,6 +24,7 @@ from lt_tiled.strategies import (
     TiledSingleDeviceStrategy,
 )
 from lt_tiled.tiling.api import tile, untile
+from lt_tiled.verification import Verification
 
 __version__ = "0.2.0"
 

@@ -44,7 +44,7 @@ def test_architectures(name: str) -> None:
     model = ARCHITECTURES[name].build(torch.float32)
     result = verify(model, ARCHITECTURES[name].feed(model))
     assert result.passed, str(result)
-    assert result.tiles == (5 if ARCHITECTURES[name].finds else result.tiles)
+    assert result.tiles == (5 if ARCHITECTURES[name].finds else None)
 
 
 def test_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
