@@ -36,9 +36,7 @@ def step(model: Any, ids: Tensor) -> Tensor:
 IDS = draw((2, 40), 0)
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", "Gemma 2", "GPT-2", "Mixtral", "T5", "BERT", "ViT", "OPT"]
-)
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-2", "Mixtral", "T5", "BERT", "ViT", "OPT"])
 def test_architectures(name: str) -> None:
     """Architectures of all kinds pass, in several tiles if they have an MLP to tile."""
     model = ARCHITECTURES[name].build(torch.float32)
