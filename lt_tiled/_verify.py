@@ -245,7 +245,8 @@ class _Comparison(Callback):
                 untiled,
                 tiled,
                 compare(plain, ours, truth, eps, "model." if isinstance(self.module, _Stepping) else ""),
-                max([row.tiles for row in report.tiled] + [row.tiles for row in report.losses], default=None),
+                # A loss that a model computes in another way than from logits and labels alone is not tiled.
+                max([r.tiles for r in report.tiled] + [r.tiles for r in report.losses if r.tiles], default=None),
                 self.draws,
             )
         self.result = trainer.strategy.broadcast(self.result)

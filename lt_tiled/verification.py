@@ -59,7 +59,7 @@ class Verification:
     tiled: Step
     rows: tuple[Row, ...]
     tiles: int | None
-    """The most tiles of a module; ``None`` if there is none to tile."""
+    """The most tiles of an MLP or a loss; ``None`` if there is none that is tiled."""
     draws: bool = False
     """Whether a step without dropout draws random numbers, which tiles draw in another order."""
 
@@ -101,6 +101,7 @@ class Verification:
             ("time", lambda step: f"{step.seconds:.3f} s"),
         ):
             table.add_row(name, show(self.untiled), show(self.tiled))
+        table.add_row("tiles", "1", str(self.tiles or "none"))
         table.add_section()
         for row in self.rows:
             untiled = "-" if math.isnan(row.untiled) else f"{row.untiled:.1e}"
