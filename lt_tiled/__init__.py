@@ -3,6 +3,7 @@
 from lt_tiled import callbacks, fabric
 from lt_tiled._prepare import Prepared, prepare
 from lt_tiled._renamed import deprecated
+from lt_tiled._verify import verify
 from lt_tiled.errors import (
     DoesNotFitError,
     NothingFoundError,
@@ -23,6 +24,7 @@ from lt_tiled.strategies import (
     TiledSingleDeviceStrategy,
 )
 from lt_tiled.tiling.api import tile, untile
+from lt_tiled.verification import Verification
 
 __version__ = "0.2.0"
 
@@ -45,6 +47,7 @@ __all__ = [
     "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
     "Tiling",
+    "Verification",
     "callbacks",
     "data_rank",
     "data_world_size",
@@ -55,4 +58,5 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_token_logprobs",
     "untile",
+    "verify",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from lt_tiled.errors import SimulationError
 
 
-def first_batch(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
-    """Return the first batch of the training data as ``training_step`` receives it, on the CPU."""
+def first_batch(module: LightningModule, datamodule: LightningDataModule | None, index: int = 0) -> Any:
+    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU."""
     loader = (module if datamodule is None else datamodule).train_dataloader()
-    batch = next(iter(CombinedLoader(loader, "max_size_cycle")))[0]
+    *_, (batch, _, _) = islice(CombinedLoader(loader, "max_size_cycle"), index + 1)
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
         overridden = datamodule is not None and is_overridden(hook, datamodule)
         batch = getattr(datamodule if overridden else module, hook)(batch, 0)

@@ -1,4 +1,4 @@
-"""The command line: ``fit``, ``validate``, ``test`` and ``predict`` of ``LightningCLI``, ``plan`` and ``export``."""
+"""The command line: those of ``LightningCLI``, such as ``fit``, and ``plan``, ``verify`` and ``export``."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ from torch.optim import Optimizer
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
+from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
 
 
 class PlanningTrainer(Trainer):
-    """A Trainer with a method ``plan``, from which the command line takes the arguments of ``plan``."""
+    """A Trainer with methods ``plan`` and ``verify``, from which the command line takes the arguments of both."""
 
     plan = staticmethod(run_plan)
+    verify = staticmethod(run_verify)
 
 
 class TiledCLI(LightningCLI):
-    """Adds the command ``plan``, which makes modules without memory and no Trainer.
+    """Adds the commands ``plan``, which makes modules without memory, and ``verify``. Both get no Trainer.
 
     Args:
         command: The command that runs, if it is known: no parsers are built for the others, because that is slow.
@@ -51,7 +53,8 @@ class TiledCLI(LightningCLI):
         super().__init__(**kwargs)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
-        every = {**LightningCLI.subcommands(), "plan": {"config", "trainer", "model", "datamodule"}}
+        own = {"config", "trainer", "model", "datamodule"}
+        every = {**LightningCLI.subcommands(), "plan": own, "verify": own}
         return {self.command: every[self.command]} if self.command in every else every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -94,13 +97,17 @@ class TiledCLI(LightningCLI):
             self.parser.error('Parser key "lr_scheduler":\n  it needs an optimizer, such as --optimizer=AdamW.')
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        if self.subcommand != "plan":
+        if self.subcommand not in ("plan", "verify"):
             return super().instantiate_trainer(**kwargs)
-        return SimpleNamespace(plan=self._plan)  # type: ignore[return-value]
+        return SimpleNamespace(plan=self._plan, verify=self._verify)  # type: ignore[return-value]
 
     def _plan(self, **kwargs: Any) -> None:
         self._dump_config()
         run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
+
+    def _verify(self, **kwargs: Any) -> None:
+        if not run_verify(self._get(self.config_init, "trainer", default={}), **kwargs).passed:
+            raise SystemExit(1)
 
 
 def _optimizers(module: LightningModule, optimizer: Any, scheduler: Any) -> Any:

@@ -58,6 +58,8 @@ SLOW = (
     "test_cli.py::test_tiled_loss",
     "test_import.py",
     "test_release.py",
+    "test_verify.py::test_architectures",
+    "test_verify.py::test_figures",
     "test_world.py",
     "tiling/test_architectures.py",
     "tiling/test_compiled.py::test_a_whole_model",

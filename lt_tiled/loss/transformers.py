@@ -252,16 +252,3 @@ def loss_function_set(model: Any, function: Callable[..., Any]) -> Iterator[None
         del model._loss_function  # the attribute of the property, which has no deleter
         if before is not None:
             model.loss_function = before
-
-
-@contextmanager
-def untiled_losses(model: nn.Module) -> Iterator[None]:
-    """Let the models compute their losses from full logits for a while."""
-    patches = [patch for _, m in [("", model), *walk(model)] for patch in get_patches(m, HeadPatch)]
-    for patch in patches:
-        patch.active = False
-    try:
-        yield
-    finally:
-        for patch in patches:
-            patch.active = True

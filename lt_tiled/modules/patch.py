@@ -6,8 +6,8 @@ The replacement is a bound method of the same name that reaches its state, the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import cache
 from inspect import Parameter, Signature, signature
@@ -93,6 +93,19 @@ def get_patch(module: nn.Module, kind: type[PatchType], method: str = "forward")
 def get_patches(module: nn.Module, kind: type[PatchType]) -> list[PatchType]:
     """Return the patches of that kind on any of the module's methods."""
     return [patch for patch in module.__dict__.values() if isinstance(patch, kind) and patch.active]
+
+
+@contextmanager
+def turned_off(model: nn.Module, kind: type[Patch] = Patch) -> Iterator[None]:
+    """Let the patches of that kind in a model pass calls on to what they replaced, for a while."""
+    patches = [patch for module in model.modules() for patch in get_patches(module, kind)]
+    for patch in patches:
+        patch.active = False
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.active = True
 
 
 def set_patch(module: nn.Module, patch: Patch, function: Callable[..., Any], innermost: bool = False) -> None:

@@ -14,8 +14,9 @@ from lt_tiled._log import warn
 from lt_tiled._renamed import deprecated
 from lt_tiled._training_step import nothing
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
-from lt_tiled.loss.transformers import find_losses, untiled_losses
+from lt_tiled.loss.transformers import HeadPatch, find_losses
 from lt_tiled.memory import gib
+from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import Settings, Simulation
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
@@ -138,7 +139,7 @@ def plan(
             name = type(module).__name__
             warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
             break
-    with untiled_losses(job.module) if full_logits else nullcontext():
+    with turned_off(job.module, HeadPatch) if full_logits else nullcontext():
         return Plan(job.name, length, settings, job.simulate(tokens, settings, whole))
 
 

@@ -1,0 +1,388 @@
+"""Compare one training step without and with lt_tiled: the same weights, data, randomness, precision and engine.
+
+NOTE [What is compared]
+An engine sets up a copy of the model once. Its steps run with lt_tiled's patches turned off, and turned on, forced to
+several tiles. The optimizer of the run changes no weight. It can put gradients in the place of weights: the full state
+dict, which every engine can gather, then has them under the names of the weights. DeepSpeed has a function for that.
+The same step of a plain copy in higher precision, without engine and patches, shows the rounding of both.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._training_step import first_batch, length_of, nothing, stepped_on, training_loss, with_length
+from lt_tiled._types import PositiveInt
+from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.modules.find import plain_name
+from lt_tiled.modules.patch import Patch, get_patches, turned_off
+from lt_tiled.report import Report
+from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.verification import LOSS, Step, Verification, compare
+
+_TILES = 5
+"""Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    *,
+    step: Callable[[Any, Any], Tensor] | None = None,
+    strategy: Any = "tiled",
+    reference: bool = True,
+    **trainer: Any,
+) -> Verification:
+    """Compare a training step of a model without and with lt_tiled, and return what differs by how much.
+
+    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own.
+
+    Args:
+        model: A LightningModule, or any module.
+        batch: A batch. Sequences of a few hundred tokens are enough, because the tiles are made that small.
+        step: For loops with Fabric or plain PyTorch: a function that takes the model and the batch and returns the
+            loss. By default that of ``training_step``, or of the output of the model.
+        strategy: A strategy with its settings, as for a Trainer, which is also that of the same name for Fabric.
+        reference: Compute the step in float64 (float32 for 16-bit weights), too, on each device without sharding.
+            Without it, or if the step draws random numbers, errors are relative to the untiled step.
+        trainer: Other arguments of the Trainer, such as ``precision`` and ``devices``.
+
+    Raises:
+        ValueError: If the step cannot run.
+    """
+    module = model if isinstance(model, LightningModule) and step is None else _Stepping(model, step or _loss_of)
+    device = next((weight.device.type for weight in model.parameters()), "auto")
+    return _run(module, _Comparison(module, batch, None, reference), {"accelerator": device} | trainer, strategy)
+
+
+def run_verify(
+    trainer: Mapping[str, Any],
+    model: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    seq: PositiveInt = 256,
+    reference: bool = True,
+) -> Verification:
+    """Compare a training step of a configuration without and with lt_tiled: loss, gradients, FLOPs, memory and time.
+
+    Args:
+        trainer: The arguments of the Trainer, with their objects.
+        model: The module.
+        datamodule: Its data, of which each rank takes one batch.
+        seq: The longest sequence length. Tiles are made small enough that there are several.
+        reference: Compute the step in float64 (float32 for 16-bit weights), too, on each device without sharding. Turn
+            it off for a model that does not fit; bounds are then estimated.
+    """
+    for holder in (datamodule, model):
+        if getattr(holder, "seq_len", 0) > seq:
+            holder.seq_len = int(seq)  # type: ignore[union-attr]
+    arguments = dict(trainer)
+    comparison = _Comparison(model, None, int(seq), reference)
+    result = _run(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
+    if comparison.trainer.is_global_zero:
+        console = Console()
+        if not console.is_terminal:
+            console.width = 1000
+        console.print(result.table())
+        console.print(result.verdict, highlight=False, soft_wrap=True)
+    return result
+
+
+def _run(
+    module: LightningModule, comparison: _Comparison, trainer: Mapping[str, Any], strategy: Any, data: Any = None
+) -> Verification:
+    callbacks = trainer.get("callbacks") or []
+    kept = [c for c in (callbacks if isinstance(callbacks, list) else [callbacks]) if isinstance(c, AppliesPolicies)]
+    run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
+    if isinstance(run.strategy, DeepSpeedStrategy):
+        assert run.strategy.config is not None
+        own = {name: value for name, value in run.strategy.config.items() if name not in ("optimizer", "scheduler")}
+        own |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        run.strategy.config = own
+
+    def configure_optimizers() -> torch.optim.Optimizer:
+        model: Any = run.model
+        comparison.optimizer = _Gradients(p for p in model.parameters() if p.requires_grad)
+        return comparison.optimizer
+
+    trained = copy.deepcopy(module)
+    trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
+    run.fit(trained, [comparison.batch] if data is None and comparison.batch is not None else None, datamodule=data)
+    if comparison.result is None:
+        raise ValueError(
+            "A strategy that spawns processes keeps its results: use one that starts scripts, or torchrun."
+        )
+    return comparison.result
+
+
+_NO_STEPS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
+    ),
+    **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
+    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time", "overfit_batches"), None),
+    **{
+        "max_epochs": -1,
+        "accumulate_grad_batches": 1,
+        "fast_dev_run": False,
+        "barebones": False,
+        "overfit_batches": 0.0,
+    },
+}
+"""The arguments of a Trainer that sets up an engine and runs no step by itself."""
+
+
+class _Stepping(LightningModule):
+    """Gives a plain module a ``training_step``."""
+
+    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self._step = model, step
+
+    def configure_model(self) -> None:
+        """Do nothing: Lightning wants this hook under FSDP2."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._step(self.model, batch)
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+    output = model(*args, **kwargs)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise ValueError(f"{type(model).__name__} returns no loss for the batch: pass step=lambda model, batch: ...")
+    return loss
+
+
+class _Gradients(torch.optim.Optimizer):
+    """Changes no weight, but can put gradients in the place of weights."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.0})
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.steps += 1
+        return loss
+
+    @torch.no_grad()
+    def gathered(self, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what ``gather`` returns while gradients are in the place of weights."""
+        weights = stepped_on(self)
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.zero_() if weight.grad is None else weight.copy_(weight.grad)
+        try:
+            return gather()
+        finally:
+            for weight, value in zip(weights, before, strict=True):
+                weight.copy_(value)
+
+
+class _Comparison(Callback):
+    """Runs the steps when a Trainer's ``fit`` has set up the engine."""
+
+    optimizer: _Gradients
+    trainer: Any
+    trained: LightningModule
+    """The copy that the engine trains."""
+    draws = False
+    """Whether a step without dropout draws random numbers."""
+    result: Verification | None = None
+
+    def __init__(self, module: LightningModule, batch: Any, seq: int | None, reference: bool) -> None:
+        self.module, self.batch, self.seq, self.reference = module, batch, seq, reference
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+        self.trainer, self.trained = trainer, pl_module
+        name = type(self.module.model if isinstance(self.module, _Stepping) else self.module).__name__
+        if not pl_module.automatic_optimization:
+            raise ValueError(f"{name} optimizes manually: use lt_tiled.verify(model, batch, step=...).")
+        patches = [patch for module in pl_module.modules() for patch in get_patches(module, Patch)]
+        if not patches:
+            raise ValueError(f"lt_tiled changes nothing in {name}: use one of its strategies or callbacks.")
+        _force_tiles(patches)
+        _prepare(pl_module)
+        with isolate_rng():
+            torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
+            self._read_batch()
+            weights = self._full() if self.reference else {}
+            with turned_off(pl_module):
+                untiled, plain = self._measure()
+            tiled, ours = self._measure()
+            kinds = {weight.dtype for weight in pl_module.parameters()}
+            dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
+            truth: dict[str, Tensor] = {}
+            if self.reference and not self.draws:  # other precisions draw other random numbers
+                loss, truth = self._step_in(dtype, weights)
+                plain[LOSS], ours[LOSS], truth[LOSS] = (torch.tensor([x]) for x in (untiled.loss, tiled.loss, loss))
+        if trainer.is_global_zero:
+            mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(str(trainer.precision).split("-")[0], set())
+            eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
+            report = Report.of(pl_module)
+            self.result = Verification(
+                f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
+                f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
+                untiled,
+                tiled,
+                compare(plain, ours, truth, eps, "model." if isinstance(self.module, _Stepping) else ""),
+                # A loss that a model computes in another way than from logits and labels alone is not tiled.
+                max([r.tiles for r in report.tiled] + [r.tiles for r in report.losses if r.tiles], default=None),
+                self.draws,
+            )
+        self.result = trainer.strategy.broadcast(self.result)
+
+    def _read_batch(self) -> None:
+        strategy = self.trainer.strategy
+        if self.batch is None:
+            place = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+            self.batch = first_batch(self.trained, self.trainer.datamodule, place.get("rank", 0))
+        if self.seq is not None and length_of(self.batch) > self.seq:
+            self.batch = with_length(self.batch, self.seq)
+        self.batch = strategy.batch_to_device(self.batch)
+
+    def _measure(self) -> tuple[Step, dict[str, Tensor]]:
+        """Run three steps: one that settles, one for FLOPs and memory, one for time and gradients."""
+        from lt_tiled.planner.ledger import Flops, Ledger
+
+        device, base = self.trainer.strategy.root_device, 0
+        self._step()
+        on_cuda = device.type == "cuda"
+        if on_cuda:
+            base = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        with Flops() as counted, nullcontext(Ledger()) if on_cuda else Ledger(only=device.type) as ledger:
+            self._step()
+        peak = torch.cuda.max_memory_allocated(device) - base if on_cuda else ledger.peak
+        loss, gradients, seconds = self._step(read=True)
+        norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+        return Step(loss, norm, counted.total, peak, seconds), gradients
+
+    def _step(self, read: bool = False) -> tuple[float, dict[str, Tensor], float]:
+        """Run a step of the engine. Return its loss, the gradients if they are read, and the duration."""
+        strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
+        loss, gradients, seconds = torch.tensor(0.0), dict[str, Tensor](), 0.0
+
+        def closure() -> Tensor:
+            nonlocal loss, gradients, seconds
+            with isolate_rng():  # each step draws what the others draw
+                before, start = self._random_state(), self._now()
+                loss = training_loss(strategy.training_step, self.trained, self.batch)
+                optimizer.zero_grad()
+                strategy.backward(loss, optimizer)
+                seconds = self._now() - start
+                self.draws |= read and not torch.equal(before, self._random_state())
+            if read and self._on_deepspeed:
+                from deepspeed.utils import safe_get_full_grad
+
+                scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)
+                weights = {name: p for name, p in self.trained.named_parameters() if p.requires_grad}
+                gradients = {name: safe_get_full_grad(p).cpu() / scale for name, p in weights.items()}
+            return loss
+
+        steps = self.optimizer.steps
+        for _ in range(40):  # a gradient scaler leaves out steps until its scale fits
+            strategy.optimizer_step(optimizer, closure)
+            if self._on_deepspeed or self.optimizer.steps > steps:
+                break
+        else:
+            raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
+        if read and not self._on_deepspeed:
+            gradients = _without_others(self.trained, self.optimizer.gathered(self._full))
+        optimizer.zero_grad()
+        return float(loss.detach()), gradients, seconds
+
+    def _step_in(self, dtype: torch.dtype, weights: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """Run the step of a plain copy in another precision. Gradients are averaged over the ranks."""
+        module, default = copy.deepcopy(self.module), torch.get_default_dtype()
+        module.trainer = self.trainer
+        batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        try:
+            module.configure_model()
+            module.load_state_dict(weights)
+            _prepare(module.to(self.trainer.strategy.root_device, dtype))
+            torch.set_default_dtype(dtype)
+            with turned_off(module), isolate_rng():
+                loss = training_loss(module.training_step, module, batch)
+                loss.backward()
+        except Exception as error:
+            raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
+        finally:
+            torch.set_default_dtype(default)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+        if self.trainer.world_size > 1:
+            for gradient in gradients.values():
+                dist.all_reduce(gradient)
+                gradient /= self.trainer.world_size
+        return float(loss.detach()), {name: gradient.cpu() for name, gradient in gradients.items()}
+
+    @property
+    def _on_deepspeed(self) -> bool:
+        return isinstance(self.trainer.strategy, DeepSpeedStrategy)
+
+    def _full(self) -> dict[str, Tensor]:
+        """Return the state dict with whole weights, on the CPU."""
+        model, gathered = self.trained if self._on_deepspeed else self.trainer.model, nullcontext()
+        if sharded := [p for p in self.trained.parameters() if hasattr(p, "ds_id")]:
+            import deepspeed
+
+            gathered = deepspeed.zero.GatheredParameters(sharded)
+        with gathered:
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
+
+    def _random_state(self) -> Tensor:
+        device = self.trainer.strategy.root_device
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def _now(self) -> float:
+        if self.trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.strategy.root_device)
+        return time.perf_counter()
+
+
+def _without_others(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out buffers and frozen weights."""
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    others = {plain_name(name) for name in (*frozen, *dict(module.named_buffers()))}
+    return {name: value for name, value in state.items() if name not in others}
+
+
+def _force_tiles(patches: list[Patch]) -> None:
+    """Let every call, however short, run in several tiles, and offload every block input that may be offloaded."""
+    for patch in patches:
+        if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
+            patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
+        elif isinstance(patch, HeadPatch):
+            patch.owners = {owner: _TILES if count in ("auto", 1) else count for owner, count in patch.owners.items()}
+        elif isinstance(patch, BlockPatch) and patch.offload is not None:
+            patch.offload.offloader.min_bytes = 0
+
+
+def _prepare(model: nn.Module) -> None:
+    """Turn off logging, which needs a training loop, and dropout, because tiles draw masks of their own."""
+    vars(model).update(log=nothing, log_dict=nothing)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+                setattr(module, name, 0.0)

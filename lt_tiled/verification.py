@@ -1,0 +1,146 @@
+"""The result of :func:`lt_tiled.verify`: the figures of two steps, and the errors of their gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lt_tiled.memory import gib
+from lt_tiled.report import pattern
+
+_FACTOR = 4.0
+"""How much larger than that of the untiled step an error may be: both are sums of the same terms in another order."""
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The figures of a step on one rank."""
+
+    loss: float
+    norm: float
+    """The norm of all gradients."""
+    flops: int
+    peak: int
+    """The peak of what the step allocates, in bytes, besides what was there before it."""
+    seconds: float
+    """The duration of the forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst weight of the modules that are alike, or the loss. Errors are relative to the reference."""
+
+    path: str
+    untiled: float
+    tiled: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error of the tiled step is allowed; one that is not a number is not."""
+        return self.tiled <= self.allowed
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of :func:`verify`, the same on all ranks."""
+
+    title: str
+    reference: str
+    """What errors are relative to."""
+    untiled: Step
+    tiled: Step
+    rows: tuple[Row, ...]
+    tiles: int | None
+    """The most tiles of an MLP or a loss; ``None`` if there is none that is tiled."""
+    draws: bool = False
+    """Whether a step without dropout draws random numbers, which tiles draw in another order."""
+
+    @property
+    def worst(self) -> Row:
+        """The row whose error is the largest relative to what is allowed."""
+        return max(self.rows, key=_severity)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all errors are allowed, and something ran in tiles."""
+        return all(row.passed for row in self.rows) and (self.tiles is None or self.tiles > 1)
+
+    @property
+    def verdict(self) -> str:
+        """One line: pass or fail, why, and what to do next."""
+        worst = self.worst
+        figures = f"error {worst.tiled:.1e} of {worst.allowed:.1e} allowed"
+        if self.passed:
+            return f"pass: worst {worst.path}, {figures}"
+        if all(row.passed for row in self.rows):
+            return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
+        remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
+        if self.draws:
+            remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
+        return f"fail: {worst.path}, {figures}: {remedy}"
+
+    def table(self) -> Table:
+        """Return the figures of both steps, and the errors of their gradients."""
+        table = Table(title=self.title, caption=f"errors are relative to {self.reference}", caption_justify="left")
+        table.add_column("", overflow="fold")
+        for name in ("untiled", "lt_tiled", "allowed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, show in (
+            ("loss", lambda step: f"{step.loss:.6g}"),
+            ("gradient norm", lambda step: f"{step.norm:.6g}"),
+            ("FLOPs", lambda step: f"{step.flops:.3e}"),
+            ("peak of live bytes", lambda step: gib(step.peak)),
+            ("time", lambda step: f"{step.seconds:.3f} s"),
+        ):
+            table.add_row(name, show(self.untiled), show(self.tiled))
+        table.add_row("tiles", "1", str(self.tiles or "none"))
+        table.add_section()
+        for row in self.rows:
+            untiled = "-" if math.isnan(row.untiled) else f"{row.untiled:.1e}"
+            style = None if row.passed else "bold red"
+            table.add_row(f"error of {row.path}", untiled, f"{row.tiled:.1e}", f"{row.allowed:.1e}", style=style)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=1000)
+        with console.capture() as captured:
+            console.print(self.table())
+        return f"{captured.get()}{self.verdict}"
+
+
+def compare(
+    plain: dict[str, Tensor], ours: dict[str, Tensor], truth: dict[str, Tensor], eps: float, prefix: str
+) -> tuple[Row, ...]:
+    """Return the worst weight of modules that are alike. Gradients that are almost zero count as larger."""
+    base = truth or plain
+    norms = {name: float(value.double().norm()) for name, value in base.items()}
+    scale = max((norm for name, norm in norms.items() if name != LOSS), default=0.0)
+    if not scale:
+        raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
+    sizes = {name: norm if name == LOSS else max(norm, 1e-3 * scale) for name, norm in norms.items()}
+    before, after = (
+        {name: float((values[name].double() - true.double()).norm()) / sizes[name] for name, true in base.items()}
+        for values in (plain, ours)
+    )
+    # Models compute parts in float32 whatever their dtype is, and a weight of few numbers may have no error by chance.
+    least = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
+    worst: dict[str, Row] = {}
+    for name in base:
+        path = pattern((name.rpartition(".")[0] or name).removeprefix(prefix))
+        limit = max(1e-4, 10 * eps)
+        allowed = min(_FACTOR * max(before[name], least), 4 * limit) if truth else limit
+        row = Row(path, before[name] if truth else math.nan, after[name], allowed)
+        worst[path] = max(worst.get(path, row), row, key=_severity)
+    return tuple(worst.values())
+
+
+def _severity(row: Row) -> tuple[bool, float]:
+    return not row.passed, row.tiled / row.allowed
