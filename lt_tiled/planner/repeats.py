@@ -268,7 +268,7 @@ def kinds_of(blocks: list[tuple[str, nn.Module]]) -> list[Hashable]:
 
 
 def _facts(block: nn.Module, index: int) -> dict[tuple[str, str], Hashable]:
-    facts: dict[tuple[str, str], Hashable] = {}
+    facts: dict[tuple[str, str], Any] = {}
     for path, module in block.named_modules():
         facts[path, ""] = type(module)
         for name, value in vars(module).items():

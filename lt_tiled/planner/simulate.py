@@ -169,7 +169,7 @@ def _simulate(
         with ExitStack() as step_only:
             counter = step_only.enter_context(Flops())
             step_only.enter_context(first_two_tiles(counter))
-            repeats = repeat and step_only.enter_context(repeat(model, where, ledger, counter))
+            repeats = None if repeat is None else step_only.enter_context(repeat(model, where, ledger, counter))
             with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
                 loss = step()
             forward = counter.total
