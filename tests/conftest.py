@@ -22,7 +22,6 @@ SLOW = (
     "callbacks/test_memory_monitor.py::test_picture_and_prediction",
     "callbacks/test_sequence_length_finder.py::test_memory_that_really_ends",
     "docs/",
-    "docs/test_recipes.py::test_predictions",
     "engines/test_launch.py",
     "engines/test_setup.py::test_one_device",
     "examples/",
