@@ -35,6 +35,7 @@ SLOW = (
     "planner/test_floor.py",
     "planner/test_plan.py",
     "planner/test_prediction.py",
+    "planner/test_repeats.py::test_repeated_blocks",
     "planner/test_sharing.py",
     "sequence_parallel/test_engines.py",
     "sequence_parallel/test_data.py::test_evaluation",

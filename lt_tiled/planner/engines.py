@@ -209,6 +209,10 @@ class FSDP2(EngineMemory):
             self._append(unit)
         for t in outputs:
             t.register_hook(partial(self._begin_backward, unit))
+        if outputs and not unit.waiting:  # no gradient of a weight will tell when its backward pass ends
+            for t in tree_leaves(args):
+                if isinstance(t, Tensor) and t.requires_grad:
+                    t.register_hook(partial(self._end_backward, unit))
 
     def _append(self, unit: Unit) -> None:
         self.order = [*(u for u in self.order if u is not unit), unit]
@@ -222,13 +226,16 @@ class FSDP2(EngineMemory):
         if before and before[-1].gathered is None and before[-1].prefetched is None:
             self.prefetch(before[-1])
 
+    def _end_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
+        unit.reshard()
+        unit.in_backward = False
+
     def _after_gradient(self, unit: Unit, weight: Tensor) -> None:
         assert isinstance(weight, nn.Parameter)
         unit.ready.append(weight)
         unit.waiting -= 1
         if unit.waiting <= 0:
-            unit.reshard()
-            unit.in_backward = False
+            self._end_backward(unit)
             self.reduce(unit)
 
 
@@ -254,7 +261,7 @@ class _DeepSpeed(EngineMemory):
 
     def shard(self, weight: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(torch.empty(-(-weight.numel() // self.engine.ranks)), weight.requires_grad)
-        if self.engine.offload_optimizer:
+        if self.engine.offload_optimizer or not weight.requires_grad:
             self.ledger.drop(master)
         else:
             self.ledger.name(master, "optimizer")

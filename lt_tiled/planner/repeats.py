@@ -8,7 +8,7 @@ offloading are those of the complete model, so none of their memory is extrapola
 of such a block are left out. They do not make the peak if a block of the same kind, which has the same temporary
 tensors, is simulated from at least as many live bytes. This is checked for the forward and the backward pass of each
 block. Where it does not hold, or where something that a block made lives longer than to its own backward pass,
-:class:`IrregularError` is raised, and all blocks are to be simulated.
+:class:`IrregularError` is raised, and all blocks are simulated.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def kinds_of(blocks: list[tuple[str, nn.Module]]) -> list[Hashable]:
 
 
 def _facts(block: nn.Module, index: int) -> dict[tuple[str, str], Hashable]:
-    facts: dict[tuple[str, str], Hashable] = {}
+    facts: dict[tuple[str, str], Any] = {}
     for path, module in block.named_modules():
         facts[path, ""] = type(module)
         for name, value in vars(module).items():

@@ -21,7 +21,7 @@ from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Flops, Ledger
-from lt_tiled.planner.repeats import IrregularError, Repeats
+from lt_tiled.planner.repeats import Repeats
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
@@ -116,7 +116,7 @@ def simulate(
     """
     kept = settings.sequence_parallel is not None and settings.sequence_parallel.keep is not None
     if not whole and not kept and getattr(settings.checkpointing, "activations", "") != "all":
-        with suppress(IrregularError):
+        with suppress(Exception):  # also what blocks raise that miss what another one did; a user's error comes again
             return _simulate(model, step, make_optimizer, settings, Repeats)
     return _simulate(model, step, make_optimizer, settings, None)
 
@@ -169,7 +169,7 @@ def _simulate(
         with ExitStack() as step_only:
             counter = step_only.enter_context(Flops())
             step_only.enter_context(first_two_tiles(counter))
-            repeats = repeat and step_only.enter_context(repeat(model, where, ledger, counter))
+            repeats = None if repeat is None else step_only.enter_context(repeat(model, where, ledger, counter))
             with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
                 loss = step()
             forward = counter.total
