@@ -5,6 +5,7 @@ HTML comments, which readers do not see, say what a test does with a block:
 * ``<!-- python`` and code up to ``-->``: code that runs before the blocks that follow, such as the reader's model;
 * ``<!-- file: train.py -->`` before a block: save the block under that name instead of running it;
 * ``<!-- output -->`` before a block: the commands of the document print its lines, except for numbers;
+* ``<!-- recipe -->`` before a block: test_recipes.py runs it;
 * ``<!-- test: --seq=4096 -->`` before a block: add these arguments to each of its ``lt-tiled`` commands.
 """
 
@@ -20,7 +21,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _HIDDEN = re.compile(r"<!--\s*python[ \t]*\n(.*?)-->", re.DOTALL)
-_DIRECTION = re.compile(r"<!--\s*(file|output|test)(?::\s*(.*?))?\s*-->")
+_DIRECTION = re.compile(r"<!--\s*(file|output|recipe|test)(?::\s*(.*?))?\s*-->")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.direction not in ("file", "output") and self.language != "text"
+        return self.direction not in ("file", "output", "recipe") and self.language != "text"
 
 
 def name_of(document: Path) -> str:

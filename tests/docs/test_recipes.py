@@ -16,7 +16,7 @@ RECIPES = [
     (before, after)
     for page in PAGES
     for before, after in zip(blocks(page), blocks(page)[1:], strict=False)
-    if before.language == "sh" and after.language == "text"
+    if before.direction == "recipe"
 ]
 
 
@@ -26,15 +26,9 @@ def plain(text: str) -> str:
 
 
 @pytest.mark.parametrize(("command", "printed"), RECIPES, ids=lambda block: plain(block.code)[:72])
-def test_predictions(
-    command: Block, printed: Block, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predictions(command: Block, printed: Block, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe's command prints its lines with these figures, for the complete model, and the index has its peak."""
     Path("configs").symlink_to(ROOT / "configs")
-    for block in blocks(PAGES[0]):
-        if block.direction == "file":
-            Path(block.argument).write_text(block.code)
-    monkeypatch.syspath_prepend(Path.cwd())
     main(shlex.split(command.code)[1:])
     output = plain(capsys.readouterr().out)
     lines = printed.code.splitlines()
