@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import RLock
 
 import torch
@@ -19,9 +20,9 @@ from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import gib
 from lt_tiled.offload.geometry import Geometry, movable, raw_bytes, view_key
 from lt_tiled.offload.pinned import available_memory
-from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher, waiting_for
+from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
 from lt_tiled.offload.spill import WAIT_SECONDS, SpillFile
-from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.stats import OffloadStats, StallClock
 from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import Checkpointing, parse_bytes
 
@@ -49,10 +50,8 @@ class Offloader:
         self.prefetcher = Prefetcher(policy.prefetch)
         self.step = 0
         """Counts how often a tensor was saved while no other was: in training, the forward passes."""
-        self.stats = OffloadStats()
-        """The figures since the last :meth:`end_step`."""
-        self.total = OffloadStats()
-        """The figures of all steps that ended."""
+        self.clock = StallClock()
+        self._stats, self._ended = OffloadStats(), OffloadStats()  # of all steps, and of those that ended
         self.wait_seconds = WAIT_SECONDS
         self._lock = RLock()
         self._live: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
@@ -111,9 +110,9 @@ class Offloader:
             self._let_leave(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
             tensor = packed.in_memory()
             if tensor is not None:
-                self.stats.from_memory += 1
+                self._stats.from_memory += 1
             else:
-                tensor = self.prefetcher.load(packed, self.wait_seconds, self.stats)
+                tensor = self.prefetcher.load(packed, self.wait_seconds, self._stats, self.clock)
             self.prefetcher.load_ahead(packed)
             return tensor
 
@@ -142,29 +141,33 @@ class Offloader:
             for tier in self._tiers:
                 packed.stored = packed.stored or tier.store(raw)
         if packed.stored is None:
-            if not self.so_far().kept_bytes:
+            if not self._stats.kept_bytes:
                 what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
                 remedy = "raise cpu_budget, or use offload='cpu+disk'"
                 warn(f"cpu_budget={self.policy.cpu_budget} is full: {what} stays on {raw.device}; {remedy}.")
-            self.stats.kept_bytes += packed.geometry.nbytes
+            self._stats.kept_bytes += packed.geometry.nbytes
             return
         packed.geometry = Geometry.of(source)
         if packed.stored.tier == "cpu":
-            self.stats.cpu_bytes += raw.nbytes
+            self._stats.cpu_bytes += raw.nbytes
         else:
-            self.stats.disk_bytes += raw.nbytes
+            self._stats.disk_bytes += raw.nbytes
         self._leaving.append(weakref.ref(packed))
         self._reap()
 
     def _let_leave(self, tensors: int, nbytes: int, wanted: OffloadedTensor | None = None) -> None:
         """Wait until at most so many tensors, and bytes, are being stored, not counting ``wanted``."""
+
+        def count(ms: float) -> None:
+            self._stats.stalled_ms += ms
+
         while True:
             leaving = [p for r in self._leaving if (p := r()) is not None and p is not wanted]
             there = sum(t.nbytes for p in leaving if (t := p.tensor) is not None)
             if not leaving or (len(leaving) <= tensors and there <= nbytes):
                 return
             assert leaving[0].stored is not None
-            with waiting_for(leaving[0].origin, self.stats):
+            with name_origin(leaving[0].origin), self.clock.waiting(leaving[0].device, count):
                 leaving[0].stored.settle(self.wait_seconds)
             self._reap()
 
@@ -174,6 +177,7 @@ class Offloader:
         Raises:
             OffloadError: If one could not be stored, or was changed in place before it was.
         """
+        self.clock.read()
         for reference in list(self._leaving):
             packed = reference()
             if packed is None:
@@ -197,16 +201,23 @@ class Offloader:
         if os.getpid() != self._process:
             raise OffloadError("this process is a fork of the one that offloads: train in the parent", origin=origin)
 
+    @property
+    def stats(self) -> OffloadStats:
+        """The figures since the last :meth:`end_step`."""
+        with self._lock:
+            return self.so_far() - self._ended
+
     def so_far(self) -> OffloadStats:
         """Return the figures of all steps, including the current one."""
         with self._lock:
-            return self.total + self.stats
+            if not self._closed:
+                self.clock.read()
+            return replace(self._stats)
 
     def end_step(self) -> OffloadStats:
-        """Return the figures since the last call, and add them to the total."""
+        """Return the figures since the last call."""
         with self._lock:
-            stats, self.stats = self.stats, OffloadStats()
-            self.total += stats
+            stats, self._ended = self.stats, self.so_far()
             return stats
 
     def free_buffers(self) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+
+import torch
 
 from lt_tiled.memory import gib
 
 
 @dataclass
 class OffloadStats:
-    """Sums over the steps that it covers, in bytes and milliseconds."""
+    """Sums over the steps that it covers, in bytes and milliseconds.
+
+    What a GPU waited for is known when it has run so far, which may be in the next step.
+    """
 
     cpu_bytes: int = 0
     """Bytes moved to CPU memory."""
@@ -24,10 +33,10 @@ class OffloadStats:
     prefetch_misses: int = 0
     """Tensors that the backward pass had to wait for."""
     stalled_ms: float = 0.0
-    """Time spent waiting, for tensors and for room to store more."""
+    """Time in which a GPU, or a model on the CPU, waited for tensors and for room to store more."""
 
-    def __add__(self, other: OffloadStats) -> OffloadStats:
-        return OffloadStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+    def __sub__(self, other: OffloadStats) -> OffloadStats:
+        return OffloadStats(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by name, for a logger."""
@@ -54,3 +63,35 @@ class OffloadStats:
                 wear = self.disk_bytes / seconds * 86400 / 1e12
                 lines.append(f"SSD wear at this rate: {wear:.1f} TB per day; compare with the TBW rating of the drive")
         return lines
+
+
+class StallClock:
+    """Measures waits: by events on a GPU, which may be computing while the host waits, else on the host."""
+
+    def __init__(self) -> None:
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = deque()
+
+    @contextmanager
+    def waiting(self, device: torch.device, count: Callable[[float], None]) -> Iterator[None]:
+        """Call ``count`` with the milliseconds of the wait inside: of a GPU in a later :meth:`read`."""
+        if device.type != "cuda":
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                count((time.perf_counter() - start) * 1e3)
+            return
+        stream = torch.cuda.current_stream(device)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.record_event(before)
+        try:
+            yield
+        finally:
+            stream.record_event(after)
+            self._running.append((before, after, count))
+
+    def read(self) -> None:
+        """Count the waits that have ended on their GPU."""
+        while self._running and self._running[0][1].query():
+            before, after, count = self._running.popleft()
+            count(before.elapsed_time(after))

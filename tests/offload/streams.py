@@ -1,0 +1,337 @@
+"""A stand-in for CUDA on CPU tensors, which checks that every two accesses to the same bytes are ordered.
+
+Operations run at once on the CPU, so results are right whatever wait is missing. What is checked is whether a GPU would
+have run them in that order. Each stream and each thread has a vector clock. An operation on a stream comes after what
+its thread did before the launch, what the stream did before, and the events that the stream waited for. Two accesses to
+the same bytes, one of them a write, that are not ordered so are a race. Memory follows the rules of torch's caching
+allocator: what a stream allocates may still be in use by that stream, and what is freed goes to that stream at once,
+whatever other streams do with it, unless ``record_stream`` named them.
+
+    with StreamCheck() as check:
+        check.adopt(*model.parameters())  # "on the GPU" from now on, as is all that is computed from it
+        ...
+    assert check.races == []
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lt_tiled.offload import pinned, spill
+from lt_tiled.offload.geometry import Geometry, storage_key
+
+Clock = dict[str, int]
+"""How many operations of each stream and thread came before."""
+
+
+def joined(*clocks: Clock) -> Clock:
+    return {agent: max(c.get(agent, 0) for c in clocks) for clock in clocks for agent in clock}
+
+
+@dataclass(frozen=True)
+class Access:
+    agent: str
+    count: int
+    write: bool
+    low: int
+    high: int
+    what: str
+
+    def before(self, clock: Clock) -> bool:
+        return clock.get(self.agent, 0) >= self.count
+
+
+@dataclass(eq=False)
+class Memory:
+    """The bytes of one storage, by address. ``stream`` is that for which it was allocated, ``None`` of CPU memory."""
+
+    low: int
+    high: int
+    stream: Stream | None = None
+    recorded: set[str] = field(default_factory=set)
+    accesses: list[Access] = field(default_factory=list)
+
+
+class Stream:
+    def __init__(self, check: StreamCheck, device: torch.device) -> None:
+        self.check, self.device, self.clock = check, device, Clock()
+        self.name = f"stream {len(check.streams)} of {device}"
+        check.streams.append(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.check)
+        event.clock, event.asked, event.time = joined(self.clock, self.check.host), 0, self.check.now
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.clock = joined(self.clock, event.clock)
+        self.check.now += self.check.wait_ms
+
+    def synchronize(self) -> None:
+        self.check.host_knows(self.clock)
+
+
+class Event:
+    def __init__(self, check: StreamCheck, **_: Any) -> None:
+        self.check, self.clock, self.asked, self.time = check, Clock(), 0, 0.0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.asked > self.check.patience:
+            self.synchronize()
+        return self.asked > self.check.patience
+
+    def synchronize(self) -> None:
+        self.check.host_knows(self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.time - self.time
+
+
+class TrackedCall(spill.Call):
+    """A system call that comes after what was done before it was submitted; who sees that it ended comes after it."""
+
+    check: StreamCheck
+
+    def __init__(self, run: Any) -> None:
+        self._sent, self._end = dict(self.check.host), None
+        super().__init__(run)
+
+    def run(self) -> None:
+        self.check.host_knows(self._sent)
+        with _Operations(self.check):
+            super().run()
+
+    @property
+    def done(self) -> bool:
+        if self._end is not None:
+            self.check.host_knows(self._end)
+        return self._end is not None
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        self._end = dict(self.check.host) if value else None
+
+
+class StreamCheck:
+    """See above.
+
+    Args:
+        kind: The type of the devices. Only ``"cuda"`` has streams.
+        patience: How often an event says that it has not passed yet, if no one waits for it.
+    """
+
+    def __init__(self, kind: str = "cuda", patience: int = 2) -> None:
+        self.kind, self.patience = kind, patience
+        self.races: list[str] = []
+        self.operations, self.records = 0, 0
+        self.now, self.wait_ms = 0.0, 0.0
+        """The time on the GPU, and how long each wait of a stream for an event takes there, in milliseconds."""
+        self.streams: list[Stream] = []
+        self._lock, self._local, self._stack = threading.RLock(), threading.local(), ExitStack()
+        self._hosts: defaultdict[int, Clock] = defaultdict(dict)
+        self._memory: dict[int, Memory] = {}
+        self._given = Clock()
+        self._default = [Stream(self, torch.device(kind, index)) for index in range(2)]
+
+    # Clocks and streams
+
+    @property
+    def host(self) -> Clock:
+        return self._hosts[threading.get_ident()]
+
+    def host_knows(self, clock: Clock) -> None:
+        self._hosts[threading.get_ident()] = joined(self.host, clock)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return getattr(self._local, "streams", {}).get(device) or self._default[device.index]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._must_be_current(stream.device)
+        before = getattr(self._local, "streams", {})
+        self._local.streams = {**before, stream.device: stream}
+        yield
+        self._local.streams = before
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self._local.device = getattr(self._local, "device", 0), device.index
+        yield
+        self._local.device = before
+
+    def _must_be_current(self, device: torch.device) -> None:
+        if device.index != getattr(self._local, "device", 0):
+            self.races.append(f"{device} is used while another device is the current one")
+
+    def _register(self, address: int, nbytes: int, flags: int) -> int:
+        return int(flags != 1)  # pinned for all devices
+
+    # Memory
+
+    def adopt(self, *tensors: Tensor, index: int = 0) -> Tensor:
+        """Declare tensors to be on a device, allocated by its current stream. Return the first."""
+        for tensor in tensors:
+            with self._lock:
+                self._of(tensor, self.current_stream(torch.device(self.kind, index)))
+        return tensors[0]
+
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        memory = self._memory.get(storage_key(tensor))
+        return None if memory is None or memory.stream is None else memory.stream.device
+
+    def _of(self, tensor: Tensor, stream: Stream | None = None) -> Memory:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if (memory := self._memory.get(key)) is None:
+            low = storage.data_ptr()
+            memory = self._memory[key] = Memory(low, low + storage.nbytes(), stream)
+            weakref.finalize(storage, self._free, key, memory).atexit = False
+            if stream is not None:  # what it still does with the bytes' last owner
+                self._book(stream, memory, memory.low, memory.high, True, "allocation")
+        return memory
+
+    def _free(self, key: int, memory: Memory) -> None:
+        with self._lock:
+            self._memory.pop(key)
+            if memory.stream is not None:
+                # A thread that waited for a copy kept the tensor until then.
+                clock = joined(memory.stream.clock, *list(self._hosts.values()))
+                for access in memory.accesses:
+                    if not access.before(clock) and access.agent not in memory.recorded:
+                        self.races.append(f"freed for {memory.stream.name} while {access.agent} does {access.what}")
+
+    def _record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        memory = self._of(tensor)
+        self.records += stream is not memory.stream
+        memory.recorded.add(stream.name)
+
+    def _book(self, stream: Stream | None, memory: Memory, low: int, high: int, write: bool, what: str) -> None:
+        """Note an access by a stream, or else by this thread, and compare it with those before."""
+        clock = self.host if stream is None else joined(stream.clock, self.host)
+        agent = f"thread {threading.get_ident()}" if stream is None else stream.name
+        for other in memory.accesses:
+            if (write or other.write) and other.low < high and low < other.high and not other.before(clock):
+                self.races.append(f"{what} on {agent} is not ordered after {other.what} on {other.agent}")
+        new = Access(agent, clock.get(agent, 0) + 1, write, low, high, what)
+        if stream is not None:
+            stream.clock = {**clock, agent: new.count}
+        self.host_knows({agent: new.count} if stream is None else {})
+        # Later accesses of an agent come after its earlier ones: only the last to the same bytes count.
+        covered = [a for a in memory.accesses if a.agent == agent and low <= a.low and a.high <= high]
+        memory.accesses = [a for a in memory.accesses if a not in covered or (a.write and not write)] + [new]
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and note what it reads and writes: on the current stream if it touches a device."""
+        result = func(*args, **kwargs)
+        returns = func._schema.returns
+        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return result  # a view
+        touched: list[tuple[Tensor, bool]] = []
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            touched += [(t, writes) for t in tree_leaves(value) if isinstance(t, Tensor) and t.numel()]
+        with self._lock:
+            devices = [device for t, _ in touched if (device := self.device_of(t)) is not None]
+            stream = self.current_stream(devices[0]) if devices else None
+            given = {storage_key(t) for t, _ in touched}
+            new = [t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_key(t) not in given]
+            for tensor in new if stream is not None else []:
+                self._of(tensor, stream)
+                touched.append((tensor, True))
+            if stream is not None or given & self._memory.keys():
+                self.operations += 1
+                for tensor, writes in touched:
+                    memory, low = self._of(tensor), tensor.data_ptr()
+                    what = func._schema.name.split("::")[-1]
+                    self._book(stream, memory, low, low + Geometry.of(tensor).nbytes, writes, what)
+            if stream is not None and what == "copy_" and not (len(args) > 2 and args[2]) and len(devices) == 1:
+                self.host_knows(stream.clock)  # it blocks between a device and the CPU
+        return result
+
+    def _transfer(self, real: Any, file: Any, verb: str, offset: int, data: Any) -> int:
+        for piece in data:
+            low = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
+            with self._lock:
+                for memory in [m for m in self._memory.values() if m.low <= low < m.high]:
+                    self._book(None, memory, low, low + len(piece), verb == "read", f"{verb} of the file")
+        return int(real(file, verb, offset, data))
+
+    # In the place of torch.cuda
+
+    def __enter__(self) -> StreamCheck:
+        base, empty, numpy = torch._C.TensorBase, torch.empty, Tensor.numpy
+        take, drop, transfer = pinned.Slabs.take, pinned.Slot.__del__, spill.SpillFile._transfer
+
+        def seen(real: Any, instead: Any) -> property:
+            """Return a property with another value for the package, of what is on a device."""
+
+            def get(tensor: Tensor) -> Any:
+                ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("lt_tiled.offload")
+                device = self.device_of(tensor) if ours else None
+                return real.__get__(tensor) if device is None else instead(device)
+
+            return property(get)
+
+        def new(*size: int, device: Any = None, **kwargs: Any) -> Tensor:
+            on_device = device is not None and torch.device(device).type == self.kind
+            made = empty(*size, device=None if on_device else device, **kwargs)
+            return self.adopt(made, index=device.index) if on_device else made
+
+        def to_numpy(tensor: Tensor) -> Any:
+            if self.device_of(tensor) is not None:
+                raise TypeError("can't convert a tensor on a device to numpy")
+            return numpy(tensor)
+
+        def dropped(slot: pinned.Slot) -> None:
+            self._given = joined(self._given, self.host)
+            drop(slot)
+
+        def taken(slabs: pinned.Slabs, *args: Any) -> Any:
+            self.host_knows(self._given)  # what a thread did before it dropped a slot came before
+            return take(slabs, *args)
+
+        cudart = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=lambda address: None)
+        replaced: list[tuple[Any, dict[str, Any]]] = [
+            (torch.cuda, {"Stream": partial(Stream, self), "Event": partial(Event, self), "cudart": lambda: cudart}),
+            (torch.cuda, {"current_stream": self.current_stream, "stream": self.stream, "device": self.device}),
+            (Tensor, {"is_cuda": seen(base.is_cuda, lambda device: device.type == "cuda"), "numpy": to_numpy}),
+            (Tensor, {"device": seen(base.device, lambda device: device)}),
+            (Tensor, {"record_stream": lambda tensor, stream: self._record_stream(tensor, stream)}),
+            (torch, {"empty": new}),
+            (pinned.Slot, {"__del__": dropped}),
+            (pinned.Slabs, {"take": taken}),
+            (spill, {"Call": type("Call", (TrackedCall,), {"check": self})}),
+            (spill.SpillFile, {"_transfer": lambda file, *args: self._transfer(transfer, file, *args)}),
+        ]
+        for where, names in replaced:
+            self._stack.enter_context(mock.patch.multiple(where, **names))
+        self._stack.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, check: StreamCheck) -> None:
+        super().__init__()
+        self.check = check
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.check.operation(func, args, kwargs or {})
