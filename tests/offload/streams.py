@@ -1,16 +1,10 @@
 """A stand-in for CUDA on CPU tensors, which checks that every two accesses to the same bytes are ordered.
 
 Operations run at once on the CPU, so results are right whatever wait is missing. What is checked is whether a GPU would
-have run them in that order. Each stream and each thread has a vector clock. An operation on a stream comes after what
-its thread did before the launch, what the stream did before, and the events that the stream waited for. Two accesses to
-the same bytes, one of them a write, that are not ordered so are a race. Memory follows the rules of torch's caching
-allocator: what a stream allocates may still be in use by that stream, and what is freed goes to that stream at once,
-whatever other streams do with it, unless ``record_stream`` named them.
-
-    with StreamCheck() as check:
-        check.adopt(*model.parameters())  # "on the GPU" from now on, as is all that is computed from it
-        ...
-    assert check.races == []
+have run them in that order. Each stream and thread has a vector clock. An operation on a stream comes after what its
+thread did before the launch, what the stream did before, and the events that the stream waited for. Memory follows the
+rules of torch's caching allocator: what a stream allocates may still be in use by it, and what is freed goes to that
+stream at once, whatever other streams do with it, unless ``record_stream`` named them.
 """
 
 from __future__ import annotations
@@ -21,10 +15,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -43,8 +36,7 @@ def joined(*clocks: Clock) -> Clock:
     return {agent: max(c.get(agent, 0) for c in clocks) for clock in clocks for agent in clock}
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     agent: str
     count: int
     write: bool
@@ -56,15 +48,13 @@ class Access:
         return clock.get(self.agent, 0) >= self.count
 
 
-@dataclass(eq=False)
 class Memory:
     """The bytes of one storage, by address. ``stream`` is that for which it was allocated, ``None`` of CPU memory."""
 
-    low: int
-    high: int
-    stream: Stream | None = None
-    recorded: set[str] = field(default_factory=set)
-    accesses: list[Access] = field(default_factory=list)
+    def __init__(self, storage: torch.UntypedStorage, stream: Stream | None) -> None:
+        self.low, self.high, self.stream = storage.data_ptr(), storage.data_ptr() + storage.nbytes(), stream
+        self.recorded: set[Stream] = set()
+        self.accesses: list[Access] = []
 
 
 class Stream:
@@ -129,19 +119,15 @@ class TrackedCall(spill.Call):
 
 
 class StreamCheck:
-    """See above.
-
-    Args:
-        kind: The type of the devices. Only ``"cuda"`` has streams.
-        patience: How often an event says that it has not passed yet, if no one waits for it.
-    """
+    """Two devices of a ``kind``. An event passes when it is asked for the ``patience + 1``-th time."""
 
     def __init__(self, kind: str = "cuda", patience: int = 2) -> None:
         self.kind, self.patience = kind, patience
         self.races: list[str] = []
-        self.operations, self.records = 0, 0
+        self.records = 0
+        """How often ``record_stream`` named another stream than the one for which a tensor was allocated."""
         self.now, self.wait_ms = 0.0, 0.0
-        """The time on the GPU, and how long each wait of a stream for an event takes there, in milliseconds."""
+        """The time on the GPU, and how long each wait of a stream for an event takes there."""
         self.streams: list[Stream] = []
         self._lock, self._local, self._stack = threading.RLock(), threading.local(), ExitStack()
         self._hosts: defaultdict[int, Clock] = defaultdict(dict)
@@ -163,7 +149,8 @@ class StreamCheck:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        self._must_be_current(stream.device)
+        if stream.device.index != getattr(self._local, "device", 0):
+            self.races.append(f"a stream of {stream.device} is used while another device is the current one")
         before = getattr(self._local, "streams", {})
         self._local.streams = {**before, stream.device: stream}
         yield
@@ -175,13 +162,6 @@ class StreamCheck:
         yield
         self._local.device = before
 
-    def _must_be_current(self, device: torch.device) -> None:
-        if device.index != getattr(self._local, "device", 0):
-            self.races.append(f"{device} is used while another device is the current one")
-
-    def _register(self, address: int, nbytes: int, flags: int) -> int:
-        return int(flags != 1)  # pinned for all devices
-
     # Memory
 
     def adopt(self, *tensors: Tensor, index: int = 0) -> Tensor:
@@ -191,6 +171,10 @@ class StreamCheck:
                 self._of(tensor, self.current_stream(torch.device(self.kind, index)))
         return tensors[0]
 
+    @property
+    def bytes_on_devices(self) -> int:
+        return sum(memory.high - memory.low for memory in self._memory.values() if memory.stream is not None)
+
     def device_of(self, tensor: Tensor) -> torch.device | None:
         memory = self._memory.get(storage_key(tensor))
         return None if memory is None or memory.stream is None else memory.stream.device
@@ -198,8 +182,7 @@ class StreamCheck:
     def _of(self, tensor: Tensor, stream: Stream | None = None) -> Memory:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if (memory := self._memory.get(key)) is None:
-            low = storage.data_ptr()
-            memory = self._memory[key] = Memory(low, low + storage.nbytes(), stream)
+            memory = self._memory[key] = Memory(storage, stream)
             weakref.finalize(storage, self._free, key, memory).atexit = False
             if stream is not None:  # what it still does with the bytes' last owner
                 self._book(stream, memory, memory.low, memory.high, True, "allocation")
@@ -210,15 +193,14 @@ class StreamCheck:
             self._memory.pop(key)
             if memory.stream is not None:
                 # A thread that waited for a copy kept the tensor until then.
-                clock = joined(memory.stream.clock, *list(self._hosts.values()))
-                for access in memory.accesses:
-                    if not access.before(clock) and access.agent not in memory.recorded:
-                        self.races.append(f"freed for {memory.stream.name} while {access.agent} does {access.what}")
+                streams = (memory.stream, *memory.recorded)
+                clock = joined(*list(self._hosts.values()), *(stream.clock for stream in streams))
+                late = [a for a in memory.accesses if not a.before(clock)]
+                self.races += [f"freed for {memory.stream.name} while {a.agent} does {a.what}" for a in late]
 
     def _record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        memory = self._of(tensor)
-        self.records += stream is not memory.stream
-        memory.recorded.add(stream.name)
+        self.records += stream is not self._of(tensor).stream
+        self._of(tensor).recorded.add(stream)
 
     def _book(self, stream: Stream | None, memory: Memory, low: int, high: int, write: bool, what: str) -> None:
         """Note an access by a stream, or else by this thread, and compare it with those before."""
@@ -255,7 +237,6 @@ class StreamCheck:
                 self._of(tensor, stream)
                 touched.append((tensor, True))
             if stream is not None or given & self._memory.keys():
-                self.operations += 1
                 for tensor, writes in touched:
                     memory, low = self._of(tensor), tensor.data_ptr()
                     what = func._schema.name.split("::")[-1]
@@ -306,7 +287,7 @@ class StreamCheck:
             self.host_knows(self._given)  # what a thread did before it dropped a slot came before
             return take(slabs, *args)
 
-        cudart = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=lambda address: None)
+        cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda address: None)
         replaced: list[tuple[Any, dict[str, Any]]] = [
             (torch.cuda, {"Stream": partial(Stream, self), "Event": partial(Event, self), "cudart": lambda: cudart}),
             (torch.cuda, {"current_stream": self.current_stream, "stream": self.stream, "device": self.device}),
