@@ -203,13 +203,12 @@ class MemoryMonitor(Callback):
         report = Report.of(self._model)
         tiles = [row.tiles for row in report.tiled] + [row.tiles for row in report.losses]
         before, self._offloaded = self._offloaded, report.offloaded or OffloadStats()
-        moved = self._offloaded - before
         return {
             "memory/peak_gib": peak / 2**30,
             "memory/tiles": float(max([1, *tiles])),
-            "memory/cpu_bytes": float(moved.cpu_bytes),
-            "memory/disk_bytes": float(moved.disk_bytes),
-            "memory/stalled_ms": moved.stalled_ms,
+            "memory/cpu_bytes": float(self._offloaded.cpu_bytes - before.cpu_bytes),
+            "memory/disk_bytes": float(self._offloaded.disk_bytes - before.disk_bytes),
+            "memory/stalled_ms": self._offloaded.stalled_ms - before.stalled_ms,
             "memory/tokens_per_second": self._tokens / seconds,
         }
 

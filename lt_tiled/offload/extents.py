@@ -40,14 +40,11 @@ class Extents:
         self.size = size
         self._taken: list[weakref.ref[Extent]] = []  # by offset; some are free again
 
-    def take(self, nbytes: int, step: int | None = None) -> Extent | None:
-        """Return a free range of ``nbytes``, a multiple of the alignment, or ``None`` if there is none.
-
-        With ``step``, return a shorter one where this is shorter, of a multiple of ``step`` bytes.
-        """
+    def take(self, nbytes: int, step: int = 2**62) -> Extent | None:
+        """Return a free range of ``nbytes``, or a shorter one of a multiple of ``step`` bytes, or ``None``."""
 
         def fits(free: int) -> int:
-            return nbytes if nbytes <= free else free // step * step if step else 0
+            return nbytes if nbytes <= free else free // step * step
 
         end = self._end()
         if length := fits(self.size - end):  # so it is if ranges are freed in reverse order

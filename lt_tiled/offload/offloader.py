@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import RLock
 
 import torch
@@ -50,8 +49,11 @@ class Offloader:
         self.prefetcher = Prefetcher(policy.prefetch)
         self.step = 0
         """Counts how often a tensor was saved while no other was: in training, the forward passes."""
+        self.stats = OffloadStats()
+        """The figures since the last :meth:`end_step`."""
+        self.total = OffloadStats()
+        """The figures of all steps that ended."""
         self.clock = StallClock()
-        self._stats, self._ended = OffloadStats(), OffloadStats()  # of all steps, and of those that ended
         self.wait_seconds = WAIT_SECONDS
         self._lock = RLock()
         self._live: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
@@ -110,9 +112,9 @@ class Offloader:
             self._let_leave(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
             tensor = packed.in_memory()
             if tensor is not None:
-                self._stats.from_memory += 1
+                self.stats.from_memory += 1
             else:
-                tensor = self.prefetcher.load(packed, self.wait_seconds, self._stats, self.clock)
+                tensor = self.prefetcher.load(packed, self.wait_seconds, self.stats, self.clock)
             self.prefetcher.load_ahead(packed)
             return tensor
 
@@ -141,33 +143,29 @@ class Offloader:
             for tier in self._tiers:
                 packed.stored = packed.stored or tier.store(raw)
         if packed.stored is None:
-            if not self._stats.kept_bytes:
+            if not (self.total.kept_bytes or self.stats.kept_bytes):
                 what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
                 remedy = "raise cpu_budget, or use offload='cpu+disk'"
                 warn(f"cpu_budget={self.policy.cpu_budget} is full: {what} stays on {raw.device}; {remedy}.")
-            self._stats.kept_bytes += packed.geometry.nbytes
+            self.stats.kept_bytes += packed.geometry.nbytes
             return
         packed.geometry = Geometry.of(source)
         if packed.stored.tier == "cpu":
-            self._stats.cpu_bytes += raw.nbytes
+            self.stats.cpu_bytes += raw.nbytes
         else:
-            self._stats.disk_bytes += raw.nbytes
+            self.stats.disk_bytes += raw.nbytes
         self._leaving.append(weakref.ref(packed))
         self._reap()
 
     def _let_leave(self, tensors: int, nbytes: int, wanted: OffloadedTensor | None = None) -> None:
         """Wait until at most so many tensors, and bytes, are being stored, not counting ``wanted``."""
-
-        def count(ms: float) -> None:
-            self._stats.stalled_ms += ms
-
         while True:
             leaving = [p for r in self._leaving if (p := r()) is not None and p is not wanted]
             there = sum(t.nbytes for p in leaving if (t := p.tensor) is not None)
             if not leaving or (len(leaving) <= tensors and there <= nbytes):
                 return
             assert leaving[0].stored is not None
-            with name_origin(leaving[0].origin), self.clock.waiting(leaving[0].device, count):
+            with name_origin(leaving[0].origin), self.clock.waiting(leaving[0].device, self.stats):
                 leaving[0].stored.settle(self.wait_seconds)
             self._reap()
 
@@ -177,7 +175,7 @@ class Offloader:
         Raises:
             OffloadError: If one could not be stored, or was changed in place before it was.
         """
-        self.clock.read()
+        self.clock.read(self.stats)
         for reference in list(self._leaving):
             packed = reference()
             if packed is None:
@@ -201,23 +199,18 @@ class Offloader:
         if os.getpid() != self._process:
             raise OffloadError("this process is a fork of the one that offloads: train in the parent", origin=origin)
 
-    @property
-    def stats(self) -> OffloadStats:
-        """The figures since the last :meth:`end_step`."""
-        with self._lock:
-            return self.so_far() - self._ended
-
     def so_far(self) -> OffloadStats:
         """Return the figures of all steps, including the current one."""
         with self._lock:
             if not self._closed:
-                self.clock.read()
-            return replace(self._stats)
+                self.clock.read(self.stats)
+            return self.total + self.stats
 
     def end_step(self) -> OffloadStats:
-        """Return the figures since the last call."""
+        """Return the figures since the last call, and add them to the total."""
         with self._lock:
-            stats, self._ended = self.stats, self.so_far()
+            self.total = self.so_far()
+            stats, self.stats = self.stats, OffloadStats()
             return stats
 
     def free_buffers(self) -> None:

@@ -94,7 +94,7 @@ class Prefetcher:
         loading, wanted.loading = wanted.loading or wanted.load(), None
         ready = loading.ready()
 
-        def count(ms: float) -> None:
+        def count(stats: OffloadStats, ms: float) -> None:
             hit = ready or (on_gpu and ms < EVENTS_MS)
             stats.prefetch_hits += hit
             stats.prefetch_misses += not hit
@@ -102,7 +102,7 @@ class Prefetcher:
             if self.adaptive and began_early and ms > STALL_MS:
                 self.depth = min(self.depth + 1, MAX_PREFETCH)
 
-        with name_origin(wanted.origin), clock.waiting(wanted.device, count):
+        with name_origin(wanted.origin), clock.waiting(wanted.device, stats, count):
             raw = loading.wait(seconds)
         return wanted.rebuild(raw)
 

@@ -12,6 +12,8 @@ import torch
 
 from lt_tiled.memory import gib
 
+Count = Callable[["OffloadStats", float], None]
+
 
 @dataclass
 class OffloadStats:
@@ -35,8 +37,8 @@ class OffloadStats:
     stalled_ms: float = 0.0
     """Time in which a GPU, or a model on the CPU, waited for tensors and for room to store more."""
 
-    def __sub__(self, other: OffloadStats) -> OffloadStats:
-        return OffloadStats(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
+    def __add__(self, other: OffloadStats) -> OffloadStats:
+        return OffloadStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by name, for a logger."""
@@ -65,33 +67,30 @@ class OffloadStats:
         return lines
 
 
+def stall(stats: OffloadStats, ms: float) -> None:
+    """Count a wait."""
+    stats.stalled_ms += ms
+
+
 class StallClock:
     """Measures waits: by events on a GPU, which may be computing while the host waits, else on the host."""
 
     def __init__(self) -> None:
-        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = deque()
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, Count]] = deque()
 
     @contextmanager
-    def waiting(self, device: torch.device, count: Callable[[float], None]) -> Iterator[None]:
+    def waiting(self, device: torch.device, stats: OffloadStats, count: Count = stall) -> Iterator[None]:
         """Call ``count`` with the milliseconds of the wait inside: of a GPU in a later :meth:`read`."""
-        if device.type != "cuda":
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                count((time.perf_counter() - start) * 1e3)
-            return
-        stream = torch.cuda.current_stream(device)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        stream.record_event(before)
-        try:
-            yield
-        finally:
-            stream.record_event(after)
-            self._running.append((before, after, count))
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        start, before = time.perf_counter(), stream and stream.record_event(torch.cuda.Event(enable_timing=True))
+        yield
+        if stream and before:
+            self._running.append((before, stream.record_event(torch.cuda.Event(enable_timing=True)), count))
+        else:
+            count(stats, (time.perf_counter() - start) * 1e3)
 
-    def read(self) -> None:
+    def read(self, stats: OffloadStats) -> None:
         """Count the waits that have ended on their GPU."""
         while self._running and self._running[0][1].query():
             before, after, count = self._running.popleft()
-            count(before.elapsed_time(after))
+            count(stats, before.elapsed_time(after))

@@ -159,22 +159,17 @@ class _OnDisk:
 
     def load(self) -> Loading:
         into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        spill, copier = self.home.spill, self.home.copier
         slot = None if self.device.type == "cpu" else self.home.stage(into)
-        then = None
-        if slot is not None and into.is_cuda:
-            allocated = torch.cuda.current_stream(self.device).record_event()
-
-            def then() -> None:
-                _synchronize(copier.copy("load", into, slot, allocated), slot)
-
-        read = spill.read(self.extent, *_views([into] if slot is None else slot.memory), then=then)
+        copy = partial(self.home.copier.copy, "load", into, slot)
+        allocated = torch.cuda.current_stream(self.device).record_event() if into.is_cuda else None
+        then = None if allocated is None else lambda: _synchronize(copy(allocated), slot)
+        read = self.home.spill.read(self.extent, *_views([into] if slot is None else slot.memory), then=then)
         self._calls = [call for call in self._calls if not call.done] + [read]
 
         def finish(seconds: float) -> None:
             self._wait(read, "read", seconds)
             if slot is not None and then is None:
-                copier.copy("load", into, slot)
+                copy()
 
         return Loading(into, lambda: read.done, finish)
 
@@ -186,8 +181,8 @@ class _OnDisk:
             call.cancel()
 
 
-def _synchronize(copied: Copy | None, slot: Slot) -> None:
-    """Wait for a copy. Whoever waits later keeps the slot until then."""
+def _synchronize(copied: Copy | None, slot: Slot | None) -> None:
+    """Wait for a copy. A call that will do so keeps the slot until then."""
     if copied is not None:
         with torch.cuda.device(copied.stream.device):
             copied.end.synchronize()

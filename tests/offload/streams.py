@@ -10,12 +10,12 @@ stream at once, whatever other streams do with it, unless ``record_stream`` name
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import RLock, get_ident, local
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -99,7 +99,7 @@ class TrackedCall(spill.Call):
     check: StreamCheck
 
     def __init__(self, run: Any) -> None:
-        self._sent, self._end = dict(self.check.host), None
+        self._sent, self._end = self.check.host, None
         super().__init__(run)
 
     def run(self) -> None:
@@ -109,13 +109,12 @@ class TrackedCall(spill.Call):
 
     @property
     def done(self) -> bool:
-        if self._end is not None:
-            self.check.host_knows(self._end)
+        self.check.host_knows(self._end or {})
         return self._end is not None
 
     @done.setter
     def done(self, value: bool) -> None:
-        self._end = dict(self.check.host) if value else None
+        self._end = self.check.host if value else None
 
 
 class StreamCheck:
@@ -129,45 +128,45 @@ class StreamCheck:
         self.now, self.wait_ms = 0.0, 0.0
         """The time on the GPU, and how long each wait of a stream for an event takes there."""
         self.streams: list[Stream] = []
-        self._lock, self._local, self._stack = threading.RLock(), threading.local(), ExitStack()
+        self._lock, self._local, self._stack = RLock(), local(), ExitStack()
         self._hosts: defaultdict[int, Clock] = defaultdict(dict)
         self._memory: dict[int, Memory] = {}
         self._given = Clock()
-        self._default = [Stream(self, torch.device(kind, index)) for index in range(2)]
+        self.default = [Stream(self, torch.device(kind, index)) for index in range(2)]
 
     # Clocks and streams
 
     @property
     def host(self) -> Clock:
-        return self._hosts[threading.get_ident()]
+        return self._hosts[get_ident()]
 
     def host_knows(self, clock: Clock) -> None:
-        self._hosts[threading.get_ident()] = joined(self.host, clock)
+        self._hosts[get_ident()] = joined(self.host, clock)
 
     def current_stream(self, device: torch.device) -> Stream:
-        return getattr(self._local, "streams", {}).get(device) or self._default[device.index]
+        return vars(self._local).get(device, self.default[device.index])
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        if stream.device.index != getattr(self._local, "device", 0):
+    def _set(self, key: Any, value: Any) -> Iterator[None]:
+        before, vars(self._local)[key] = dict(vars(self._local)), value
+        yield
+        vars(self._local).clear()
+        vars(self._local).update(before)
+
+    def device(self, device: torch.device) -> Any:
+        return self._set("device", device.index)
+
+    def stream(self, stream: Stream) -> Any:
+        if stream.device.index != vars(self._local).get("device", 0):
             self.races.append(f"a stream of {stream.device} is used while another device is the current one")
-        before = getattr(self._local, "streams", {})
-        self._local.streams = {**before, stream.device: stream}
-        yield
-        self._local.streams = before
-
-    @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self._local.device = getattr(self._local, "device", 0), device.index
-        yield
-        self._local.device = before
+        return self._set(stream.device, stream)
 
     # Memory
 
     def adopt(self, *tensors: Tensor, index: int = 0) -> Tensor:
-        """Declare tensors to be on a device, allocated by its current stream. Return the first."""
-        for tensor in tensors:
-            with self._lock:
+        """Declare tensors, and what is computed from them, to be on a device. Return the first."""
+        with self._lock:
+            for tensor in tensors:
                 self._of(tensor, self.current_stream(torch.device(self.kind, index)))
         return tensors[0]
 
@@ -193,34 +192,35 @@ class StreamCheck:
             self._memory.pop(key)
             if memory.stream is not None:
                 # A thread that waited for a copy kept the tensor until then.
-                streams = (memory.stream, *memory.recorded)
-                clock = joined(*list(self._hosts.values()), *(stream.clock for stream in streams))
-                late = [a for a in memory.accesses if not a.before(clock)]
+                clocks = [*self._hosts.values(), *(s.clock for s in (memory.stream, *memory.recorded))]
+                late = [a for a in memory.accesses if not a.before(joined(*clocks))]
                 self.races += [f"freed for {memory.stream.name} while {a.agent} does {a.what}" for a in late]
 
-    def _record_stream(self, tensor: Tensor, stream: Stream) -> None:
+    def record(self, tensor: Tensor, stream: Stream) -> None:
         self.records += stream is not self._of(tensor).stream
         self._of(tensor).recorded.add(stream)
 
     def _book(self, stream: Stream | None, memory: Memory, low: int, high: int, write: bool, what: str) -> None:
         """Note an access by a stream, or else by this thread, and compare it with those before."""
         clock = self.host if stream is None else joined(stream.clock, self.host)
-        agent = f"thread {threading.get_ident()}" if stream is None else stream.name
-        for other in memory.accesses:
-            if (write or other.write) and other.low < high and low < other.high and not other.before(clock):
-                self.races.append(f"{what} on {agent} is not ordered after {other.what} on {other.agent}")
+        agent = f"thread {get_ident()}" if stream is None else stream.name
+        meet = [a for a in memory.accesses if (write or a.write) and a.low < high and low < a.high]
+        late = [a for a in meet if not a.before(clock)]
+        self.races += [f"{what} on {agent} is not ordered after {a.what} on {a.agent}" for a in late]
         new = Access(agent, clock.get(agent, 0) + 1, write, low, high, what)
         if stream is not None:
             stream.clock = {**clock, agent: new.count}
-        self.host_knows({agent: new.count} if stream is None else {})
-        # Later accesses of an agent come after its earlier ones: only the last to the same bytes count.
-        covered = [a for a in memory.accesses if a.agent == agent and low <= a.low and a.high <= high]
-        memory.accesses = [a for a in memory.accesses if a not in covered or (a.write and not write)] + [new]
+        else:
+            self.host_knows({agent: new.count})
+        # Later accesses of an agent come after its earlier ones: of those to the same bytes only the last counts.
+        covered = {
+            a for a in memory.accesses if a.agent == agent and low <= a.low and a.high <= high and a.write <= write
+        }
+        memory.accesses = [*(a for a in memory.accesses if a not in covered), new]
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and note what it reads and writes: on the current stream if it touches a device."""
-        result = func(*args, **kwargs)
-        returns = func._schema.returns
+        result, returns = func(*args, **kwargs), func._schema.returns
         if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return result  # a view
         touched: list[tuple[Tensor, bool]] = []
@@ -228,30 +228,30 @@ class StreamCheck:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             touched += [(t, writes) for t in tree_leaves(value) if isinstance(t, Tensor) and t.numel()]
+        given = {storage_key(t) for t, _ in touched}
         with self._lock:
+            if not given & self._memory.keys():
+                return result
             devices = [device for t, _ in touched if (device := self.device_of(t)) is not None]
             stream = self.current_stream(devices[0]) if devices else None
-            given = {storage_key(t) for t, _ in touched}
-            new = [t for t in tree_leaves(result) if isinstance(t, Tensor) and storage_key(t) not in given]
-            for tensor in new if stream is not None else []:
-                self._of(tensor, stream)
-                touched.append((tensor, True))
-            if stream is not None or given & self._memory.keys():
-                for tensor, writes in touched:
-                    memory, low = self._of(tensor), tensor.data_ptr()
-                    what = func._schema.name.split("::")[-1]
-                    self._book(stream, memory, low, low + Geometry.of(tensor).nbytes, writes, what)
-            if stream is not None and what == "copy_" and not (len(args) > 2 and args[2]) and len(devices) == 1:
+            if stream is not None:
+                results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+                touched += [(t, True) for t in results if storage_key(t) not in given and self._of(t, stream)]
+            what = func._schema.name.split("::")[-1]
+            for tensor, writes in touched:
+                low = tensor.data_ptr()
+                self._book(stream, self._of(tensor), low, low + Geometry.of(tensor).nbytes, writes, what)
+            if stream is not None and what == "copy_" and not any(args[2:]) and len(devices) == 1:
                 self.host_knows(stream.clock)  # it blocks between a device and the CPU
         return result
 
-    def _transfer(self, real: Any, file: Any, verb: str, offset: int, data: Any) -> int:
+    def transfer(self, data: Any, write: bool) -> None:
+        """Note that this thread reads or writes the bytes of views of CPU memory."""
         for piece in data:
             low = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
             with self._lock:
                 for memory in [m for m in self._memory.values() if m.low <= low < m.high]:
-                    self._book(None, memory, low, low + len(piece), verb == "read", f"{verb} of the file")
-        return int(real(file, verb, offset, data))
+                    self._book(None, memory, low, low + len(piece), write, "input or output of the file")
 
     # In the place of torch.cuda
 
@@ -270,37 +270,40 @@ class StreamCheck:
             return property(get)
 
         def new(*size: int, device: Any = None, **kwargs: Any) -> Tensor:
-            on_device = device is not None and torch.device(device).type == self.kind
-            made = empty(*size, device=None if on_device else device, **kwargs)
-            return self.adopt(made, index=device.index) if on_device else made
+            if device is None or torch.device(device).type != self.kind:
+                return empty(*size, device=device, **kwargs)
+            return self.adopt(empty(*size, **kwargs), index=device.index)
 
         def to_numpy(tensor: Tensor) -> Any:
-            if self.device_of(tensor) is not None:
-                raise TypeError("can't convert a tensor on a device to numpy")
+            assert self.device_of(tensor) is None, "a tensor on a device is no array"
             return numpy(tensor)
 
         def dropped(slot: pinned.Slot) -> None:
             self._given = joined(self._given, self.host)
             drop(slot)
 
-        def taken(slabs: pinned.Slabs, *args: Any) -> Any:
+        def taken(*args: Any) -> Any:
             self.host_knows(self._given)  # what a thread did before it dropped a slot came before
-            return take(slabs, *args)
+            return take(*args)
+
+        def moved(file: Any, verb: str, offset: int, data: Any) -> int:
+            self.transfer(data, verb == "read")
+            return transfer(file, verb, offset, data)
 
         cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda address: None)
-        replaced: list[tuple[Any, dict[str, Any]]] = [
-            (torch.cuda, {"Stream": partial(Stream, self), "Event": partial(Event, self), "cudart": lambda: cudart}),
-            (torch.cuda, {"current_stream": self.current_stream, "stream": self.stream, "device": self.device}),
-            (Tensor, {"is_cuda": seen(base.is_cuda, lambda device: device.type == "cuda"), "numpy": to_numpy}),
-            (Tensor, {"device": seen(base.device, lambda device: device)}),
-            (Tensor, {"record_stream": lambda tensor, stream: self._record_stream(tensor, stream)}),
+        cuda = {"Stream": partial(Stream, self), "Event": partial(Event, self), "cudart": lambda: cudart}
+        cuda |= {"current_stream": self.current_stream, "stream": self.stream, "device": self.device}
+        tensor = {"is_cuda": seen(base.is_cuda, lambda d: d.type == "cuda"), "device": seen(base.device, lambda d: d)}
+        tensor |= {"numpy": to_numpy, "record_stream": lambda tensor, stream: self.record(tensor, stream)}
+        for where, names in (
+            (torch.cuda, cuda),
+            (Tensor, tensor),
             (torch, {"empty": new}),
             (pinned.Slot, {"__del__": dropped}),
             (pinned.Slabs, {"take": taken}),
             (spill, {"Call": type("Call", (TrackedCall,), {"check": self})}),
-            (spill.SpillFile, {"_transfer": lambda file, *args: self._transfer(transfer, file, *args)}),
-        ]
-        for where, names in replaced:
+            (spill.SpillFile, {"_transfer": moved}),
+        ):
             self._stack.enter_context(mock.patch.multiple(where, **names))
         self._stack.enter_context(_Operations(self))
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -66,11 +66,11 @@ def train(check: StreamCheck, fields: dict[str, Any], stumble: tuple[int, ...] =
             with suppress(Stumbled):
                 model(inputs)  # a graph that is dropped
             with suppress(Stumbled), check.stream(side):
-                side.wait_event(check._default[0].record_event())
+                side.wait_event(check.default[0].record_event())
                 loss = lm_loss(model(inputs), inputs)
                 (gradient,) = torch.autograd.grad(loss, model.embed.weight)
                 del loss, gradient
-            check._default[0].wait_event(side.record_event())
+            check.default[0].wait_event(side.record_event())
             gc.collect()
         stored = prepared.offloader.so_far()
         assert stored.cpu_bytes + stored.disk_bytes > 0
@@ -86,7 +86,7 @@ def by_hand(check: StreamCheck, fields: dict[str, Any]) -> None:
         del tensors
         settle(offloader)
         for i in (7, 6, 5, 4, 3):  # the two before it are loaded ahead, and dropped
-            with check.stream(side) if i == 6 and check.kind == "cuda" else ExitStack():
+            with check.stream(side) if i == 6 and check.kind == "cuda" else nullcontext():
                 assert offloader.unpack(packed[i]).add(1).tolist() == [2.0 * i + 1] * 2000
         packed = [offloader.pack(check.adopt(torch.randn(2000)) * 2, "block")]
         packed.clear()  # while it is copied
@@ -141,27 +141,27 @@ def freed_at_once() -> Any:
     return mock.patch.object(pinned.Copy, "ended", lambda copied: setattr(copied, "tensor", None) is None)
 
 
-def slots_reused_at_once() -> Any:
-    return mock.patch.object(pinned.Slot, "__del__", lambda slot: None)
+def nothing(*_: Any) -> None:
+    """Take the place of a function that is left out."""
 
 
 MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[StreamCheck], Any]]] = {
     "store before computed": (train, CPU, lambda check: skipped(Stream, "wait_event", "copy")),
     "use before loaded": (train, CPU, lambda check: skipped(Stream, "wait_event", "finish", "wait")),
     "write before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "_write")),
-    "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "then")),
+    "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "<lambda>")),
     "load into memory in use": (train, DISK, lambda check: loads_at_once()),
     "free before copied": (train, CPU, lambda check: freed_at_once()),
     "free before the rounded one is copied": (train, CPU | {"compress": True}, lambda check: freed_at_once()),
-    "drop in mid-copy": (by_hand, CPU, lambda check: mock.patch.object(pinned.Copy, "__del__", lambda copied: None)),
+    "drop in mid-copy": (by_hand, CPU, lambda check: mock.patch.object(pinned.Copy, "__del__", nothing)),
     "drop in use": (by_hand, CPU, lambda check: skipped(Tensor, "record_stream", "wait")),
-    "reuse pinned memory": (by_hand, DISK, lambda check: slots_reused_at_once()),
+    "reuse pinned memory": (by_hand, DISK, lambda check: mock.patch.object(pinned.Slot, "__del__", nothing)),
     "wait for another stream": (
         train,
         CPU,
-        lambda check: mock.patch.object(torch.cuda, "current_stream", lambda device: check._default[device.index]),
+        lambda check: mock.patch.object(torch.cuda, "current_stream", lambda device: check.default[device.index]),
     ),
-    "another device": (by_hand, DISK, lambda check: mock.patch.object(torch.cuda, "device", lambda _: ExitStack())),
+    "another device": (by_hand, DISK, lambda check: mock.patch.object(torch.cuda, "device", nullcontext)),
 }
 
 
