@@ -53,6 +53,8 @@ class Slabs:
 
     def take(self, nbytes: int, device: torch.device) -> Slot | None:
         """Return room for ``nbytes``, pinned if the device is a GPU, or ``None`` if the budget has none."""
+        if nbytes > self.budget:
+            return None
         with self._lock:
             self._collect()
             while (slot := self._take(nbytes)) is None:

@@ -160,18 +160,18 @@ class _OnDisk:
     def load(self) -> Loading:
         into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         slot = None if self.device.type == "cpu" else self.home.stage(into)
-        copy = partial(self.home.copier.copy, "load", into, slot)
+        copy = partial(self.home.copier.copy, "load", into, cast(Slot, slot))  # used if there is one
         allocated = torch.cuda.current_stream(self.device).record_event() if into.is_cuda else None
         then = None if allocated is None else lambda: _synchronize(copy(allocated), slot)
         read = self.home.spill.read(self.extent, *_views([into] if slot is None else slot.memory), then=then)
         self._calls = [call for call in self._calls if not call.done] + [read]
+        wait = partial(self._wait, read, "read")  # without the slot, which is free when it has been copied
 
-        def finish(seconds: float) -> None:
-            self._wait(read, "read", seconds)
-            if slot is not None and then is None:
-                copy()
+        def wait_and_copy(seconds: float) -> None:
+            wait(seconds)
+            copy()
 
-        return Loading(into, lambda: read.done, finish)
+        return Loading(into, lambda: read.done, wait if slot is None or then is not None else wait_and_copy)
 
     def _wait(self, call: Call, verb: str, seconds: float) -> None:
         self.home.spill.wait(call, f"the {verb} of {self.nbytes} bytes", seconds, self.extent.offset)
