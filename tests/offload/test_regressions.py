@@ -16,6 +16,7 @@ from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
 from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import Block, H, TinyLM, lm_loss
+from tests.offload.test_faults import unused
 from tests.offload.test_offloader import away, freed, settle
 from tests.parity import randn
 from tests.processes import LIMIT
@@ -60,6 +61,7 @@ def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(tmp_path: Path, mon
     gate.set()
     settle(offloader)
     del second
+    assert unused(offloader)
     assert away(offloader, torch.randn(1000)).stored.extent.offset == offset
     offloader.close()
 
