@@ -40,7 +40,7 @@ class Tiling:
     """Tiles per call. ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles of at least 4096 tokens,
     1024 for small weights; more would hardly lower the peak memory."""
     tile_tokens: PositiveInt | None = None
-    """Tokens per tile. Give this or ``num_shards``, not both."""
+    """The most tokens of a tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
     """``"auto"`` (the MLP of each block, and norms), ``"mlp"`` (no norms but those next to an MLP), a class name or
     path glob (``model.layers.*.mlp``) of modules or of their methods (``BertLayer.feed_forward_chunk``), or a list of

@@ -29,7 +29,7 @@ MIN_LOSS_TOKENS = 512
 
 
 def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[Bounds]:
-    """Cut the tokens of a loss, with ``"auto"`` into tiles of half as many tokens as ``hidden_size``, at least 512.
+    """Cut the tokens of a loss, with ``"auto"`` into tiles of at most ``hidden_size / 2`` tokens, or 512 if more.
 
     Such tiles do not raise the peak. In 16 bits a tile of ``t`` tokens and at least 2**23 logits holds at most 2 times
     its ``2 t V`` bytes of logits, in whose memory the gradient is formed. When the tiles are done, the float32 sum of

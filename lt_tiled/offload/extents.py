@@ -40,17 +40,21 @@ class Extents:
         self.size = size
         self._taken: list[weakref.ref[Extent]] = []  # by offset; some are free again
 
-    def take(self, nbytes: int) -> Extent | None:
-        """Return a free range of ``nbytes``, a multiple of the alignment, or ``None`` if there is none."""
+    def take(self, nbytes: int, step: int = 2**62) -> Extent | None:
+        """Return a free range of ``nbytes``, or a shorter one of a multiple of ``step`` bytes, or ``None``."""
+
+        def fits(free: int) -> int:
+            return nbytes if nbytes <= free else free // step * step
+
         end = self._end()
-        if nbytes <= self.size - end:  # so it is if ranges are freed in reverse order
-            new = Extent(end, nbytes)
+        if length := fits(self.size - end):  # so it is if ranges are freed in reverse order
+            new = Extent(end, length)
             self._taken.append(weakref.ref(new))
             return new
         used = self._in_use()
         for left, right in pairwise([Extent(0, 0), *used]):
-            if right.offset - left.end >= nbytes:
-                new = Extent(left.end, nbytes)
+            if length := fits(right.offset - left.end):
+                new = Extent(left.end, length)
                 self._taken = [weakref.ref(extent) for extent in sorted([*used, new], key=lambda e: e.offset)]
                 return new
         return None

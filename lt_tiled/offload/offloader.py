@@ -19,9 +19,9 @@ from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import gib
 from lt_tiled.offload.geometry import Geometry, movable, raw_bytes, view_key
 from lt_tiled.offload.pinned import available_memory
-from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher, waiting_for
+from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
 from lt_tiled.offload.spill import WAIT_SECONDS, SpillFile
-from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.stats import OffloadStats, StallClock
 from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import Checkpointing, parse_bytes
 
@@ -53,6 +53,7 @@ class Offloader:
         """The figures since the last :meth:`end_step`."""
         self.total = OffloadStats()
         """The figures of all steps that ended."""
+        self.clock = StallClock()
         self.wait_seconds = WAIT_SECONDS
         self._lock = RLock()
         self._live: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
@@ -113,7 +114,7 @@ class Offloader:
             if tensor is not None:
                 self.stats.from_memory += 1
             else:
-                tensor = self.prefetcher.load(packed, self.wait_seconds, self.stats)
+                tensor = self.prefetcher.load(packed, self.wait_seconds, self.stats, self.clock)
             self.prefetcher.load_ahead(packed)
             return tensor
 
@@ -142,7 +143,7 @@ class Offloader:
             for tier in self._tiers:
                 packed.stored = packed.stored or tier.store(raw)
         if packed.stored is None:
-            if not self.so_far().kept_bytes:
+            if not (self.total.kept_bytes or self.stats.kept_bytes):
                 what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
                 remedy = "raise cpu_budget, or use offload='cpu+disk'"
                 warn(f"cpu_budget={self.policy.cpu_budget} is full: {what} stays on {raw.device}; {remedy}.")
@@ -164,7 +165,7 @@ class Offloader:
             if not leaving or (len(leaving) <= tensors and there <= nbytes):
                 return
             assert leaving[0].stored is not None
-            with waiting_for(leaving[0].origin, self.stats):
+            with name_origin(leaving[0].origin), self.clock.waiting(leaving[0].device, self.stats):
                 leaving[0].stored.settle(self.wait_seconds)
             self._reap()
 
@@ -174,6 +175,7 @@ class Offloader:
         Raises:
             OffloadError: If one could not be stored, or was changed in place before it was.
         """
+        self.clock.read(self.stats)
         for reference in list(self._leaving):
             packed = reference()
             if packed is None:
@@ -200,13 +202,15 @@ class Offloader:
     def so_far(self) -> OffloadStats:
         """Return the figures of all steps, including the current one."""
         with self._lock:
+            if not self._closed:
+                self.clock.read(self.stats)
             return self.total + self.stats
 
     def end_step(self) -> OffloadStats:
         """Return the figures since the last call, and add them to the total."""
         with self._lock:
+            self.total = self.so_far()
             stats, self.stats = self.stats, OffloadStats()
-            self.total += stats
             return stats
 
     def free_buffers(self) -> None:

@@ -2,9 +2,12 @@
 
 NOTE [Streams]
 Each device has one copy stream, so its copies run in order. A copy waits for the event after which its source is
-complete and its destination free; the current stream waits for a loaded tensor before it uses it. ``record_stream``
-tells torch's allocator of the second stream. A slot of pinned memory is reused once the event after its last copy has
-passed. Threads that write to disk wait for the copy's event and never use the current stream.
+complete and its destination free; the current stream waits for a loaded tensor before it uses it. A :class:`Copy`
+keeps its tensor until its event has passed, so that torch's allocator need not know of the second stream: with
+``record_stream`` freed memory would count until the device has caught up with the host. Only a tensor that is dropped
+during its copy is recorded. A slot of pinned memory is reused once the event after its last copy has passed. Threads
+that write to disk wait for the copy's event, never use the current stream, and set the current device: on any other
+they would create a context.
 """
 
 from __future__ import annotations
@@ -18,23 +21,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lt_tiled._log import warn
+from lt_tiled._log import inform, warn
 from lt_tiled.memory import gib
 from lt_tiled.offload.extents import Extent, Extents, aligned
+from lt_tiled.offload.spill import PIECE
 
 SLAB = 256 * 2**20
-"""The bytes of a slab, unless a tensor needs more or the budget leaves less."""
+"""The bytes of a slab, unless the budget leaves less."""
 
 
 class Slabs:
     """Ranges of slabs of CPU memory that together never exceed a budget in bytes.
 
     torch's pinned allocator rounds each allocation up to a power of two. A slab has exactly the size requested and is
-    pinned as a whole. If the system refuses to pin it, it is used unpinned, with one warning.
+    pinned as a whole. If the system refuses to pin it, it is used unpinned, with one warning. Tensors may be split
+    between slabs, so tensors of any size, and of other sizes than before, can use the whole budget.
     """
 
     def __init__(self, budget: int) -> None:
@@ -43,15 +49,16 @@ class Slabs:
         self._unpin: list[weakref.finalize[[int], Slabs]] = []
         self._lock = Lock()
         # Slots may be dropped while this thread holds the lock, so they only append here.
-        self._freed: deque[tuple[Extent, torch.cuda.Event]] = deque()
+        self._freed: deque[tuple[list[Extent], torch.cuda.Event]] = deque()
 
-    def take(self, nbytes: int, pin: bool) -> Slot | None:
-        """Return a range of ``nbytes``, pinned if ``pin``, or ``None`` if the budget has no room."""
-        need = aligned(nbytes)
+    def take(self, nbytes: int, device: torch.device) -> Slot | None:
+        """Return room for ``nbytes``, pinned if the device is a GPU, or ``None`` if the budget has none."""
+        if nbytes > self.budget:
+            return None
         with self._lock:
             self._collect()
-            while (slot := self._take(need, nbytes)) is None:
-                if not self._grow(need, pin) and not self._collect(wait=True):
+            while (slot := self._take(nbytes)) is None:
+                if not self._grow(device) and not self._collect(wait=True):
                     break
             return slot
 
@@ -68,15 +75,19 @@ class Slabs:
                 self._freed.rotate(-1)
         return freed
 
-    def _take(self, need: int, nbytes: int) -> Slot | None:
-        for memory, extents in self._slabs:
-            if (extent := extents.take(need)) is not None:
-                return Slot(extent, memory[extent.offset : extent.offset + nbytes], self._freed)
-        return None
+    def _take(self, nbytes: int) -> Slot | None:
+        ranges: list[Extent] = []
+        memory: list[Tensor] = []
+        for slab, extents in self._slabs:
+            while nbytes > 0 and (extent := extents.take(aligned(nbytes), PIECE)) is not None:
+                ranges.append(extent)
+                memory.append(slab[extent.offset : extent.offset + min(nbytes, extent.length)])
+                nbytes -= extent.length
+        return None if nbytes > 0 else Slot(ranges, memory, self._freed)
 
-    def _grow(self, need: int, pin: bool) -> bool:
-        size = min(max(need, SLAB), (self.budget - self.size) // mmap.PAGESIZE * mmap.PAGESIZE)
-        if size < need:
+    def _grow(self, device: torch.device) -> bool:
+        size = min(SLAB, (self.budget - self.size) // mmap.PAGESIZE * mmap.PAGESIZE)
+        if not size:
             return False
         try:
             pages = mmap.mmap(-1, size)
@@ -86,8 +97,8 @@ class Slabs:
             self.budget = self.size
             return False
         memory = torch.frombuffer(pages, dtype=torch.uint8)
-        if pin and self._pin:
-            self._pin = _pin_pages(memory)
+        if device.type == "cuda" and self._pin:
+            self._pin = _pin_pages(memory, device)
             if self._pin:
                 unpin = torch.cuda.cudart().cudaHostUnregister
                 self._unpin.append(weakref.finalize(self, unpin, memory.data_ptr()))
@@ -123,24 +134,26 @@ class Slabs:
 
 @dataclass(eq=False)
 class Slot:
-    """One range of a slab and its memory. It is free when the slot is dropped and its last copy has ended."""
+    """Ranges of slabs and their memory. They are free when the slot is dropped and its last copy has ended."""
 
-    extent: Extent
-    memory: Tensor
-    freed: deque[tuple[Extent, torch.cuda.Event]]
+    ranges: list[Extent]
+    memory: list[Tensor]
+    freed: deque[tuple[list[Extent], torch.cuda.Event]]
     copied: torch.cuda.Event | None = None
     """The end of the last copy. One stream runs them in order."""
 
     def __del__(self) -> None:
         if self.copied is not None:
-            self.freed.append((self.extent, self.copied))
+            self.freed.append((self.ranges, self.copied))
 
 
-def _pin_pages(memory: Tensor) -> bool:
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-        return True
-    with suppress(RuntimeError):  # CUDA reports the error to the next call, so make one
-        torch.zeros(1, device="cuda")
+def _pin_pages(memory: Tensor, device: torch.device) -> bool:
+    portable = 1  # for all GPUs of the process
+    with torch.cuda.device(device):
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)) == 0:
+            return True
+        with suppress(RuntimeError):  # CUDA reports the error to the next call, so make one
+            torch.zeros(1, device=device)
     return False
 
 
@@ -177,33 +190,65 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
                     yield free + int(stat.get(cache, 0))  # the kernel frees unused page cache first
 
 
+@dataclass(eq=False)
+class Copy:
+    """A copy that a GPU runs on a stream. It keeps the tensor on the GPU until it has ended. See NOTE [Streams]."""
+
+    end: torch.cuda.Event
+    stream: torch.cuda.Stream
+    tensor: Tensor | None
+
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+        if self.tensor is not None and self.end.query():
+            self.tensor = None
+        return self.tensor is None
+
+    def __del__(self) -> None:
+        if self.tensor is not None:
+            self.tensor.record_stream(self.stream)
+
+
 class Copier:
-    """Copies between GPUs and CPU memory on one stream per GPU. Copies of CPU tensors are synchronous."""
+    """Copies between GPUs and CPU memory on one stream per GPU. Copies of other devices are synchronous."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(self, into: Tensor, source: Tensor, after: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
-        """Begin to copy after an event, by default the current stream's work so far. Return the end of the copy."""
-        on_gpu = into if into.is_cuda else source
-        if not on_gpu.is_cuda:
-            into.copy_(source)
+    def copy(
+        self, verb: Literal["store", "load"], tensor: Tensor, slot: Slot, after: torch.cuda.Event | None = None
+    ) -> Copy | None:
+        """Begin to copy the bytes of a tensor to a slot, or back, and return the copy if it runs on.
+
+        It begins after an event, by default after the current stream's work so far.
+        """
+        device = tensor.device
+        parts = zip(tensor.split([memory.nbytes for memory in slot.memory]), slot.memory, strict=True)
+        pairs = [(memory, part) if verb == "store" else (part, memory) for part, memory in parts]
+        if device.type != "cuda":
+            if device.type != "cpu":
+                kind = f"Offloading from {device.type} goes through CPU memory that is not pinned"
+                inform(f"{kind}, and copies block: only those of CUDA and ROCm run in the background.", once=kind)
+            for into, source in pairs:
+                into.copy_(source)
             return None
-        device = on_gpu.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        # The current stream may be another one at each call.
-        stream.wait_event(after or torch.cuda.current_stream(device).record_event())
-        try:
-            with torch.cuda.stream(stream):
-                into.copy_(source, non_blocking=True)
-                event: torch.cuda.Event = stream.record_event(torch.cuda.Event(blocking=True))
-            on_gpu.record_stream(stream)  # the allocator reuses the memory only after the copy
-        except BaseException:  # after Ctrl-C, nothing else knows of a copy that has begun
-            stream.synchronize()
-            raise
-        return event
+        with torch.cuda.device(device):
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            # The current stream may be another one at each call.
+            stream.wait_event(after or torch.cuda.current_stream(device).record_event())
+            copied = Copy(torch.cuda.Event(blocking=True), stream, tensor)
+            try:
+                with torch.cuda.stream(stream):
+                    for into, source in pairs:
+                        into.copy_(source, non_blocking=True)
+                stream.record_event(copied.end)
+                slot.copied = copied.end
+            except BaseException:  # after Ctrl-C, nothing else knows of a copy that has begun
+                stream.synchronize()
+                raise
+        return copied
 
     def synchronize(self) -> None:
         """Wait for all copies."""

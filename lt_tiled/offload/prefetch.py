@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
 
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.offload.geometry import Geometry
-from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.stats import OffloadStats, StallClock
 from lt_tiled.offload.tiers import Loading, Stored
 
 MAX_PREFETCH = 8
@@ -27,6 +25,8 @@ sequences, the wait is longer: give ``prefetch`` a number.
 """
 STALL_MS = 1.0
 """A longer wait is a stall, after which ``prefetch="auto"`` loads one more tensor ahead."""
+EVENTS_MS = 0.1
+"""A shorter wait of a GPU is none: the two events that measure it take a few microseconds."""
 
 
 class OffloadedTensor:
@@ -39,7 +39,7 @@ class OffloadedTensor:
     """
 
     def __init__(self, tensor: Tensor, origin: Origin, previous: Callable[[], OffloadedTensor | None]) -> None:
-        self.origin, self.previous = origin, previous
+        self.origin, self.previous, self.device = origin, previous, tensor.device
         self.storage = weakref.ref(tensor.untyped_storage())
         self.geometry = Geometry.of(tensor)
         """The geometry of the bytes that are stored: those of the tensor, or of what it was rounded to."""
@@ -88,17 +88,22 @@ class Prefetcher:
         self.depth = 1 if depth == "auto" else depth
         self._loading: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
-    def load(self, wanted: OffloadedTensor, seconds: float, stats: OffloadStats) -> Tensor:
+    def load(self, wanted: OffloadedTensor, seconds: float, stats: OffloadStats, clock: StallClock) -> Tensor:
         """Return a tensor whose bytes are stored, within ``seconds``."""
-        began_early = wanted.loading is not None
+        began_early, on_gpu = wanted.loading is not None, wanted.device.type == "cuda"
         loading, wanted.loading = wanted.loading or wanted.load(), None
-        ready, before = loading.ready(), stats.stalled_ms
-        stats.prefetch_hits += ready
-        stats.prefetch_misses += not ready
-        with waiting_for(wanted.origin, stats):
+        ready = loading.ready()
+
+        def count(stats: OffloadStats, ms: float) -> None:
+            hit = ready or (on_gpu and ms < EVENTS_MS)
+            stats.prefetch_hits += hit
+            stats.prefetch_misses += not hit
+            stats.stalled_ms += ms
+            if self.adaptive and began_early and ms > STALL_MS:
+                self.depth = min(self.depth + 1, MAX_PREFETCH)
+
+        with name_origin(wanted.origin), clock.waiting(wanted.device, stats, count):
             raw = loading.wait(seconds)
-        if self.adaptive and began_early and stats.stalled_ms - before > STALL_MS:
-            self.depth = min(self.depth + 1, MAX_PREFETCH)
         return wanted.rebuild(raw)
 
     def load_ahead(self, used: OffloadedTensor) -> None:
@@ -117,14 +122,3 @@ class Prefetcher:
         for near in nearest:
             near.loading = near.loading or near.load()
         self._loading = weakref.WeakSet(nearest)
-
-
-@contextmanager
-def waiting_for(origin: Origin, stats: OffloadStats) -> Iterator[None]:
-    """Count the time spent inside as stalled, and name the tensor in errors."""
-    start = time.perf_counter()
-    try:
-        with name_origin(origin):
-            yield
-    finally:
-        stats.stalled_ms += (time.perf_counter() - start) * 1e3

@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -32,6 +32,8 @@ except ImportError:  # machines with torch, Lightning and transformers alone, as
 
 CHUNK = 8 * 2**20
 """The bytes per system call, and of each thread's page-aligned buffer."""
+PIECE = 2**20
+"""Data may be in pieces of multiples of this, which do not change its checksum: that is made of so many bytes each."""
 GROWTH = 256 * 2**20
 """A file without a budget grows by at least this many bytes at a time."""
 THREADS = 2
@@ -252,12 +254,15 @@ class SpillFile:
             remedy = "raise the limit on the size of files (ulimit -f), set another directory, or lower disk_budget"
         return self._error(f"cannot reserve {gib(nbytes)} more{where}: {remedy}", error)
 
-    def write(self, extent: Extent, data: memoryview, first: Callable[[], None] | None = None) -> Call:
-        """Begin to call ``first`` and then write a range. ``data`` must not change until the call has ended."""
+    def write(self, extent: Extent, *data: memoryview, first: Callable[[], None] | None = None) -> Call:
+        """Begin to call ``first`` and then write a range. ``data`` must not change until the call has ended.
+
+        All pieces of the data but the last have a multiple of :data:`PIECE` bytes.
+        """
         return self._submit(self._write, extent, data, first)
 
-    def read(self, extent: Extent, into: memoryview, then: Callable[[], None] | None = None) -> Call:
-        """Begin to read a range of the length of ``into`` and then call ``then``."""
+    def read(self, extent: Extent, *into: memoryview, then: Callable[[], None] | None = None) -> Call:
+        """Begin to read a range of the length of ``into``, whose pieces are as in :meth:`write`, then call ``then``."""
         return self._submit(self._read, extent, into, then)
 
     def _submit(self, run: Callable[..., None], *args: Any) -> Call:
@@ -278,30 +283,31 @@ class SpillFile:
             # A copy: the call's own error would refer to this traceback, and so would keep the step's graph alive.
             raise copy(call.error) from call.error.__cause__
 
-    def _write(self, extent: Extent, data: memoryview, first: Callable[[], None] | None) -> None:
+    def _write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None) -> None:
         if first is not None:
             first()
         extent.checksum = self._transfer("write", extent.offset, data)
 
-    def _read(self, extent: Extent, into: memoryview, then: Callable[[], None] | None) -> None:
+    def _read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None) -> None:
         if (total := self._transfer("read", extent.offset, into)) != extent.checksum:
             sums = f"the data read has checksum {total:x}, not {extent.checksum:x} as written"
             raise self._error(f"{sums}: the disk or the memory is faulty", offset=extent.offset)
         if then is not None:
             then()
 
-    def _transfer(self, verb: Literal["write", "read"], offset: int, data: memoryview) -> int:
+    def _transfer(self, verb: Literal["write", "read"], offset: int, data: Sequence[memoryview]) -> int:
         """Write or read ``data`` in chunks, and return its checksum, 0 without ``checksum``."""
         total = 0
-        for start in range(0, len(data), CHUNK):
-            part = data[start : start + CHUNK]
+        for part in (piece[start : start + CHUNK] for piece in data for start in range(0, len(piece), CHUNK)):
             buffer = self._buffer(len(part)) if self.direct else part
             if buffer is not part and verb == "write":
                 buffer[: len(part)] = part
-            self._move(verb, offset + start, buffer)
+            self._move(verb, offset, buffer)
+            offset += len(part)
             if buffer is not part and verb == "read":
                 part[:] = buffer[: len(part)]
-            total = _digest(part, total) if self._checksum else 0
+            for at in range(0, len(part) if self._checksum else 0, PIECE):
+                total = _digest(part[at : at + PIECE], total)
         return total
 
     def _move(self, verb: Literal["write", "read"], offset: int, data: memoryview) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+import torch
+
 from lt_tiled.memory import gib
+
+Count = Callable[["OffloadStats", float], None]
 
 
 @dataclass
 class OffloadStats:
-    """Sums over the steps that it covers, in bytes and milliseconds."""
+    """Sums over the steps that it covers, in bytes and milliseconds.
+
+    What a GPU waited for is known when it has run so far, which may be in the next step.
+    """
 
     cpu_bytes: int = 0
     """Bytes moved to CPU memory."""
@@ -24,7 +35,7 @@ class OffloadStats:
     prefetch_misses: int = 0
     """Tensors that the backward pass had to wait for."""
     stalled_ms: float = 0.0
-    """Time spent waiting, for tensors and for room to store more."""
+    """Time in which a GPU, or a model on the CPU, waited for tensors and for room to store more."""
 
     def __add__(self, other: OffloadStats) -> OffloadStats:
         return OffloadStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
@@ -54,3 +65,32 @@ class OffloadStats:
                 wear = self.disk_bytes / seconds * 86400 / 1e12
                 lines.append(f"SSD wear at this rate: {wear:.1f} TB per day; compare with the TBW rating of the drive")
         return lines
+
+
+def stall(stats: OffloadStats, ms: float) -> None:
+    """Count a wait."""
+    stats.stalled_ms += ms
+
+
+class StallClock:
+    """Measures waits: by events on a GPU, which may be computing while the host waits, else on the host."""
+
+    def __init__(self) -> None:
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, Count]] = deque()
+
+    @contextmanager
+    def waiting(self, device: torch.device, stats: OffloadStats, count: Count = stall) -> Iterator[None]:
+        """Call ``count`` with the milliseconds of the wait inside: of a GPU in a later :meth:`read`."""
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        start, before = time.perf_counter(), stream and stream.record_event(torch.cuda.Event(enable_timing=True))
+        yield
+        if stream and before:
+            self._running.append((before, stream.record_event(torch.cuda.Event(enable_timing=True)), count))
+        else:
+            count(stats, (time.perf_counter() - start) * 1e3)
+
+    def read(self, stats: OffloadStats) -> None:
+        """Count the waits that have ended on their GPU."""
+        while self._running and self._running[0][1].query():
+            before, after, count = self._running.popleft()
+            count(stats, before.elapsed_time(after))

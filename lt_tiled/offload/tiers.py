@@ -14,7 +14,7 @@ from torch import Tensor
 from lt_tiled._log import inform
 from lt_tiled.errors import OffloadError
 from lt_tiled.offload.extents import Extent
-from lt_tiled.offload.pinned import Copier, Slabs, Slot
+from lt_tiled.offload.pinned import Copier, Copy, Slabs, Slot
 from lt_tiled.offload.spill import Call, SpillFile
 
 TierName = Literal["cpu", "disk"]
@@ -33,7 +33,7 @@ class Loading:
     def wait(self, seconds: float) -> Tensor:
         """Return the bytes, which the current stream may use, after at most so many seconds."""
         self.finish(seconds)
-        if self.into.is_cuda:  # the allocator must know each stream that uses the tensor
+        if self.into.is_cuda:  # it may be another stream than that for which the tensor was allocated
             self.into.record_stream(torch.cuda.current_stream(self.into.device))
         return self.into
 
@@ -71,9 +71,9 @@ class CPUTier(_Tier):
 
     def store(self, raw: Tensor) -> Stored | None:
         """Begin to copy; return ``None`` if the budget has no room."""
-        if (slot := self.slabs.take(raw.nbytes, pin=raw.is_cuda)) is None:
+        if (slot := self.slabs.take(raw.nbytes, raw.device)) is None:
             return None
-        if not raw.is_cuda:
+        if raw.device.type == "cpu":
             inform(
                 "The model runs on the CPU, so its block inputs are in CPU memory already: offload='disk' saves memory"
                 " there, offload='cpu' does not.",
@@ -86,11 +86,11 @@ class _OnCPU:
     tier: TierName = "cpu"
 
     def __init__(self, copier: Copier, slot: Slot, raw: Tensor) -> None:
-        self.copier, self.slot, self.device = copier, slot, raw.device
-        self.left = slot.copied = copier.copy(slot.memory, raw)
+        self.copier, self.slot, self.device, self.nbytes = copier, slot, raw.device, raw.nbytes
+        self.left = copier.copy("store", raw, slot)
 
     def settled(self) -> bool:
-        return self.left is None or self.left.query()
+        return self.left is None or self.left.ended()
 
     def settle(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -100,15 +100,19 @@ class _OnCPU:
             time.sleep(1e-4)
 
     def load(self) -> Loading:
-        into = torch.empty_like(self.slot.memory, device=self.device)
-        copied = self.slot.copied = self.copier.copy(into, self.slot.memory)
-        if copied is None:
+        into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        if (copied := self.copier.copy("load", into, self.slot)) is None:
             return Loading(into, lambda: True, lambda _: None)
-        return Loading(into, copied.query, lambda _: torch.cuda.current_stream(into.device).wait_event(copied))
+
+        def finish(_: float) -> None:
+            torch.cuda.current_stream(into.device).wait_event(copied.end)
+            copied.tensor = None  # the stream that uses it waits, so it may be dropped
+
+        return Loading(into, copied.end.query, finish)
 
 
 class DiskTier(_Tier):
-    """A spill file. It is written from CPU tensors directly, and from those of a GPU through pinned memory."""
+    """A spill file. It is written from CPU tensors directly, and from those of other devices through CPU memory."""
 
     def __init__(self, spill: SpillFile) -> None:
         super().__init__(_UNBOUNDED)
@@ -121,16 +125,15 @@ class DiskTier(_Tier):
             OffloadDiskFullError: If there is no room.
         """
         extent = self.spill.take(raw.nbytes)
-        if not raw.is_cuda:
-            return _OnDisk(self, raw, extent, self.spill.write(extent, _view(raw)))
-        slot = self.stage(raw.nbytes)
-        slot.copied = self.copier.copy(slot.memory, raw)
-        wait = partial(_synchronize, slot, raw.device)  # keeps the slot until the write has ended
-        return _OnDisk(self, raw, extent, self.spill.write(extent, _view(slot.memory), first=wait))
+        if raw.device.type == "cpu":
+            return _OnDisk(self, raw, extent, self.spill.write(extent, *_views([raw])))
+        slot = self.stage(raw)
+        wait = partial(_synchronize, self.copier.copy("store", raw, slot), slot)
+        return _OnDisk(self, raw, extent, self.spill.write(extent, *_views(slot.memory), first=wait))
 
-    def stage(self, nbytes: int) -> Slot:
-        if (slot := self.slabs.take(nbytes, pin=True)) is None:
-            reason = f"the system has no {nbytes} bytes of CPU memory to stage a tensor in"
+    def stage(self, raw: Tensor) -> Slot:
+        if (slot := self.slabs.take(raw.nbytes, raw.device)) is None:
+            reason = f"the system has no {raw.nbytes} bytes of CPU memory to stage a tensor in"
             raise OffloadError(reason, directory=self.spill.directory)
         return slot
 
@@ -156,19 +159,19 @@ class _OnDisk:
 
     def load(self) -> Loading:
         into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        if self.device.type != "cuda":
-            read = self.home.spill.read(self.extent, _view(into))
-        else:
-            slot, copier = self.home.stage(self.nbytes), self.home.copier
-            allocated = torch.cuda.current_stream(self.device).record_event()
-
-            def copy() -> None:
-                slot.copied = copier.copy(into, slot.memory, allocated)
-                _synchronize(slot, into.device)
-
-            read = self.home.spill.read(self.extent, _view(slot.memory), then=copy)
+        slot = None if self.device.type == "cpu" else self.home.stage(into)
+        copy = partial(self.home.copier.copy, "load", into, cast(Slot, slot))  # used if there is one
+        allocated = torch.cuda.current_stream(self.device).record_event() if into.is_cuda else None
+        then = None if allocated is None else lambda: _synchronize(copy(allocated), slot)
+        read = self.home.spill.read(self.extent, *_views([into] if slot is None else slot.memory), then=then)
         self._calls = [call for call in self._calls if not call.done] + [read]
-        return Loading(into, lambda: read.done, partial(self._wait, read, "read"))
+        wait = partial(self._wait, read, "read")  # without the slot, which is free when it has been copied
+
+        def wait_and_copy(seconds: float) -> None:
+            wait(seconds)
+            copy()
+
+        return Loading(into, lambda: read.done, wait if slot is None or then is not None else wait_and_copy)
 
     def _wait(self, call: Call, verb: str, seconds: float) -> None:
         self.home.spill.wait(call, f"the {verb} of {self.nbytes} bytes", seconds, self.extent.offset)
@@ -178,13 +181,14 @@ class _OnDisk:
             call.cancel()
 
 
-def _synchronize(slot: Slot, device: torch.device) -> None:
-    """Wait for the slot's copy."""
-    assert slot.copied is not None
-    with torch.cuda.device(device):  # a new thread would create a context on the first device
-        slot.copied.synchronize()
+def _synchronize(copied: Copy | None, slot: Slot | None) -> None:
+    """Wait for a copy. A call that will do so keeps the slot until then."""
+    if copied is not None:
+        with torch.cuda.device(copied.stream.device):
+            copied.end.synchronize()
+        copied.tensor = None
 
 
-def _view(memory: Tensor) -> memoryview:
-    """Return the bytes of a flat CPU tensor, which the view keeps alive."""
-    return memoryview(cast(Any, memory.numpy()))
+def _views(memory: Sequence[Tensor]) -> list[memoryview]:
+    """Return the bytes of flat CPU tensors, which the views keep alive."""
+    return [memoryview(cast(Any, piece.numpy())) for piece in memory]

@@ -94,29 +94,30 @@ Bounds = tuple[int, int]
 
 
 def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int, int] | None = None) -> list[Bounds]:
-    """Cut tokens into tiles of one size, except for a shorter last one.
+    """Cut tokens into tiles whose sizes differ by one token at most, the larger ones first.
+
+    Memory that a tile frees then fits the next one. ``tile_tokens`` is the most tokens of a tile.
 
     ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles: the widest tensor of a tile is then a twelfth
     as large as the hidden states of all tokens. The six such tensors that a gated MLP holds in its backward pass are
     half as large, so the peak of a block is what attention holds, within 15 % (``pytest tests/planner/test_floor.py``),
     and each further tile would cost time on the host and save little. Where the size is not known it uses
     ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). With ``"auto"`` no tile
-    but the last has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights. Every
-    tile has two or more: one does not show the layout of an output, and the compiler treats sizes of one apart.
+    has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights. Every tile has two or
+    more: one does not show the layout of an output, and the compiler treats sizes of one apart.
     """
     rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head sees several for each token
     if tiling.tile_tokens is not None:
-        size = tiling.tile_tokens * rows
-    else:
-        auto = ceil(12 * widths[1] / widths[0]) if widths else ceil(tokens / hidden_size)
+        tiles = ceil(tokens / (tiling.tile_tokens * rows))
+    elif tiling.num_shards == "auto":
+        tiles = ceil(12 * widths[1] / widths[0]) if widths else ceil(tokens / hidden_size)
         large = widths is not None and 3 * 4 * widths[0] * widths[1] > LARGE_SUMS
-        auto = max(1, min(auto, tokens // ((LARGE_TILE_TOKENS if large else MIN_TILE_TOKENS) * rows)))
-        size = ceil(tokens / (auto if tiling.num_shards == "auto" else tiling.num_shards))
-    size = max(size, 2)
-    cuts = [*range(0, tokens, size), tokens] if tokens else [0, 0]
-    if tokens > size and tokens % size == 1:
-        cuts[-2:-1] = [tokens - 2] if size > 2 else []
-    return list(pairwise(cuts))
+        tiles = min(tiles, tokens // ((LARGE_TILE_TOKENS if large else MIN_TILE_TOKENS) * rows))
+    else:
+        tiles = tiling.num_shards
+    tiles = max(1, min(tiles, tokens // 2))
+    size, larger = divmod(tokens, tiles)
+    return list(pairwise(index * size + min(index, larger) for index in range(tiles + 1)))
 
 
 def sizes_of(bounds: Sequence[Bounds]) -> list[int]:
@@ -157,13 +158,15 @@ class TokenShape:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
-        flat, size, equal = self.flatten(whole), bounds[0][1], len(bounds)
-        while bounds[equal - 1][1] != equal * size:  # the last one or two tiles may have other sizes
-            equal -= 1
+        flat, size, last = self.flatten(whole), bounds[0][1], bounds[-1][1] - bounds[-1][0]
+        # Tiles of the first size come first, then those of the last.
+        first = len(bounds) if size == last else (self.tokens - last * len(bounds)) // (size - last)
         # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
         lead, rest = (1,) * (len(self.lead) - 1), flat.shape[1:]
-        found = flat[: equal * size].view(equal, *lead, size, *rest).unbind()
-        return [*found, *(flat[low:high].view(*lead, high - low, *rest) for low, high in bounds[equal:])]
+        found = flat[: first * size].view(first, *lead, size, *rest).unbind()
+        if first == len(bounds):
+            return found
+        return [*found, *flat[first * size :].view(len(bounds) - first, *lead, last, *rest).unbind()]
 
     def unflatten(self, flat: Tensor) -> Tensor:
         """Return ``[tokens, ...]`` as ``[B, S, ...]``."""

@@ -16,11 +16,12 @@ from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.pinned import SLAB, Slabs
 from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import Block, H, TinyLM, lm_loss
+from tests.offload.test_faults import unused
 from tests.offload.test_offloader import away, freed, settle
 from tests.parity import randn
 from tests.processes import LIMIT
 
-IDS = torch.arange(2 * 24).view(2, 24) % 32
+IDS, CPU = torch.arange(2 * 24).view(2, 24) % 32, torch.device("cpu")
 
 
 def disk(tmp_path: Path, **fields: object) -> Offloader:
@@ -60,6 +61,7 @@ def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(tmp_path: Path, mon
     gate.set()
     settle(offloader)
     del second
+    assert unused(offloader)
     assert away(offloader, torch.randn(1000)).stored.extent.offset == offset
     offloader.close()
 
@@ -185,12 +187,10 @@ def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
 def test_slabs_have_the_size_they_were_asked_to_have() -> None:
     """Torch rounds pinned allocations up to powers of two: a budget of 300 MiB is 300 MiB here, in two slabs."""
     slabs = Slabs(300 * 2**20)
-    slots = [slabs.take(50 * 2**20, pin=False) for _ in range(6)]
-    assert [slot is None for slot in slots] == [False] * 5 + [
-        True
-    ]  # five in the first slab, and what is left is too small
+    slots = [slabs.take(50 * 2**20, CPU) for _ in range(5)]
     assert slabs.size == SLAB
-    assert slabs.take(44 * 2**20, pin=False) is not None
+    slots += [slabs.take(50 * 2**20, CPU) for _ in range(2)]  # the sixth begins in the first slab
+    assert [slot is None for slot in slots] == [False] * 6 + [True]
     assert slabs.size == 300 * 2**20
     slabs.close()
 
@@ -198,11 +198,11 @@ def test_slabs_have_the_size_they_were_asked_to_have() -> None:
 def test_thousands_of_tensors_share_a_slab() -> None:
     """llm-compressor #2790: ten thousand small tensors are ranges of one slab, not ten thousand pinned blocks."""
     slabs = Slabs(2**30)
-    slots = [slabs.take(5000, pin=False) for _ in range(10_000)]
+    slots = [slabs.take(5000, CPU) for _ in range(10_000)]
     assert len(slabs._slabs) == 1
-    addresses = {slot.memory.data_ptr() for slot in slots}
+    addresses = {slot.memory[0].data_ptr() for slot in slots}
     assert len(addresses) == 10_000
     assert all(address % 4096 == 0 for address in addresses)
     slots.clear()
-    assert slabs.take(slabs.size, pin=False) is not None
+    assert slabs.take(slabs.size, CPU) is not None
     slabs.close()

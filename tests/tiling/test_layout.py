@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
 from lt_tiled import Tiling
-from lt_tiled.tiling.layout import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, tile_bounds
+from lt_tiled.tiling.layout import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, TokenShape, tile_bounds
 
 
 @pytest.mark.parametrize(
@@ -72,20 +73,30 @@ def test_a_norm_of_each_head_has_the_tiles_of_its_block(tiling: Tiling) -> None:
 @pytest.mark.parametrize("tiling", [Tiling(7), Tiling(tile_tokens=13), Tiling(1000), Tiling(tile_tokens=1), Tiling()])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 36, 37, 5000])
 def test_tiles_cover_each_token_once(tiling: Tiling, tokens: int) -> None:
-    """The tiles follow each other from the first token to the last, all of one size but for the last, which has two
-    tokens or more.
+    """The tiles follow each other from the first token to the last. Their sizes differ by one token at most, the larger
+    ones come first, and each has two tokens or more.
     """
     bounds = tile_bounds(tiling, tokens, 64)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == tokens
     assert all(a[1] == b[0] for a, b in pairwise(bounds))
     sizes = [high - low for low, high in bounds]
-    assert len(set(sizes[:-2])) <= 1
-    assert sizes[0] - 1 <= ([sizes[0], *sizes[:-1]])[-1] <= sizes[0]  # the last but one gives a token to a lone one
-    assert min(2, tokens) <= sizes[-1] <= max(sizes[0], 3)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - 1 <= sizes[-1]
+    assert min(2, tokens) <= sizes[-1]
 
 
 def test_counts_mean_what_they_say() -> None:
-    """``num_shards`` is a number of tiles, ``tile_tokens`` a number of tokens."""
-    assert len(tile_bounds(Tiling(8), 4096, 64)) == 8
-    assert tile_bounds(Tiling(tile_tokens=1000), 2500, 64) == [(0, 1000), (1000, 2000), (2000, 2500)]
+    """``num_shards`` is a number of tiles, ``tile_tokens`` the most tokens of one."""
+    assert [len(tile_bounds(Tiling(8), tokens, 64)) for tokens in (4096, 100, 17, 16)] == [8] * 4
+    assert tile_bounds(Tiling(tile_tokens=1000), 2500, 64) == [(0, 834), (834, 1667), (1667, 2500)]
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 3), (4, 4, 4), (7, 5), (5, 7), (2, 2, 2, 2, 2, 1)], ids=str)
+def test_views_of_tiles(sizes: tuple[int, ...]) -> None:
+    """The views of tiles of one size or of two hold all tokens in their order."""
+    bounds = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    whole = torch.arange(sum(sizes) * 2.0).view(1, -1, 2)
+    tiles = TokenShape(whole.shape[:-1]).tiles(whole, bounds)
+    assert [tile.shape for tile in tiles] == [(1, size, 2) for size in sizes]
+    assert torch.equal(torch.cat(list(tiles), 1), whole)

@@ -1,0 +1,226 @@
+"""The order of copies and computation of a GPU, checked without one. See ``tests/offload/streams.py``."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_tiled import Checkpointing, prepare
+from lt_tiled.offload import pinned
+from lt_tiled.offload.offloader import Offloader, build_offloader
+from tests.models import TinyLM, lm_loss
+from tests.offload.streams import Event, Stream, StreamCheck
+from tests.offload.test_offloader import settle
+
+CPU: dict[str, Any] = {"offload": "cpu", "cpu_budget": "1GiB"}
+DISK: dict[str, Any] = {"offload": "disk"}
+BOTH: dict[str, Any] = {"offload": "cpu+disk", "cpu_budget": 16384}
+POLICIES: list[dict[str, Any]] = [
+    tier | fields
+    for tier in (CPU, DISK, BOTH)
+    for fields in ({}, {"activations": "all", "prefetch": 3}, {"compress": True, "keep_last": 1, "prefetch": 1})
+]
+
+
+def ids(rows: int = 2) -> Tensor:
+    return torch.arange(rows * 6).view(rows, 6) % 32
+
+
+class Stumbled(Exception):
+    pass
+
+
+def train(check: StreamCheck, fields: dict[str, Any], stumble: tuple[int, ...] = ()) -> None:
+    """Train on the device: with accumulation, on two streams, with dropped graphs, and with steps that end early.
+
+    Args:
+        check: What the device is.
+        fields: Those of the policy.
+        stumble: The numbers of the calls of a block that raise an error.
+    """
+    torch.manual_seed(0)
+    model, calls = TinyLM(3, 8, 8), [0]
+    side = Stream(check, torch.device("cuda", 0))
+
+    def count(*_: object) -> None:
+        calls[0] += 1
+        if calls[0] in stumble:
+            raise Stumbled
+
+    with prepare(model, checkpointing=Checkpointing(**{"min_bytes": 0, "keep_last": 0} | fields)) as prepared:
+        for block in model.blocks:
+            block.attention.register_forward_pre_hook(count)
+        check.adopt(*model.parameters())
+        for rows in (2, 1):
+            inputs = check.adopt(ids(rows))
+            with suppress(Stumbled):
+                lm_loss(model(inputs), inputs).backward()
+            with suppress(Stumbled):
+                model(inputs)  # a graph that is dropped
+            with suppress(Stumbled), check.stream(side):
+                side.wait_event(check.default[0].record_event())
+                loss = lm_loss(model(inputs), inputs)
+                (gradient,) = torch.autograd.grad(loss, model.embed.weight)
+                del loss, gradient
+            check.default[0].wait_event(side.record_event())
+            gc.collect()
+        stored = prepared.offloader.so_far()
+        assert stored.cpu_bytes + stored.disk_bytes > 0
+
+
+def by_hand(check: StreamCheck, fields: dict[str, Any]) -> None:
+    """Offload tensors of two devices, use them on another stream than the one that loads them, and drop some early."""
+    side = Stream(check, torch.device(check.kind, 0))
+    offloader = build_offloader(Checkpointing(**{"min_bytes": 0, "keep_last": 0, "prefetch": 2} | fields))
+    for _ in range(3):
+        tensors = [check.adopt(torch.full((2000,), float(i)), index=i % 2) * 2 for i in range(8)]
+        packed = [offloader.pack(tensor, "block") for tensor in tensors]
+        del tensors
+        settle(offloader)
+        for i in (7, 6, 5, 4, 3):  # the two before it are loaded ahead, and dropped
+            with check.stream(side) if i == 6 and check.kind == "cuda" else nullcontext():
+                assert offloader.unpack(packed[i]).add(1).tolist() == [2.0 * i + 1] * 2000
+        packed = [offloader.pack(check.adopt(torch.randn(2000)) * 2, "block")]
+        packed.clear()  # while it is copied
+    settle(offloader)
+    offloader.close()
+
+
+@pytest.mark.parametrize("fields", POLICIES, ids=str)
+def test_every_two_accesses_are_ordered(fields: dict[str, Any]) -> None:
+    """With each tier, copies, computation and reuse of memory are in order: accumulation, a second stream, dropped
+    graphs, and errors in the forward pass, the recompute and the backward pass.
+    """
+    with StreamCheck() as check:
+        train(check, fields, stumble=(3, 13, 31))
+    assert check.races == []
+
+
+@pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)
+def test_two_gpus_in_one_process(fields: dict[str, Any]) -> None:
+    """Tensors of two GPUs come back in order, and each copy, wait and pinned slab sets its own device."""
+    with StreamCheck() as check:
+        by_hand(check, fields)
+    assert check.races == []
+
+
+@contextmanager
+def skipped(kind: type, method: str, *callers: str) -> Iterator[None]:
+    """Leave out a method where these functions call it, the last one first."""
+    real = getattr(kind, method)
+
+    def call(*args: Any) -> Any:
+        frames, found = sys._getframe(1), []
+        while frames is not None and len(found) < len(callers):
+            found, frames = [*found, frames.f_code.co_name], frames.f_back
+        return None if found == [*callers] else real(*args)
+
+    with mock.patch.object(kind, method, call):
+        yield
+
+
+def loads_at_once() -> Any:
+    """Load into memory without waiting for what it was used for before."""
+    real = pinned.Copier.copy
+
+    def copy(copier: Any, verb: Any, tensor: Tensor, slot: Any, after: Any = None) -> Any:
+        return real(copier, verb, tensor, slot, torch.cuda.Event() if verb == "load" else after)
+
+    return mock.patch.object(pinned.Copier, "copy", copy)
+
+
+def freed_at_once() -> Any:
+    return mock.patch.object(pinned.Copy, "ended", lambda copied: setattr(copied, "tensor", None) is None)
+
+
+def nothing(*_: Any) -> None:
+    """Take the place of a function that is left out."""
+
+
+MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[StreamCheck], Any]]] = {
+    "store before computed": (train, CPU, lambda check: skipped(Stream, "wait_event", "copy")),
+    "use before loaded": (train, CPU, lambda check: skipped(Stream, "wait_event", "finish", "wait")),
+    "write before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "_write")),
+    "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "<lambda>")),
+    "load into memory in use": (train, DISK, lambda check: loads_at_once()),
+    "free before copied": (train, CPU, lambda check: freed_at_once()),
+    "free before the rounded one is copied": (train, CPU | {"compress": True}, lambda check: freed_at_once()),
+    "drop in mid-copy": (by_hand, CPU, lambda check: mock.patch.object(pinned.Copy, "__del__", nothing)),
+    "drop in use": (by_hand, CPU, lambda check: skipped(Tensor, "record_stream", "wait")),
+    "reuse pinned memory": (by_hand, DISK, lambda check: mock.patch.object(pinned.Slot, "__del__", nothing)),
+    "wait for another stream": (
+        train,
+        CPU,
+        lambda check: mock.patch.object(torch.cuda, "current_stream", lambda device: check.default[device.index]),
+    ),
+    "another device": (by_hand, DISK, lambda check: mock.patch.object(torch.cuda, "device", nullcontext)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_each_wait_that_is_left_out_is_found(mutation: str) -> None:
+    """The check finds a race if any one wait, record or check of an event is left out."""
+    scenario, fields, leave_out = MUTATIONS[mutation]
+    with StreamCheck() as check, leave_out(check):
+        scenario(check, fields)
+    assert check.races != []
+
+
+def offloaded(check: StreamCheck, **fields: Any) -> tuple[Offloader, list[Any]]:
+    """Store six tensors, of which nothing else is left."""
+    offloader = build_offloader(Checkpointing(**{"min_bytes": 0, "keep_last": 0} | fields))
+    packed = [offloader.pack(check.adopt(torch.randn(2000)) * 2, "block") for _ in range(6)]
+    settle(offloader)
+    return offloader, packed
+
+
+@pytest.mark.parametrize("fields", [CPU, DISK, CPU | {"compress": True}], ids=str)
+def test_memory_is_free_when_its_copy_has_ended(fields: dict[str, Any]) -> None:
+    """A stored tensor's memory can be reused at once: no ``record_stream``, which would delay that until the device has
+    caught up with the host.
+    """
+    with StreamCheck() as check:
+        offloader, packed = offloaded(check, **fields)
+        assert check.bytes_on_devices == 0
+        for record in reversed(packed):
+            offloader.unpack(record)
+        assert (check.bytes_on_devices, check.records) == (0, 0)
+        offloader.close()
+
+
+def test_waits_are_those_of_the_gpu() -> None:
+    """Hits and stalls are what the GPU waits for. That the host is far ahead of it, and waits, counts for nothing."""
+    with StreamCheck(patience=1) as check:
+        for wait_ms, hits in ((0.0, 6), (5.0, 0)):
+            offloader, packed = offloaded(check, **CPU)
+            check.wait_ms = wait_ms
+            for record in reversed(packed):
+                offloader.unpack(record)
+            offloader.so_far()
+            stats = offloader.end_step()
+            assert (stats.prefetch_hits, stats.prefetch_misses) == (hits, 6 - hits)
+            assert stats.stalled_ms == 6 * wait_ms
+            assert (offloader.prefetcher.depth > 1) == (wait_ms > 0)
+            assert offloader.end_step().stalled_ms == 0
+            offloader.close()
+
+
+@pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)
+def test_other_devices(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices without the CUDA runtime (XPU, MPS, NPU) copy through memory that is not pinned, and say so once."""
+    monkeypatch.setattr("lt_tiled._log._logged", set())
+    with StreamCheck("xpu") as check:
+        by_hand(check, fields)
+    assert check.races == []
+    assert caplog.text.count("Offloading from xpu goes through CPU memory that is not pinned, and copies block") == 1
+    assert "The model runs on the CPU" not in caplog.text
