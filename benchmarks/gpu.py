@@ -29,20 +29,20 @@ from benchmarks.sheet import Cell, Sheet, device_at_hand, machine, version_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = {
-    "tests": 20,
+    "tests": 24,
     "offload": 20,
     "peak": 18,
     "steps": 10,
     "longest": 14,
     "compiled": 10,
-    "segments": 5,
+    "segments": 6,
     "head_tiles": 6,
     "engines": 8,
 }
 """The share of the time of each part. What one leaves goes to those behind it."""
 ENVIRONMENT = {"segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
-GRACE = 20
-"""Seconds beyond its share after which a part is killed. Rows only look at the clock between steps."""
+GRACE = 15
+"""Seconds at the end of its share in which a part finishes its last row. Then it is killed."""
 PACKAGES = ("torch", "lightning", "transformers", "deepspeed", "liger-kernel", "triton")
 Figures = dict[str, Any]
 
@@ -89,7 +89,7 @@ def run(parts: list[str], seconds: float, tiny: bool, file: Path) -> dict[str, A
     for index, part in enumerate(parts):
         begun = time.monotonic()
         share = WEIGHTS[part] / sum(WEIGHTS[name] for name in parts[index:])
-        limit = 1.0 if told["reason"] == "no CUDA device" else max(share * (end - begun) - GRACE / 2, 10)
+        limit = 1.0 if told["reason"] == "no CUDA device" else max(share * (end - begun) - GRACE, 5)
         for name, figures in start(part, limit, tiny or device.type != "cuda"):
             told["found"][part][name] = figures
             told["seconds"][part] = round(time.monotonic() - begun, 1)
@@ -120,12 +120,16 @@ def own_process(part: str, seconds: float, tiny: bool) -> Iterator[tuple[str, Fi
             child = subprocess.Popen(
                 [*command, *(["--tiny"] if tiny else [])],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **ENVIRONMENT.get(part, {})},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+                    **ENVIRONMENT.get(part, {}),
+                },
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        late, ended, deadline = False, False, time.monotonic() + seconds + GRACE
+        late, ended, rest, deadline = False, False, "", time.monotonic() + seconds + GRACE
         try:
             with rows.open() as lines:
                 while not ended:
@@ -134,7 +138,8 @@ def own_process(part: str, seconds: float, tiny: bool) -> Iterator[tuple[str, Fi
                         late, ended = True, True
                         os.killpg(child.pid, signal.SIGKILL)
                         child.wait()
-                    yield from (tuple(json.loads(line)) for line in lines)
+                    *whole, rest = (rest + lines.read()).split("\n")
+                    yield from (tuple(json.loads(line)) for line in whole)
                     time.sleep(0 if ended else 0.2)
         finally:
             if child.poll() is None:  # Ctrl-C
@@ -162,8 +167,8 @@ def sheets(told: dict[str, Any]) -> list[Sheet]:
     figures.notes = [f"{told['machine']}; Python {told['python']}; {note}."]
     for part, rows in told["found"].items():
         for name, found in rows.items():
-            ran = f"ran; not measured: {told['reason']}" if told["reason"] and "error" not in found else text(found)
-            figures.add(part, name, ran)
+            only_ran = told["reason"] and not {"error", "missing"} & found.keys()
+            figures.add(part, name, f"ran; not measured: {told['reason']}" if only_ran else text(found))
     return [goals(told), figures]
 
 
