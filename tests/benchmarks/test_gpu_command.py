@@ -20,7 +20,7 @@ MISSING = ("deepspeed", "peft", "jsonargparse", "matplotlib", "rich", "xxhash", 
 PROGRAM = """
 import json, lt_tiled
 from benchmarks import gpu, gpu_parts
-gpu_parts.PARTS["peak"] = lambda place: [*gpu_parts.peak(place)][-1:]
+gpu_parts.PARTS["peak"] = lambda place: iter([*gpu_parts.peak(place)][-1:])
 print(json.dumps([[part, *row] for part in ("peak", "engines") for row in gpu.in_this_process(part, 0, True)]))
 """
 
