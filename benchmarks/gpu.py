@@ -115,7 +115,17 @@ def own_process(part: str, seconds: float, tiny: bool) -> Iterator[tuple[str, Fi
     with tempfile.TemporaryDirectory() as folder:
         rows, printed = Path(folder) / "rows", Path(folder) / "printed"
         rows.touch()
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--seconds", str(seconds), "--json", rows]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            "--part",
+            part,
+            "--seconds",
+            str(seconds),
+            "--json",
+            str(rows),
+        ]
         with printed.open("w") as out:
             child = subprocess.Popen(
                 [*command, *(["--tiny"] if tiny else [])],
@@ -139,7 +149,7 @@ def own_process(part: str, seconds: float, tiny: bool) -> Iterator[tuple[str, Fi
                         os.killpg(child.pid, signal.SIGKILL)
                         child.wait()
                     *whole, rest = (rest + lines.read()).split("\n")
-                    yield from (tuple(json.loads(line)) for line in whole)
+                    yield from ((name, figures) for name, figures in map(json.loads, whole))
                     time.sleep(0 if ended else 0.2)
         finally:
             if child.poll() is None:  # Ctrl-C

@@ -106,7 +106,8 @@ class Place:
     def policies(self, setting: str = "+ tiled MLPs", **tiling: Any) -> dict[str, Any]:
         """Return the arguments of ``prepare``, or of a strategy, for a setting."""
         recompute, loss, offload, tiled = SETTINGS[setting]
-        shards, small = (4, {"min_bytes": 0}) if self.tiny else ("auto", {})  # "auto" tiles nothing as small as that
+        shards: Any = 4 if self.tiny else "auto"  # which tiles nothing as small as that
+        small: dict[str, Any] = {"min_bytes": 0} if self.tiny else {}
         return {
             "tiling": Tiling(shards, **tiling) if tiled else None,
             "checkpointing": Checkpointing(offload=offload, **small) if recompute else None,
@@ -218,7 +219,7 @@ class Watch(Callback):
 def fit(place: Place, strategy: Any, tokens: int) -> Watch:
     """Train three steps: the optimizer state exists from the second on."""
     watch = Watch()
-    arguments = {"accelerator": "gpu" if place.device.type == "cuda" else "cpu", "devices": 1}
+    arguments: dict[str, Any] = {"accelerator": "gpu" if place.device.type == "cuda" else "cpu", "devices": 1}
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     torch.manual_seed(0)
     precision: Any = "bf16-true" if place.device.type == "cuda" else "32-true"
