@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import operator
 import os
 import platform
 import signal
@@ -20,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +206,7 @@ def goals(told: dict[str, Any]) -> Sheet:
     for tokens, bound in ((32768, 1.06), (131072, 1.01)):
         value = figure("offload", f"{tokens} tokens", "relative step time")
         what = f"step time with block inputs in CPU memory, {tokens} tokens, relative to without"
-        judge(what, f"at most {bound}", value, lambda value, bound=bound: value <= bound)
+        judge(what, f"at most {bound}", value, partial(operator.ge, bound))
     key = "predicted over measured"
     rows = {**told["found"].get("peak", {}), **told["found"].get("segments", {})}
     predictions = [found[key] for found in rows.values() if key in found]

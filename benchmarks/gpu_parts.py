@@ -206,12 +206,12 @@ def offload(place: Place) -> Rows:
 class Watch(Callback):
     """Keeps the loss, the seconds and the peak of the last step of a run."""
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:  # type: ignore[override]
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.memory = PeakMemory(trainer.strategy.root_device)
         self.memory.reset()
         self.start = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:  # type: ignore[override]
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.loss = float(outputs["loss"])  # waits for the device
         self.seconds, self.peak = time.perf_counter() - self.start, self.memory.read()
 
