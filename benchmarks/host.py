@@ -67,12 +67,12 @@ def per_tile(times: dict[str, list[float]], name: str) -> tuple[float, float, fl
     return few / FEW, many / MANY, (many - few) / (MANY - FEW)
 
 
-def step_of(name: str, tiles: int) -> Callable[[], float]:
+def step_of(name: str, tiles: int, device: torch.device | str = "cpu") -> Callable[[], float]:
     """Return a function that runs one forward and backward in so many tiles and returns its seconds."""
     torch.manual_seed(0)
-    mlp = LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=1))
+    mlp = LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=1)).to(device)
     tile_with(name, mlp, tiles)
-    x = torch.randn(1, tiles * TOKENS, HIDDEN, requires_grad=True)
+    x = torch.randn(1, tiles * TOKENS, HIDDEN, device=device, requires_grad=True)
     return partial(_seconds, mlp, x, torch.randn_like(x))
 
 

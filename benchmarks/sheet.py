@@ -6,10 +6,12 @@ import importlib.metadata
 import os
 import platform
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from rich.markup import escape
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class Sheet:
         self.rows.append([cell if isinstance(cell, Cell) else Cell(cell) for cell in cells])
 
     def table(self) -> Table:
-        """Return the table for ``rich``."""
+        """Return the table for ``rich``, which a machine that only measures may lack."""
+        from rich.markup import escape
+        from rich.table import Table
+
         table = Table(
             title=self.title, caption=escape(" ".join(self.notes)), caption_justify="left", title_justify="left"
         )
@@ -59,6 +64,8 @@ class Sheet:
 
 
 def _colored(cell: Cell) -> str:
+    from rich.markup import escape
+
     text = escape(cell.verdict)
     return text if cell.good is None else f"[{'green' if cell.good else 'red'}]{text}[/]"
 

@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     PositiveFloat: TypeAlias = float
     PositiveInt: TypeAlias = int
 else:
-    from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt, restricted_number_type
-
-    NonNegativeFloat = restricted_number_type("NonNegativeFiniteFloat", float, [(">=", 0), ("<", math.inf)])
-    PositiveFloat = restricted_number_type("PositiveFiniteFloat", float, [(">", 0), ("<", math.inf)])
+    try:
+        from jsonargparse.typing import NonNegativeInt, OpenUnitInterval, PositiveInt, restricted_number_type
+    except ImportError:  # offline images with torch, Lightning and transformers alone have no command line
+        NonNegativeFloat = OpenUnitInterval = PositiveFloat = float
+        NonNegativeInt = PositiveInt = int
+    else:
+        NonNegativeFloat = restricted_number_type("NonNegativeFiniteFloat", float, [(">=", 0), ("<", math.inf)])
+        PositiveFloat = restricted_number_type("PositiveFiniteFloat", float, [(">", 0), ("<", math.inf)])
 
 __all__ = ["NonNegativeFloat", "NonNegativeInt", "OpenUnitInterval", "PositiveFloat", "PositiveInt", "make_plain"]
 

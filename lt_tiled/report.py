@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.table import Table
 from torch import nn
 
 from lt_tiled._renamed import deprecated, warn_renamed
@@ -17,6 +17,9 @@ from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.sequence_parallel.chain import BlockInRegion, Sharing
 from lt_tiled.tiling.state import TiledPatch
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __getattr__ = deprecated(__name__, {"CheckpointedBlock": "lt_tiled.report.RecomputedBlock"})
 
@@ -137,6 +140,8 @@ class Report:
             steps: The number of steps in the offload figures.
             seconds: The duration of these steps.
         """
+        from rich.table import Table  # offline images may lack it
+
         lines = [f"peak memory of a step: {peak}"] if peak else []
         lines += self.offloaded.describe(steps, seconds) if self.offloaded is not None else []
         table = Table(title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")

@@ -75,6 +75,7 @@ SLOW = (
 def pytest_configure() -> None:
     guard()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread for each process: ranks and scripts share the cores
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms; read before the first product
     torch.set_num_threads(1)
 
 

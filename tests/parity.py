@@ -21,7 +21,13 @@ def spread(value: Any) -> Tensor:
     total: Any = 0.0
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            weight = torch.arange(1, leaf.numel() + 1, dtype=torch.float64).mul(0.7).sin().add(1.5).view(leaf.shape)
+            weight = (
+                torch.arange(1, leaf.numel() + 1, dtype=torch.float64, device=leaf.device)
+                .mul(0.7)
+                .sin()
+                .add(1.5)
+                .view(leaf.shape)
+            )
             total = total + (leaf.double().square() * weight).sum()
     return total
 

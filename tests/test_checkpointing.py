@@ -122,7 +122,7 @@ def test_tensors_in_keywords_and_containers_are_packed() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
             y = model[1](pair=(model[0](pair=(x, None)), None))
         y.sum().backward()
-    assert packed == [x.shape] * 2
+    assert [shape for shape in packed if shape.numel()] == [x.shape] * 2  # torch 2.11 saves an empty tensor, too
     assert x.grad is not None
 
 

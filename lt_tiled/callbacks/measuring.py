@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
-from rich.console import Console
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
@@ -55,6 +54,8 @@ class TilingReport(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.report is not None and trainer.is_global_zero:
+            from rich.console import Console
+
             table, console = self.report.table(self._memory.describe(self.peak), self._steps, self._seconds), Console()
             if not console.is_terminal:  # a file needs no line breaks
                 console.width = 1000
@@ -143,6 +144,8 @@ class MemoryMonitor(Callback):
         if self.measured is None:
             warn(f"MemoryMonitor drew no plot: the run ended after {self._steps} steps. Lower step={self.step}.")
             return
+        from rich.console import Console
+
         from lt_tiled.planner.picture import draw_step
 
         runs, text = {"measured": self.measured}, f"memory of step {self.step}: {gib(self.measured.peak)} at its peak"

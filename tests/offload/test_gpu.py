@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lt_tiled import Checkpointing, prepare
 from lt_tiled.offload.offloader import build_offloader
 from tests.models import TinyLM, lm_loss
 from tests.offload.test_offloader import TIERS, settle
+from tests.processes import ROOT, Script, finish
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +62,7 @@ def test_bit_identical_on_a_gpu(tmp_path: Path, offload: str) -> None:
         torch.manual_seed(0)
         model = TinyLM(6, 64, 192).cuda()
         optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        with torch.device("cuda"), prepare(model, checkpointing=policy):
+        with torch.device("cuda"), sdpa_kernel(SDPBackend.MATH), prepare(model, checkpointing=policy):
             for _ in range(5):
                 loss = lm_loss(model(ids), ids)
                 loss.backward()
@@ -68,3 +72,23 @@ def test_bit_identical_on_a_gpu(tmp_path: Path, offload: str) -> None:
         results.append((losses, [p.detach().clone() for p in model.parameters()]))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_expandable_segments() -> None:
+    """The tests of this file pass with ``expandable_segments``, which torch reads once in a process."""
+    again = f"{os.path.relpath(__file__, ROOT)}"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        again,
+        "-k",
+        "not segments",
+    ]
+    (code,), (printed,) = finish([Script(*command, cwd=ROOT, PYTORCH_ALLOC_CONF="expandable_segments:True")])
+    assert code == 0, printed
