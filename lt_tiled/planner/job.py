@@ -105,7 +105,20 @@ def make_job(
         if datamodule is not None:
             datamodule.setup("fit")
     _configure(module, settings.dtype)
-    return Job(module, to_meta(first_batch(module, datamodule)) if batch is None else batch, settings)
+    if batch is None:
+        batch = first_batch(module, datamodule)
+        _warn_of_packed(batch)
+        batch = to_meta(batch)
+    return Job(module, batch, settings)
+
+
+def _warn_of_packed(batch: Any) -> None:
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if positions is not None and bool((positions.diff() != 1).any()):
+        warn(
+            "position_ids of packed documents: for the attention 'sdpa' transformers makes a mask of seq_len x seq_len"
+            " bytes for each sequence, which a plan leaves out."
+        )
 
 
 def job_of_run(module: LightningModule, batch: Any, trainer: Any) -> Job:

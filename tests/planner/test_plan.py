@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
@@ -388,6 +389,24 @@ def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level("WARNING", "lt_tiled"):
         assert job(TiledDeepSpeedStrategy(stage=3), devices=devices).settings.engine.ranks == ranks
     assert ("say how many with --devices" in caplog.text) == (devices in ("auto", -1))
+
+
+class Packed(TextFiles):
+    """Two documents in a sequence."""
+
+    def train_dataloader(self) -> Any:
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+        return DataLoader([{"input_ids": torch.zeros_like(positions), "position_ids": positions}], batch_size=None)
+
+
+@pytest.mark.parametrize("data", [TextFiles(), Packed()], ids=["text", "packed"])
+def test_packed_documents(data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
+    """That a plan leaves out the mask of packed documents is said where a batch has some."""
+    with torch.device("meta"):
+        module = CausalLM(LLAMA)
+    with caplog.at_level("WARNING", "lt_tiled"):
+        make_job(module, data, {"strategy": TiledSingleDeviceStrategy(), "accelerator": "cpu"})
+    assert ("position_ids of packed documents" in caplog.text) == isinstance(data, Packed)
 
 
 def test_unknown_strategy() -> None:
