@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
-from rich.console import Console
 
 _logger = logging.getLogger("lt_tiled")
 _logger.setLevel(logging.INFO)
@@ -38,6 +37,11 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
     The function that it gives tells what is next.
     """
+    try:
+        from rich.console import Console  # which lt_tiled also runs without
+    except ModuleNotFoundError:
+        yield lambda text: None
+        return
     hidden = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     console = Console(stderr=True, quiet=hidden)
     with console.status(title) if console.is_terminal and not hidden else nullcontext() as status:

@@ -279,4 +279,4 @@ def test_the_chosen_number_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
             tile(module, tile_tokens=tiling.tile_tokens)
             for _ in range(2):
                 module(torch.randn(1, 40, H))
-    assert caplog.messages == ["PlainMLP runs in 4 tiles of 11 tokens (input of 40 tokens)"]
+    assert caplog.messages == ["PlainMLP runs in 4 tiles of 10 tokens (input of 40 tokens)"]
