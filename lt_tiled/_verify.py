@@ -23,7 +23,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -97,6 +96,8 @@ def run_verify(
     comparison = _Comparison(model, None, int(seq), reference)
     result = _run(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
     if comparison.trainer.is_global_zero:
+        from rich.console import Console  # offline images may lack it
+
         console = Console()
         if not console.is_terminal:
             console.width = 1000

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from lt_tiled.memory import gib
 from lt_tiled.report import pattern
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _FACTOR = 4.0
 """How much larger than that of the untiled step an error may be: both are sums of the same terms in another order."""
@@ -89,6 +91,8 @@ class Verification:
 
     def table(self) -> Table:
         """Return the figures of both steps, and the errors of their gradients."""
+        from rich.table import Table  # offline images may lack it
+
         table = Table(title=self.title, caption=f"errors are relative to {self.reference}", caption_justify="left")
         table.add_column("", overflow="fold")
         for name in ("untiled", "lt_tiled", "allowed"):
@@ -110,6 +114,8 @@ class Verification:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=1000)
         with console.capture() as captured:
             console.print(self.table())
