@@ -219,7 +219,7 @@ def test_other_devices(
 ) -> None:
     """Devices without the CUDA runtime (XPU, MPS, NPU) copy through memory that is not pinned, and say so once."""
     monkeypatch.setattr("lt_tiled._log._logged", set())
-    with StreamCheck("xpu") as check:
+    with caplog.at_level("INFO", "lt_tiled"), StreamCheck("xpu") as check:
         by_hand(check, fields)
     assert check.races == []
     assert caplog.text.count("Offloading from xpu goes through CPU memory that is not pinned, and copies block") == 1
