@@ -133,19 +133,14 @@ def _run(
     return comparison.result
 
 
+_OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones", "fast_dev_run")
 _NO_STEPS: dict[str, Any] = {
-    **dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
-    ),
+    **dict.fromkeys(_OFF, False),
     **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
-    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time", "overfit_batches"), None),
-    **{
-        "max_epochs": -1,
-        "accumulate_grad_batches": 1,
-        "fast_dev_run": False,
-        "barebones": False,
-        "overfit_batches": 0.0,
-    },
+    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time"), None),
+    "max_epochs": -1,
+    "accumulate_grad_batches": 1,
+    "overfit_batches": 0.0,
 }
 """The arguments of a Trainer that sets up an engine and runs no step by itself."""
 

@@ -214,7 +214,16 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(counted))
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the arguments of the model for a batch."""
+        """Return the arguments of the model for a batch.
+
+        Raises:
+            ValueError: If it has others, such as a mask, or its documents would be mixed.
+        """
+        if others := sorted(set(batch) - {"input_ids", "labels", "position_ids"}):
+            raise ValueError(
+                f"The batch has {', '.join(others)}, which CausalLM does not give to its model: leave that out, with"
+                " padding on the right and labels of -100 there, or override training_step."
+            )
         given = {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
         given.setdefault("labels", batch["input_ids"])
         if "position_ids" in given:

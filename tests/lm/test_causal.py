@@ -294,3 +294,11 @@ def test_evaluation_through_an_adapter(data: TextFiles) -> None:
         assert len(calls) == 1
         assert float(losses.mean()) == pytest.approx(float(model.model(input_ids=ids, labels=ids).loss), rel=1e-5)
     assert all("_loss_function" not in vars(m) and "loss_function" not in vars(m) for m in model.modules())
+
+
+def test_other_inputs() -> None:
+    """A batch with more than CausalLM gives to its model, such as a mask of padding, is refused by name."""
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    module = CausalLM(LLAMA)
+    with pytest.raises(ValueError, match="attention_mask, which CausalLM does not give to its model"):
+        module.training_step({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 0)
