@@ -19,11 +19,15 @@ _logged: set[str] = set()
 
 def inform(message: str, *, once: str | None = None, level: int = logging.INFO) -> None:
     """Log a message; with ``once``, only the first time that this key is used in this process."""
-    if once in _logged or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+    if once in _logged or _on_other_rank():
         return
     if once is not None:
         _logged.add(once)
     _logger.log(level, message)
+
+
+def _on_other_rank() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
 
 
 def warn(message: str, *, once: str | None = None) -> None:
@@ -42,9 +46,8 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
     except ModuleNotFoundError:
         yield lambda text: None
         return
-    hidden = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    console = Console(stderr=True, quiet=hidden)
-    with console.status(title) if console.is_terminal and not hidden else nullcontext() as status:
+    console = Console(stderr=True)
+    with console.status(title) if console.is_terminal and not _on_other_rank() else nullcontext() as status:
         yield lambda text: None if status is None else status.update(f"{title}: {text}")
 
 

@@ -206,11 +206,12 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the log-probability of each token but the first, ``[B, S - 1]``; 0 for labels of -100."""
-        return -self._token_losses(batch)
+        return -self._token_losses(self._inputs(batch), batch["input_ids"].shape)
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: _Perplexity) -> None:
-        counted = self._inputs(batch)["labels"].view(batch["input_ids"].shape)[:, 1:] != -100
-        perplexity.update(self._token_losses(batch), counted)
+        given, shape = self._inputs(batch), batch["input_ids"].shape
+        counted = given["labels"].view(shape)[:, 1:] != -100
+        perplexity.update(self._token_losses(given, shape), counted)
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(counted))
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -224,8 +225,7 @@ class CausalLM(LightningModule):
                 f"The batch has {', '.join(others)}, which CausalLM does not give to its model: leave that out, with"
                 " padding on the right and labels of -100 there, or override training_step."
             )
-        given = {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
-        given.setdefault("labels", batch["input_ids"])
+        given = {"labels": batch["input_ids"], **batch}
         if "position_ids" in given:
             if self._separates is None:
                 self._separates = self._try_two_documents()
@@ -258,13 +258,12 @@ class CausalLM(LightningModule):
                 module.training = mode
         return bool((one - other).abs().max() <= torch.finfo(one.dtype).eps ** 0.75 * one.abs().max())
 
-    def _token_losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _token_losses(self, given: dict[str, Any], shape: torch.Size) -> Tensor:
         """Return the loss of each token but the first, ``[B, S - 1]``, computed in the model's forward.
 
         There, engines have gathered the weights of the head.
         """
         found: list[Tensor] = []
-        given = self._inputs(batch)
 
         def loss_function(logits: Tensor, *_: Any, shift_labels: Tensor | None = None, **others: Any) -> Tensor:
             labels = shifted(given["labels"], -100) if shift_labels is None else shift_labels
@@ -277,7 +276,7 @@ class CausalLM(LightningModule):
             self.model(**given)
         if not found:  # the model does not call its loss function
             loss_function(self(**{name: value for name, value in given.items() if name not in ("labels", "use_cache")}))
-        return found[0].view(batch["input_ids"].shape)[:, :-1]
+        return found[0].view(shape)[:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]

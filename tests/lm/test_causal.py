@@ -290,7 +290,7 @@ def test_evaluation_through_an_adapter(data: TextFiles) -> None:
     model.model.get_base_model().model.embed_tokens.register_forward_hook(lambda *args: calls.append(args))
     ids = torch.arange(64)[None]
     with torch.no_grad():
-        losses = model._token_losses({"input_ids": ids})
+        losses = -model.predict_step({"input_ids": ids}, 0)
         assert len(calls) == 1
         assert float(losses.mean()) == pytest.approx(float(model.model(input_ids=ids, labels=ids).loss), rel=1e-5)
     assert all("_loss_function" not in vars(m) and "loss_function" not in vars(m) for m in model.modules())
