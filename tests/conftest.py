@@ -1,8 +1,9 @@
-"""Tiers of tests, worlds of ranks, and a clean folder and environment for each test."""
+"""Tiers of tests, worlds of ranks, and a clean folder, environment and logging for each test."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,10 +119,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test in its own folder, and restore the environment and the process group that Lightning changes."""
+    """Run each test in its own folder, and restore what Lightning or a benchmark changes: the environment, the process
+    group and the levels of loggers.
+    """
     before = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in ("lt_tiled", "lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
     monkeypatch.chdir(tmp_path)
     yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
     os.environ.clear()
     os.environ.update(before)
     if torch.distributed.is_initialized():  # by a strategy of Lightning, which leaves it to the end of the process

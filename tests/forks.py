@@ -14,7 +14,13 @@ from types import ModuleType
 from tests.processes import LIMIT, ROOT, RUNS, alive, kill
 
 FORKS = mp.get_context("forkserver")
-FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama"])
+FORKS.set_forkserver_preload(
+    [
+        "lt_tiled.cli",
+        "transformers.models.llama.modeling_llama",
+        "torch._inductor.compile_fx",
+    ]  # which DeepSpeed imports
+)
 
 
 class Forked:

@@ -39,7 +39,7 @@ def built(kind: str, tied: bool) -> Any:
 def losses(
     engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any], loss: bool = False
 ) -> tuple[list[float], bool, bool]:
-    """The losses of three steps on other tokens on each rank, whether all that is tiled ran in tiles, and whether all
+    """The losses of two steps on other tokens on each rank, whether all that is tiled ran in tiles, and whether all
     were compiled.
     """
     rank = dist.get_rank()
@@ -49,7 +49,7 @@ def losses(
     net = built(kind, tied=engine == "ddp")
     model, optimizer = set_up(fabric, net, engine)
     found = []
-    for step in range(3):
+    for step in range(2):  # in the second one, the gradients of the first count
         ids = torch.randint(3, 64, (2, 40 + 6 * rank), generator=torch.Generator().manual_seed(10 * step + rank))
         value = model(input_ids=ids, labels=ids, **inputs).loss
         fabric.backward(value)
@@ -67,7 +67,7 @@ def losses(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
-    """Tiled and checkpointed, with other lengths on each rank, three steps have the losses of the engine's own untiled
+    """Tiled and checkpointed, with other lengths on each rank, two steps have the losses of the engine's own untiled
     run.
     """
     untiled = on_ranks.once(losses, engine, kind, None, {})
@@ -165,7 +165,7 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
     uncompiled ones. Both tiles are of one size, for which each module is compiled once.
     """
     untiled = on_ranks.once(losses, engine, "Llama", None, {})
-    tiled = on_ranks(losses, engine, "Llama", Tiling(2, compile={"backend": "aot_eager"}, self_check=False), {})
+    tiled = on_ranks(losses, engine, "Llama", Tiling(2, compile={"backend": "eager"}, self_check=False), {})
     for (true, *_), (found, all_tiled, compiled) in zip(untiled, tiled, strict=True):
         assert found == pytest.approx(true, rel=1e-5)
         assert all_tiled
@@ -175,7 +175,7 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
 @pytest.mark.parametrize("kind", ["Llama", "Gemma 2"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -> None:
-    """With ``loss=True`` the losses of three steps are those of the engine's own untiled run with full logits."""
+    """With ``loss=True`` the losses of two steps are those of the engine's own untiled run with full logits."""
     untiled = on_ranks.once(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, TILED, {}, True)
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):

@@ -252,7 +252,7 @@ def test_compiled_lightning_module() -> None:
     for strategy in ("auto", tiled()):
         model = LitTiny()
         model.configure_model()
-        trainer(strategy).fit(torch.compile(model, backend="aot_eager"))
+        trainer(strategy, limit_val_batches=0).fit(torch.compile(model, backend="eager"))
         losses.append(model.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
