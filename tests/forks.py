@@ -14,13 +14,8 @@ from types import ModuleType
 from tests.processes import LIMIT, ROOT, RUNS, alive, kill
 
 FORKS = mp.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "lt_tiled.cli",
-        "transformers.models.llama.modeling_llama",
-        "torch._inductor.compile_fx",
-    ]  # which DeepSpeed imports
-)
+# DeepSpeed imports torch's inductor.
+FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama", "torch._inductor.compile_fx"])
 
 
 class Forked:
