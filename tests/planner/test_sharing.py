@@ -23,9 +23,9 @@ from tests.test_cli import QUICKSTART, ROOT, config
 TOKENS = 8192
 
 
-def job(strategy: Any, devices: int = 4, layers: int = 2) -> Job:
+def job(strategy: Any, devices: int = 4) -> Job:
     with torch.device("meta"):
-        module = CausalLM({**LLAMA, "num_hidden_layers": layers})
+        module = CausalLM({**LLAMA, "num_hidden_layers": 1})
     settings = {"strategy": strategy, "accelerator": "cpu", "devices": devices}
     return make_job(module, TextFiles(seq_len=2048), settings)
 
@@ -71,7 +71,7 @@ def test_a_size_that_does_not_divide() -> None:
 
 def test_longest() -> None:
     """Four ranks that share a sequence fit one that is at least twice as long."""
-    base = job(TiledModelParallelStrategy(), layers=1)
+    base = job(TiledModelParallelStrategy())
     shared = replace(base.settings, sequence_parallel=SequenceParallel(4))
     memory = plan(base, 4096).peak
     assert longest(base, memory, shared, granule=1024, tokens=8192).tokens >= 8192
@@ -79,7 +79,7 @@ def test_longest() -> None:
 
 def test_cheapest() -> None:
     """Ranks share a sequence only if it does not fit otherwise, as few as possible, and no more than query heads."""
-    base = job(TiledDDPStrategy(), devices=8, layers=1)
+    base = job(TiledDDPStrategy(), devices=8)
     least = []
     for size in (1, 2, 4):
         shared = replace(base.settings, loss="auto", sequence_parallel=SequenceParallel(size) if size > 1 else None)
