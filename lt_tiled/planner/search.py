@@ -182,9 +182,11 @@ def longest(
         slope = (high.peak - low.peak) / (high.tokens - low.tokens)
     while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > max(granule, int(CLOSE * low.tokens))):
         # Memory is nearly linear in the sequence length: go to where the line meets the limit.
-        guess = low.tokens + int((memory - low.peak) / slope) if slope > 0 else 8 * low.tokens
+        left = int((memory - low.peak) / slope) if slope > 0 else 7 * low.tokens
+        if high is not None and left <= CLOSE / 2 * low.tokens:
+            break
         bound = min(64 * low.tokens, LIMIT) if high is None else high.tokens - granule
-        guess = min(max(guess, int((1 + CLOSE) * low.tokens)), bound)
+        guess = min(low.tokens + max(left, int(CLOSE * low.tokens)), bound)
         tried = planned(max(low.tokens + granule, guess // granule * granule))
         slope = (tried.peak - low.peak) / (tried.tokens - low.tokens) or slope
         if tried.peak <= memory:
