@@ -36,8 +36,9 @@ aten = torch.ops.aten
 @contextmanager
 def without_memory(where: Whereabouts) -> Iterator[FakeLedger]:
     """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
-    with _unpacked(), FakeTensorMode(), FakeLedger(where) as where.ledger, where:
-        yield where.ledger
+    where.ledger = ledger = FakeLedger(where)
+    with _unpacked(), FakeTensorMode(), ledger, where:
+        yield ledger
 
 
 @contextmanager

@@ -207,7 +207,9 @@ def first_two_tiles(ledger: FakeLedger) -> Iterator[None]:
         seen: Counter[Hashable] = Counter()
         flops: dict[Hashable, int] = {}
         for row in rows:
-            size = tuple(t.shape for t in tree_leaves(row) if isinstance(t, Tensor)) or (row.stop - row.start)
+            leaves = tree_leaves(row)
+            size = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+            size += tuple(leaf.stop - leaf.start for leaf in leaves if isinstance(leaf, slice))
             seen[size] += 1
             if seen[size] > 2:
                 ledger.flops += flops[size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lt_tiled import SequenceParallel, TiledDDPStrategy, TiledModelParallelStrat
 from lt_tiled.cli import main
 from lt_tiled.errors import DoesNotFitError
 from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.planner import simulate
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.search import cheapest, longest, plan
 from tests.planner.runs import LLAMA
@@ -23,9 +25,9 @@ from tests.test_cli import QUICKSTART, ROOT, config
 TOKENS = 8192
 
 
-def job(strategy: Any, devices: int = 4) -> Job:
+def job(strategy: Any, devices: int = 4, **config: Any) -> Job:
     with torch.device("meta"):
-        module = CausalLM({**LLAMA, "num_hidden_layers": 1})
+        module = CausalLM({**LLAMA, "num_hidden_layers": 1, **config})
     settings = {"strategy": strategy, "accelerator": "cpu", "devices": devices}
     return make_job(module, TextFiles(seq_len=2048), settings)
 
@@ -61,6 +63,22 @@ def test_exchanged_bytes_are_communication() -> None:
     averaged = 4  # the loss
     assert parts["communication"] == sent + arrived + averaged
     assert "communication" not in held(base, TOKENS, None)[0]
+
+
+def test_two_head_tiles_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation that runs two of four head tiles has the parts, the peak and the FLOPs of one that runs all."""
+    strategy = TiledDDPStrategy(tiling=None, sequence_parallel=SequenceParallel(2, head_tiles=4))
+    base = job(strategy, devices=2, num_attention_heads=8, num_key_value_heads=4)
+
+    def figures() -> Any:
+        run = plan(base, TOKENS).simulation
+        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
+
+    *two, few = figures()
+    monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
+    *every, many = figures()
+    assert two == every
+    assert few < many
 
 
 def test_a_size_that_does_not_divide() -> None:
