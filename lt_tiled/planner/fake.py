@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled._renamed import deprecated
 from lt_tiled._training_step import nothing
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
+from lt_tiled.planner.ledger import Ledger, flops_of
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
 
@@ -34,10 +34,11 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def without_memory(where: Whereabouts) -> Iterator[None]:
-    """Make all new tensors fake. Errors name the module that is running."""
-    with _unpacked(), FakeTensorMode(), _Kernels(where):
-        yield
+def without_memory(where: Whereabouts) -> Iterator[FakeLedger]:
+    """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
+    where.ledger = ledger = FakeLedger(where)
+    with _unpacked(), FakeTensorMode(), ledger, where:
+        yield ledger
 
 
 @contextmanager
@@ -60,22 +61,32 @@ def _unpacked() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_packed
 
 
-class _Kernels(TorchDispatchMode):
-    """Adds what torch's fake kernels lack, and names the module in their errors."""
+class FakeLedger(Ledger):
+    """Counts FLOPs, too, adds what torch's fake kernels lack, and names the module in their errors.
+
+    It is one mode, because each one takes time for each operation.
+    """
 
     def __init__(self, where: Whereabouts) -> None:
-        super().__init__()
-        self.where = where
+        super().__init__(where.now)
+        self.whereabouts = where
+        self.flops = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default and not self.where.in_module:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on fake tensors."""
+        result = self._call(func, args, kwargs)
+        self.flops += flops_of(func, args, kwargs, result)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten._local_scalar_dense.default and not self.whereabouts.in_module:
             return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
             left, right = args[0], args[1]
             groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
             return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise self._error(func, "needs the values of tensors, which a simulation does not have") from error
         except AssertionError as error:
@@ -84,7 +95,7 @@ class _Kernels(TorchDispatchMode):
             raise self._error(func, "uses a tensor that is not a parameter, buffer or attribute") from error
 
     def _error(self, func: Any, reason: str) -> SimulationError:
-        return SimulationError(f"{func} in {self.where.now().path or 'the training step'} {reason}.")
+        return SimulationError(f"{func} in {self.where().path or 'the training step'} {reason}.")
 
 
 def fake_weights(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ offloading are those of the complete model, so none of their memory is extrapola
 of such a block are left out. They do not make the peak if a block of the same kind, which has the same temporary
 tensors, is simulated from at least as many live bytes. This is checked for the forward and the backward pass of each
 block. Where it does not hold, or where something that a block made lives longer than to its own backward pass,
-:class:`IrregularError` is raised, and all blocks are simulated.
+:class:`IrregularError` is raised, all blocks are simulated, and the reason is logged at level DEBUG.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lt_tiled.modules.find import find_blocks
 from lt_tiled.modules.patch import HOOKS, Patch, is_of, remove_patch, set_patch
 from lt_tiled.planner.engines import Release
-from lt_tiled.planner.ledger import Allocation, Flops, Ledger
+from lt_tiled.planner.fake import FakeLedger
+from lt_tiled.planner.ledger import Allocation
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.tiling.deferred import values
 
@@ -94,9 +95,9 @@ class RepeatPatch(Patch):
 class Repeats(ExitStack):
     """Repeats blocks in a forward and a backward pass: see NOTE [Blocks that repeat]."""
 
-    def __init__(self, model: nn.Module, where: Whereabouts, ledger: Ledger, counter: Flops) -> None:
+    def __init__(self, model: nn.Module, where: Whereabouts, ledger: FakeLedger) -> None:
         super().__init__()
-        self.where, self.ledger, self.counter = where, ledger, counter
+        self.where, self.ledger = where, ledger
         self.blocks = find_blocks(model)
         self.calls: dict[nn.Module, Call] = {}
         self.simulated: defaultdict[Hashable, list[Call]] = defaultdict(list)
@@ -128,18 +129,18 @@ class Repeats(ExitStack):
             call = self.calls[block]
             return patch.inner(block, *args, **kwargs) if call.like is None else self._repeat(block, patch, call, given)
         if block in self.calls:
-            raise IrregularError
+            raise IrregularError("a block runs twice in a forward pass")
         key = (patch.kind, _fact((args, kwargs)), torch.is_grad_enabled())
         like = self.simulated[key][-1] if patch.repeated and self.simulated[key] else None
         call = self.calls[block] = Call(key, self.ledger.now, like)
         if like is not None:
-            self.counter.total += like.flops
+            self.ledger.flops += like.flops
             call.releases = [self.ledger.hold(a.nbytes if a.died is None else 0, a.part, a.place) for a in like.kept]
             return self._repeat(block, patch, call, given)
         self.simulated[key].append(call)
-        before, flops = len(self.ledger.allocations), self.counter.total
+        before, flops = len(self.ledger.allocations), self.ledger.flops
         result = values(patch.inner(block, *args, **kwargs))
-        call.flops, call.inputs = self.counter.total - flops, [self.ledger.find(t) for t in given]
+        call.flops, call.inputs = self.ledger.flops - flops, [self.ledger.find(t) for t in given]
         leaves, call.spec = tree_flatten(result)
         for leaf in leaves:
             same = next((i for i, t in enumerate(given) if t is leaf), None)
@@ -168,7 +169,7 @@ class Repeats(ExitStack):
         inputs = [t for t in given if t.requires_grad]
         made = iter(_Repeated.apply(backward, new, [*saved, torch.empty(0)], *inputs) if inputs else ())
         if new and not inputs:
-            raise IrregularError
+            raise IrregularError("the output of a block requires a gradient, and its inputs do not")
         leaves = []
         for output in call.like.outputs:
             if not isinstance(output, Output):
@@ -189,7 +190,7 @@ class Repeats(ExitStack):
             leaves[0].register_hook(partial(self._begin_backward_of, self.calls[block]))
 
     def _begin_backward_of(self, call: Call, gradient: Tensor) -> None:
-        call.backward = Moment(self.ledger.now, self.counter.total, self.ledger.clock)
+        call.backward = Moment(self.ledger.now, self.ledger.flops, self.ledger.clock)
         if self.begun:
             self.begun[-1].after = call.backward
         self.begun.append(call)
@@ -213,18 +214,18 @@ class Repeats(ExitStack):
                 continue
             same = self.simulated[call.key]
             if call.live > max(c.live for c in same) or len({c.flops for c in same}) > 1:
-                raise IrregularError
+                raise IrregularError("the forward pass of a block begins with more live bytes or has other FLOPs")
             start, end = call.like.backward, call.like.after
             for allocation in call.like.kept:
                 died = allocation.died
                 if died is None or (died > self.clock and not (start and end and start.clock <= died <= end.clock)):
-                    raise IrregularError
+                    raise IrregularError("what a block keeps outlives its backward pass")
             if call.backward is not None:
                 known = [(c.backward, c.after) for c in same if c.backward and c.after]
                 work = {after.flops - begin.flops for begin, after in known[-EDGE:]}
                 if len(work) != 1 or call.backward.live > max(begin.live for begin, _ in known):
-                    raise IrregularError
-                self.counter.total += work.pop()
+                    raise IrregularError("the backward pass of a block begins with more live bytes or has other FLOPs")
+                self.ledger.flops += work.pop()
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from lt_tiled.loss.transformers import HeadPatch, find_losses
 from lt_tiled.memory import gib
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
-from lt_tiled.planner.simulate import Settings, Simulation
+from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
@@ -164,28 +164,36 @@ def longest(
     Raises:
         DoesNotFitError: If not even the shortest sequence fits.
     """
-    best, low, high = plan(job, granule, settings), granule, None
-    if best.peak > memory:
+
+    def planned(tokens: int) -> Plan:
+        tell(f"{tokens} tokens")
+        return plan(job, tokens, settings)
+
+    low, high = planned(max((tokens or job.tokens) // granule * granule, granule)), None
+    if low.peak > memory:
+        low, high = planned(granule), low
+    if high is None:
+        slope = sum(nbytes for part, nbytes in low.parts.items() if part not in STATE) / low.tokens
+    elif low.peak > memory:
         raise DoesNotFitError(
-            f"{granule} tokens already take {gib(best.peak)}, more than {gib(memory)}: use more memory or devices."
+            f"{granule} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
         )
-    slope, tokens = 0.0, max((tokens or job.tokens) // granule * granule, 2 * granule)
-    while True:
-        tell(f"{tokens} tokens; {low} fit")
-        tried = plan(job, tokens, settings)
-        if tried.peak <= memory:
-            slope = (tried.peak - best.peak) / (tokens - low) or slope
-            best, low = tried, tokens
-        else:
-            slope, high = (tried.peak - best.peak) / (tokens - low), tokens
-        if low >= LIMIT or (high is not None and high - low <= max(granule, int(CLOSE * low))):
-            return best
+    else:
+        slope = (high.peak - low.peak) / (high.tokens - low.tokens)
+    while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > max(granule, int(CLOSE * low.tokens))):
         # Memory is nearly linear in the sequence length: go to where the line meets the limit.
-        guess = low + int((memory - best.peak) / slope) if slope > 0 else 8 * low
-        bound = min(64 * low, LIMIT) if high is None else high - granule
-        tokens = max(low + granule, min(guess, bound) // granule * granule)
-        if high is not None and tokens >= high:
-            return best
+        left = int((memory - low.peak) / slope) if slope > 0 else 7 * low.tokens
+        if high is not None and left <= CLOSE / 2 * low.tokens:
+            break
+        bound = min(64 * low.tokens, LIMIT) if high is None else high.tokens - granule
+        guess = min(low.tokens + max(left, int(CLOSE * low.tokens)), bound)
+        tried = planned(max(low.tokens + granule, guess // granule * granule))
+        slope = (tried.peak - low.peak) / (tried.tokens - low.tokens) or slope
+        if tried.peak <= memory:
+            low = tried
+        else:
+            high = tried
+    return low
 
 
 def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing) -> Plan:
@@ -199,8 +207,10 @@ def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = n
     rungs, tried = [*ladder(job).values()], list[Plan]()
 
     def planned(settings: Settings) -> Plan:
-        tell(describe(settings))
-        return plan(job, tokens, settings)
+        if (known := next((found for found in tried if found.settings == settings), None)) is None:
+            tell(describe(settings))
+            tried.append(known := plan(job, tokens, settings))
+        return known
 
     for size in sizes_of(job.settings.engine.ranks):
         shared = SequenceParallel(size) if size > 1 else None
@@ -208,21 +218,19 @@ def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = n
         sized = [_with_shards(replace(settings, sequence_parallel=shared), finest) for settings in rungs]
         if shared is not None:
             try:
-                tried.append(planned(sized[-1]))
+                if planned(sized[-1]).peak > memory:
+                    continue
             except ValueError:  # so many ranks cannot share a sequence of this model
                 break
-            if tried[-1].peak > memory:
-                continue
         for settings in sized:
-            tried.append(planned(settings))
-            if tried[-1].peak <= memory:
+            if (found := planned(settings)).peak <= memory:
                 shards = 2
                 while shards < finest and settings.tiling is not None:
                     fewer = planned(_with_shards(settings, shards))
                     if fewer.peak <= memory:
                         return fewer
                     shards *= 2
-                return tried[-1]
+                return found
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -14,21 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled._log import quiet
+from lt_tiled._log import inform, quiet
 from lt_tiled._prepare import Prepared
 from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
-from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
-from lt_tiled.planner.ledger import Allocation, Flops, Ledger
+from lt_tiled.planner.fake import FakeGroup, FakeLedger, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.ledger import Allocation, Ledger
 from lt_tiled.planner.repeats import Repeats
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
 
-_STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
-PARTS = (*_STATE, "block inputs", "attention", "MLP", "loss", "rest")
+STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
+"""Parts of any sequence length, apart from what ranks that share a sequence exchange."""
+PARTS = (*STATE, "block inputs", "attention", "MLP", "loss", "rest")
 """What memory is used for, in display order."""
 
 
@@ -116,8 +118,10 @@ def simulate(
     """
     kept = settings.sequence_parallel is not None and settings.sequence_parallel.keep is not None
     if not whole and not kept and getattr(settings.checkpointing, "activations", "") != "all":
-        with suppress(Exception):  # also what blocks raise that miss what another one did; a user's error comes again
+        try:
             return _simulate(model, step, make_optimizer, settings, Repeats)
+        except Exception as error:  # also what blocks raise that miss what another one did; a user's error comes again
+            inform(f"A plan simulates every block, which takes longer: {error!r}", level=logging.DEBUG)
     return _simulate(model, step, make_optimizer, settings, None)
 
 
@@ -134,9 +138,7 @@ def _simulate(
     shared = settings.sequence_parallel and replace(settings.sequence_parallel, self_check=False, batch="trust")
     with ExitStack() as stack:
         stack.enter_context(quiet())
-        stack.enter_context(without_memory(where))
-        ledger = where.ledger = stack.enter_context(Ledger(where.now))
-        stack.enter_context(where)
+        ledger = stack.enter_context(without_memory(where))
         fake_weights(model)
         for tensor in (*model.parameters(), *model.buffers()):
             ledger.name(tensor, "weights")
@@ -164,15 +166,14 @@ def _simulate(
             _run_first_step(optimizer, ledger)
         memory.stepped()
         ledger.restart_peak()
-        start = ledger.clock
+        start, ledger.flops = ledger.clock, 0
         begin("forward")
         with ExitStack() as step_only:
-            counter = step_only.enter_context(Flops())
-            step_only.enter_context(first_two_tiles(counter))
-            repeats = None if repeat is None else step_only.enter_context(repeat(model, where, ledger, counter))
+            step_only.enter_context(first_two_tiles(ledger))
+            repeats = None if repeat is None else step_only.enter_context(repeat(model, where, ledger))
             with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
                 loss = step()
-            forward = counter.total
+            forward = ledger.flops
             if settings.accumulate == 1:
                 optimizer.zero_grad()  # at the same place as Lightning
             begin("backward")
@@ -182,6 +183,7 @@ def _simulate(
             del loss
             if repeats is not None:
                 repeats.finish()
+            flops = ledger.flops
         _name_gradients(optimizer, ledger)
         begin("optimizer")
         if settings.clip:
@@ -191,11 +193,11 @@ def _simulate(
         memory.stepped()
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
-        return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, counter.total, offloaded)
+        return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, flops, offloaded)
 
 
 @contextmanager
-def first_two_tiles(counter: Flops) -> Iterator[None]:
+def first_two_tiles(ledger: FakeLedger) -> Iterator[None]:
     """Run only two tiles of each size, and count the FLOPs of all.
 
     The first tile creates the gradient sums; later ones of its size need the memory and FLOPs of the second.
@@ -205,14 +207,16 @@ def first_two_tiles(counter: Flops) -> Iterator[None]:
         seen: Counter[Hashable] = Counter()
         flops: dict[Hashable, int] = {}
         for row in rows:
-            size = tuple(t.shape for t in tree_leaves(row) if isinstance(t, Tensor)) or (row.stop - row.start)
+            leaves = tree_leaves(row)
+            size = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+            size += tuple(leaf.stop - leaf.start for leaf in leaves if isinstance(leaf, slice))
             seen[size] += 1
             if seen[size] > 2:
-                counter.total += flops[size]
+                ledger.flops += flops[size]
                 continue
-            before = counter.total
+            before = ledger.flops
             yield row
-            flops[size] = counter.total - before
+            flops[size] = ledger.flops - before
 
     token = tiles_to_run.set(run)
     try:
@@ -225,7 +229,7 @@ def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
     """Create the gradients and the optimizer state that a first step leaves."""
     for weight in stepped_on(optimizer):
         if weight.requires_grad:
-            weight.backward(torch.empty_like(weight))
+            weight.grad = torch.empty_like(weight)
     optimizer.step()
     _name_gradients(optimizer, ledger)
     for value in tensors_of([*optimizer.state.values()]):

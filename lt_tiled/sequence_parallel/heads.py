@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.sequence_parallel.kept import keeping_nothing, kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.deferred import Deferred
+from lt_tiled.tiling.layout import each_tile
 from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, random_state_kept, saves_elsewhere
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import Substituted, Weight, paired, trainable_weights
@@ -44,8 +45,7 @@ class HeadTilesPatch(Patch):
         self.path = path
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Some heads: the rows of each projection, and the columns of the output projection's input."""
 
     queries: slice
@@ -206,7 +206,7 @@ class _HeadTiles(torch.autograd.Function):
 
         def compute() -> Tensor:
             start, whole = RandomState.now(hidden.device), None
-            for part in call.parts:
+            for part in each_tile(call.parts):
                 out = call.run(part, hidden, [])[0]
                 whole = out.new_empty(*out.shape[:-1], call.parts[-1].queries.stop) if whole is None else whole
                 whole[..., part.queries] = out
@@ -245,7 +245,7 @@ class _HeadTiles(torch.autograd.Function):
             call.autocast.context(),
             SavedCounter() if saves_elsewhere() else nullcontext(),
         ):
-            for part in call.parts:
+            for part in each_tile(call.parts):
                 sums.add(part, gradient[..., part.queries])
         return (None, *sums.found())
 

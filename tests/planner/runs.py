@@ -24,30 +24,32 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
-_SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
-_NO_GROUPS = {key: value for key, value in _SMALL.items() if key != "num_key_value_heads"}
+SMALL = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192}
+"""The model of real steps: its weights and the activations of ``TOKENS`` tokens take as many bytes as each other."""
+MIXTRAL = {**SMALL, "model_type": "mixtral", "num_local_experts": 4}
+TWO = {**SMALL, "num_hidden_layers": 2}
+_NO_GROUPS = {key: value for key, value in TWO.items() if key != "num_key_value_heads"}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {**_SMALL, "model_type": "qwen3", "head_dim": 16},
+    "qwen3": {**TWO, "model_type": "qwen3", "head_dim": 16},
     "gemma3": {
-        **_SMALL,
+        **TWO,
         "model_type": "gemma3_text",
         "head_dim": 16,
-        "sliding_window": 512,
+        "sliding_window": 256,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "mistral": {**_SMALL, "model_type": "mistral", "sliding_window": 512},
-    "phi": {**_SMALL, "model_type": "phi"},
-    "phi3": {**_SMALL, "model_type": "phi3", "pad_token_id": 0},
+    "mistral": {**TWO, "model_type": "mistral", "sliding_window": 256},
+    "phi": {**TWO, "model_type": "phi"},
+    "phi3": {**TWO, "model_type": "phi3", "pad_token_id": 0},
     "gpt_neox": {**_NO_GROUPS, "model_type": "gpt_neox"},
-    "olmo2": {**_SMALL, "model_type": "olmo2"},
-    "mixtral": {**_SMALL, "model_type": "mixtral", "num_local_experts": 4},
+    "olmo2": {**TWO, "model_type": "olmo2"},
+    "mixtral": {**TWO, "model_type": "mixtral", "num_local_experts": 4},
     "falcon": {key: value for key, value in _NO_GROUPS.items() if key != "intermediate_size"}
     | {"model_type": "falcon"},
-    "LoRA": _SMALL,
+    "LoRA": TWO,
 }
 """Models with a small geometry."""
-TOKENS = 2048
+TOKENS = 960
 
 
 class Adapted(CausalLM):
@@ -84,23 +86,23 @@ class Resizing(Ledger):
 
 
 class Watch(pl.Callback):
-    """Reads the peak of the third step, which is like all that follow."""
+    """Reads the peak of the second step, which is like all that follow."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
     def on_train_batch_start(self, run: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        if index == 2:
+        if index == 1:
             self.ledger.restart_peak()
 
     def on_train_batch_end(
         self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        if index == 2:
+        if index == 1:
             self.peak = self.ledger.peak
 
 
-def measured(strategy: Any, module: type[CausalLM] = CausalLM, **kwargs: Any) -> int:
+def measured(strategy: Any, module: type[CausalLM] = CausalLM, tokens: int = TOKENS, **kwargs: Any) -> int:
     """The peak of live bytes of a real step, from before the model was made."""
     with Resizing() as ledger:
         watch = Watch(ledger)
@@ -108,9 +110,10 @@ def measured(strategy: Any, module: type[CausalLM] = CausalLM, **kwargs: Any) ->
             strategy(),
             devices=dist.get_world_size() if dist.is_initialized() else 1,
             callbacks=[watch],
+            max_steps=2,
             limit_val_batches=0,
         )
-        run.fit(module(**kwargs), datamodule=TextFiles(seq_len=TOKENS))
+        run.fit(module(**kwargs), datamodule=TextFiles(seq_len=tokens))
     return watch.peak
 
 

@@ -44,7 +44,7 @@ def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
         "It fits into 1.00 GiB, with ",
     ):
         assert expected in text
-    assert "more than 16.0 MiB" in planned(capsys, "--memory=16MiB")
+    assert "more than 4.0 MiB" in planned(capsys, SMALL, "--memory=4MiB")
 
 
 def test_sharded_over_other_devices(capsys: pytest.CaptureFixture[str]) -> None:

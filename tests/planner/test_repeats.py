@@ -9,13 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, TiledDeepSpeedStrategy, TiledModelParallelStrategy, TiledSingleDeviceStrategy
+from lt_tiled import (
+    Checkpointing,
+    TiledDeepSpeedStrategy,
+    TiledModelParallelStrategy,
+    TiledSingleDeviceStrategy,
+    Tiling,
+)
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.repeats import EDGE
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
-from tests.planner.runs import LLAMA, Adapted
+from tests.planner.runs import LLAMA, MODELS, Adapted
 
-LAYERS = {**LLAMA, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 7}
+LAYERS = {**LLAMA, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6}
 KINDS = {**LAYERS, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 10}
 KINDS["layer_types"] = ["sliding_attention", "full_attention"] * 5
 
@@ -57,7 +64,10 @@ CASES: dict[str, Any] = {
         precision="bf16-mixed",
     ),
     "shared": lambda: job(TiledModelParallelStrategy(tiling=4, sequence_parallel=2), partial(CausalLM, LAYERS), 2),
-    "two kinds": lambda: job(TiledSingleDeviceStrategy(tiling=4), partial(CausalLM, KINDS)),
+    "two kinds": lambda: job(
+        TiledSingleDeviceStrategy(tiling=Tiling(4, targets="mlp")),  # Gemma's many norms take most of the time
+        partial(CausalLM, KINDS),
+    ),
 }
 
 
@@ -70,6 +80,15 @@ def test_repeated_blocks(name: str) -> None:
     few, every = base.simulate(), base.simulate(whole=True)
     assert figures(few) == figures(every)
     assert len(few.allocations) < len(every.allocations)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "phi", "phi3", "gpt_neox", "olmo2", "falcon"])
+def test_dense_models_repeat(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A plan of a dense model, of other kinds than those above, does not fall back to simulating every block."""
+    module = partial(CausalLM, {**MODELS[name], "num_hidden_layers": 2 * EDGE + 1})
+    with caplog.at_level("DEBUG", "lt_tiled"):
+        job(TiledSingleDeviceStrategy(tiling=None), module).simulate()
+    assert "simulates every block" not in caplog.text
 
 
 class Block(nn.Module):
@@ -99,8 +118,10 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize("outlives", [False, True], ids=["one is wider", "all outlive the step"])
-def test_blocks_that_do_not_repeat(outlives: bool) -> None:
-    """A block with another size is simulated, and if blocks keep tensors after their backward pass, all are."""
+def test_blocks_that_do_not_repeat(outlives: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A block with another size is simulated, and if blocks keep tensors after their backward pass, all are, which is
+    logged with the reason.
+    """
     wide = [32, 32, 32, 32, 32 if outlives else 512, 32, 32, 32, 32]
     log: list[Tensor] = []
     model = Blocks(wide, log.append if outlives else None)
@@ -113,6 +134,8 @@ def test_blocks_that_do_not_repeat(outlives: bool) -> None:
         settings = Settings()
         return simulate(model, step, lambda: torch.optim.SGD(model.parameters()), settings, whole)
 
-    few, every = simulated(False), simulated(True)
+    with caplog.at_level("DEBUG", "lt_tiled"):
+        few, every = simulated(False), simulated(True)
     assert figures(few) == figures(every)
+    assert ("what a block keeps outlives its backward pass" in caplog.text) == outlives
     assert (len(few.allocations) < len(every.allocations)) != outlives

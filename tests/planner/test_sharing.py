@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lt_tiled import SequenceParallel, TiledDDPStrategy, TiledModelParallelStrat
 from lt_tiled.cli import main
 from lt_tiled.errors import DoesNotFitError
 from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.planner import simulate
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.search import cheapest, longest, plan
 from tests.planner.runs import LLAMA
@@ -23,9 +25,9 @@ from tests.test_cli import QUICKSTART, ROOT, config
 TOKENS = 8192
 
 
-def job(strategy: Any, devices: int = 4, layers: int = 2) -> Job:
+def job(strategy: Any, devices: int = 4, **config: Any) -> Job:
     with torch.device("meta"):
-        module = CausalLM({**LLAMA, "num_hidden_layers": layers})
+        module = CausalLM({**LLAMA, "num_hidden_layers": 1, **config})
     settings = {"strategy": strategy, "accelerator": "cpu", "devices": devices}
     return make_job(module, TextFiles(seq_len=2048), settings)
 
@@ -63,6 +65,22 @@ def test_exchanged_bytes_are_communication() -> None:
     assert "communication" not in held(base, TOKENS, None)[0]
 
 
+def test_two_head_tiles_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation that runs two of four head tiles has the parts, the peak and the FLOPs of one that runs all."""
+    strategy = TiledDDPStrategy(tiling=None, sequence_parallel=SequenceParallel(2, head_tiles=4))
+    base = job(strategy, devices=2, num_attention_heads=8, num_key_value_heads=4)
+
+    def figures() -> Any:
+        run = plan(base, TOKENS).simulation
+        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
+
+    *two, few = figures()
+    monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
+    *every, many = figures()
+    assert two == every
+    assert few < many
+
+
 def test_a_size_that_does_not_divide() -> None:
     """Ranks that do not form groups of the size are refused with the sizes that they can form."""
     with pytest.raises(ValueError, match=r"sequence_parallel=3 does not divide the 4 ranks: choose one of \[1, 2, 4\]"):
@@ -71,7 +89,7 @@ def test_a_size_that_does_not_divide() -> None:
 
 def test_longest() -> None:
     """Four ranks that share a sequence fit one that is at least twice as long."""
-    base = job(TiledModelParallelStrategy(), layers=1)
+    base = job(TiledModelParallelStrategy())
     shared = replace(base.settings, sequence_parallel=SequenceParallel(4))
     memory = plan(base, 4096).peak
     assert longest(base, memory, shared, granule=1024, tokens=8192).tokens >= 8192
@@ -79,7 +97,7 @@ def test_longest() -> None:
 
 def test_cheapest() -> None:
     """Ranks share a sequence only if it does not fit otherwise, as few as possible, and no more than query heads."""
-    base = job(TiledDDPStrategy(), devices=8, layers=1)
+    base = job(TiledDDPStrategy(), devices=8)
     least = []
     for size in (1, 2, 4):
         shared = replace(base.settings, loss="auto", sequence_parallel=SequenceParallel(size) if size > 1 else None)
