@@ -77,7 +77,7 @@ class Offloader:
         if not movable(tensor) or Geometry.of(tensor).nbytes < self.min_bytes:
             return tensor
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise OffloadError("a step that offloads cannot be captured as a CUDA graph: set offload=None to capture it")
+            raise OffloadError("a step that offloads cannot be captured as a CUDA graph: set offload=None for that")
         with self._lock, self._ending_the_step():
             self._check_usable()
             if not self._live:
