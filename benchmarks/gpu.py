@@ -52,7 +52,7 @@ GRACE = 15
 NO_TIME = "no time left"
 """What the rows say that were not begun, or not finished, when a part or the command ended."""
 MEASURED_ELSEWHERE = "tests/planner/test_gpu.py"
-"""The part ``peak`` compares more predictions than this test does."""
+"""The part ``peak`` compares predictions with the allocator, as these tests do."""
 PACKAGES = ("torch", "lightning", "transformers", "deepspeed", "liger-kernel", "triton")
 Figures = dict[str, Any]
 
@@ -144,7 +144,9 @@ def in_this_process(part: str, end: float, tiny: bool) -> Iterator[tuple[str, Fi
     for name in ("lt_tiled", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if (device := device_at_hand()).type == "cpu":
-        torch.set_num_threads(1)  # several would wait for each other, for tiny products
+        # Several threads would wait for each other, for tiny products. Lightning, too, sets their number.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
     yield from measure(part, Setup(tiny, end, device))
 
 
