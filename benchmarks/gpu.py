@@ -34,7 +34,7 @@ from benchmarks.sheet import Cell, Sheet, device_at_hand, machine, version_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = {
-    "tiny": 10,
+    "tiny": 15,
     "tests": 20,
     "offload": 36,
     "peak": 18,
