@@ -129,11 +129,11 @@ def record(found: list[Sheet], quick: bool) -> dict[str, Any]:
     }
 
 
-def sheets_of(told: dict[str, Any]) -> list[Sheet]:
+def sheets_of(results: dict[str, Any]) -> list[Sheet]:
     """Read the tables of a record."""
     return [
         Sheet(**{**sheet, "rows": [[Cell(**cell) for cell in row] for row in sheet["rows"]]})
-        for sheet in told["sheets"]
+        for sheet in results["sheets"]
     ]
 
 

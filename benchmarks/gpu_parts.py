@@ -7,33 +7,29 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, StackDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import host
 from benchmarks.costs import Size, llama, loss_of, with_checkpointing
+from benchmarks.gpu import NO_TIME, Figures
 from benchmarks.longest import ON_GPU as LLAMA_8B
 from benchmarks.longest import RUNGS
 from benchmarks.peers import peers
-from benchmarks.sheet import device_at_hand, reason
-from benchmarks.step_time import ON_GPU, ratios, seconds_of, step_of
+from benchmarks.sheet import reason
+from benchmarks.step_time import ON_GPU, device_peak, interleaved, ratios, seconds_of, step_of
 from lt_tiled import (
     Checkpointing,
     SequenceParallel,
@@ -47,8 +43,8 @@ from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.memory import PeakMemory
 from lt_tiled.planner.job import make_job
 from lt_tiled.policies import Tiers
+from lt_tiled.tiling.patched import tiled_patches
 
-ROOT = Path(__file__).parents[1]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -63,26 +59,33 @@ SETTINGS: dict[str, tuple[bool, bool, Tiers | None, bool]] = {
     "+ block inputs in CPU memory": (True, True, "cpu", True),
 }
 """Activation checkpointing, tiled loss, offload, tiled MLPs."""
-Figures = dict[str, Any]
+RELATIVE = {"loss": "loss", "step [s]": "step time", "peak [GiB]": "peak"}
+"""The figures that are also given relative to those of another row, and under which names."""
 Rows = Iterator[tuple[str, Callable[[], Figures]]]
 
 
-@dataclass
-class Place:
-    """The device, the size and the time of a part."""
+@dataclass(frozen=True)
+class Setup:
+    """The size of a part, the time at which it ends, and its device."""
 
     tiny: bool
-    seconds: float
-    device: torch.device = field(default_factory=device_at_hand)
+    end: float
+    """A time of ``time.monotonic``."""
+    device: torch.device
 
-    def __post_init__(self) -> None:
-        self.end = time.monotonic() + self.seconds
-        self.config: dict[str, Any] = LLAMA_8B.model | (TINY if self.tiny else {})
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration."""
+        return LLAMA_8B.model | (TINY if self.tiny else {})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of weights and activations."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def left(self) -> float:
-        """Return the seconds that are left."""
-        return self.end - time.monotonic()
+        """Return the seconds that are left for more than the least work: none at a tiny size."""
+        return 0.0 if self.tiny else self.end - time.monotonic()
 
     def length(self, tokens: int) -> int:
         """Return the sequence length in place of one."""
@@ -114,97 +117,48 @@ class Place:
             "loss": (4 if self.tiny else True) if loss else None,
         }
 
-    def timed(self, ways: dict[str, Callable[[], float]], seconds: float) -> dict[str, list[float]]:
-        """Return the seconds of each way, in one to nine rounds after one that warms up."""
-        start = time.monotonic()
-        for way in ways.values():
-            way()
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for index in range(9):
-            begun = time.monotonic()
-            for name in list(ways)[:: 1 if index % 2 else -1]:
-                times[name].append(ways[name]())
-            now = time.monotonic()
-            if now - start + (now - begun) > seconds:
-                break
-        return times
+    def timed(self, ways: dict[str, Callable[[], float]], share: float) -> dict[str, list[float]]:
+        """Return the seconds of each way, in up to nine rounds within a share of the time that is left.
 
-    def peak(self, run: Callable[[], Any]) -> float:
-        """Return the GiB that a run allocates at its peak."""
-        memory, before = PeakMemory(self.device), torch.cuda.memory_allocated()
-        memory.reset()
-        run()
-        return (memory.read() - before) / 2**30
+        There are at least three rounds, unless the part ends before.
+        """
+        left = self.left()
+        return interleaved(ways, 9, lambda rounds, seconds: seconds > (left if rounds < 3 else share * left))
 
 
-def tests(place: Place) -> Rows:
-    """Run the tests that need a GPU, but for the longest sequences; those that train for long come last."""
-
-    def run() -> Figures:
-        files = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text()}
-        files = {"tests/test_memory.py"} if place.tiny else files
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "-k",
-            "not 131072",
-            "-v",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += ["-o", "addopts=", *sorted(files, key=lambda file: ("planner" in file, file))]
-        late, seconds = "", 300 if place.tiny else place.left()
-        with tempfile.TemporaryFile("w+") as printed:
-            try:
-                subprocess.run(command, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT, timeout=seconds)
-            except subprocess.TimeoutExpired:
-                late = f"cut off after {seconds:.0f} s"
-            printed.seek(0)
-            return outcomes(printed.read().splitlines(), late)
-
-    yield "pytest -m gpu", run
+def with_ratios(found: Figures, first: Figures) -> Figures:
+    """Return figures with those relative to the first row's, which ``first`` keeps."""
+    for name in RELATIVE.keys() & found.keys():
+        first.setdefault(name, found[name])
+    return found | {f"relative {what}": found[name] / first[name] for name, what in RELATIVE.items() if name in found}
 
 
-def outcomes(lines: list[str], late: str = "") -> Figures:
-    """Count the outcomes in the lines that pytest prints, and keep what it prints of failures."""
-    found = Counter(
-        match[1] for line in lines if (match := re.match(r"tests/\S+::.+? (PASSED|FAILED|ERROR|SKIPPED)", line))
-    )
-    failed = found["FAILED"] + found["ERROR"]
-    figures: Figures = {"passed": found["PASSED"], "failed": failed, "skipped": found["SKIPPED"]}
-    if not found and not late:
-        late = "pytest ran no test: " + "".join(lines[-1:])
-    if late or failed:
-        figures["printed"] = lines[-200:]
-    return {**figures, "error": late} if late else figures
-
-
-def offload(place: Place) -> Rows:
+def offload(setup: Setup) -> Rows:
     """Compare steps with block inputs in CPU memory to the same steps without."""
 
     def run(tokens: int, share: float) -> Figures:
-        ids, kept = place.ids(tokens), place.build()
+        ids, kept = setup.ids(tokens), setup.build()
         moved = copy.deepcopy(kept)
-        with prepare(kept, **place.policies()), prepare(moved, **place.policies("+ block inputs in CPU memory")) as it:
-            times = place.timed({"kept": step_of(kept, ids), "moved": step_of(moved, ids)}, share * place.left())
+        with prepare(kept, **setup.policies()), prepare(moved, **setup.policies("+ block inputs in CPU memory")) as it:
+            times = setup.timed({"kept": step_of(kept, ids), "moved": step_of(moved, ids)}, share)
             assert it.offloader is not None
             steps, stats = len(times["kept"]) + 1, asdict(it.offloader.so_far())
         return {
             "relative step time": statistics.median(ratios(times, "moved", "kept")),
             "step [s]": statistics.median(times["kept"]),
+            "rounds": steps - 1,
             **{f"{name} per step": value / steps for name, value in stats.items() if value},
         }
 
-    for tokens, share in ((8192, 0.1), (32768, 0.3), (131072, 0.9)):
+    for tokens, share in ((8192, 0.05), (32768, 0.15), (131072, 0.9)):
         yield f"{tokens} tokens", partial(run, tokens, share)
 
 
 class Watch(Callback):
-    """Keeps the loss, the seconds and the peak of the last step of a run."""
+    """Keeps the loss, the seconds and the peak of the last step of a run, whose weights are the same in each run."""
+
+    def setup(self, *_: Any, **__: Any) -> None:  # before the model is built
+        torch.manual_seed(0)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.memory = PeakMemory(trainer.strategy.root_device)
@@ -215,38 +169,43 @@ class Watch(Callback):
         self.loss = float(outputs["loss"])  # waits for the device
         self.seconds, self.peak = time.perf_counter() - self.start, self.memory.read()
 
+    def figures(self) -> Figures:
+        """Return them by name."""
+        return {"loss": self.loss, "step [s]": self.seconds, "peak [GiB]": self.peak / 2**30}
 
-def fit(place: Place, strategy: Any, tokens: int) -> Watch:
-    """Train three steps: the optimizer state exists from the second on."""
-    watch = Watch()
-    arguments: dict[str, Any] = {"accelerator": "gpu" if place.device.type == "cuda" else "cpu", "devices": 1}
+
+def fit(setup: Setup, strategy: Any, tokens: int, config: dict[str, Any] | None = None) -> Watch:
+    """Train three steps on one sequence: the optimizer state exists from the second on."""
+    watch, on_gpu = Watch(), setup.device.type == "cuda"
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    arguments: dict[str, Any] = {"accelerator": "gpu" if on_gpu else "cpu", "devices": 1, **dict.fromkeys(quiet, False)}
+    precision: Any = "bf16-true" if on_gpu else "32-true"
+    trainer = Trainer(strategy=strategy, precision=precision, max_steps=3, callbacks=[watch], **arguments)
     torch.manual_seed(0)
-    precision: Any = "bf16-true" if place.device.type == "cuda" else "32-true"
-    options: dict[str, Any] = {"limit_val_batches": 0, "callbacks": [watch], **dict.fromkeys(quiet, False)}
-    trainer = Trainer(strategy=strategy, precision=precision, max_steps=3, **arguments, **options)
-    trainer.fit(CausalLM(place.config, tiled_loss=False), datamodule=place.text(tokens))
+    data = StackDataset(input_ids=setup.ids(tokens).cpu().expand(3, -1))  # type: ignore[arg-type]  # takes sequences
+    trainer.fit(CausalLM(config or setup.config, tiled_loss=False), DataLoader(data))
     return watch
 
 
-def peak(place: Place, settings: tuple[str, ...] = tuple(SETTINGS), tokens: int = 16384) -> Rows:
+def peak(setup: Setup, settings: tuple[str, ...] = tuple(SETTINGS), tokens: int = 16384) -> Rows:
     """Compare the peak of training steps to the prediction of ``lt-tiled plan``."""
+    firsts: dict[int, Figures] = {}
 
     def run(setting: str, tokens: int) -> Figures:
-        strategy = partial(TiledSingleDeviceStrategy, **place.policies(setting))
+        strategy = partial(TiledSingleDeviceStrategy, **setup.policies(setting))
         with torch.device("meta"):
-            planned = CausalLM(place.config, tiled_loss=False)
+            planned = CausalLM(setup.config, tiled_loss=False)
         arguments = {"strategy": strategy(), "accelerator": "gpu", "precision": "bf16-true"}
-        predicted = make_job(planned, place.text(tokens), arguments).simulate().peak
-        found = fit(place, strategy(), tokens)
+        predicted = make_job(planned, setup.text(tokens), arguments).simulate().peak
+        found = fit(setup, strategy(), tokens)
         reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-        return {
-            "peak [GiB]": found.peak / 2**30,
+        figures = {
+            **found.figures(),
             "predicted [GiB]": predicted / 2**30,
             "predicted over measured": predicted / found.peak,
             "reserved over allocated": reserved / max(allocated, 1),
-            "step [s]": found.seconds,
         }
+        return with_ratios(figures, firsts.setdefault(tokens, {}))
 
     for setting in settings:
         yield f"{setting}, {tokens} tokens", partial(run, setting, tokens)
@@ -255,41 +214,50 @@ def peak(place: Place, settings: tuple[str, ...] = tuple(SETTINGS), tokens: int 
             yield f"{setting}, {4 * tokens} tokens", partial(run, setting, 4 * tokens)
 
 
-def segments(place: Place) -> Rows:
+def segments(setup: Setup) -> Rows:
     """Train with ``expandable_segments``, which the environment of this part sets."""
-    yield from peak(place, tuple(SETTINGS)[-2:], 4 * 16384)
+
+    def checked(run: Callable[[], Figures]) -> Figures:
+        figures = run()
+        if {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()} != {True}:
+            raise RuntimeError("PYTORCH_ALLOC_CONF=expandable_segments:True had no effect")
+        return figures
+
+    for name, run in peak(setup, tuple(SETTINGS)[-2:], 4 * 16384):
+        on_gpu = setup.device.type == "cuda"
+        yield name, partial(checked, run) if on_gpu else partial(dict, missing="no CUDA allocator")
 
 
-def steps(place: Place) -> Rows:
+def steps(setup: Setup) -> Rows:
     """Compare steps with the tiled MLPs of each package to the untiled step, and what a tile costs the host."""
-    size = Size(tokens=256, hidden=64, intermediate=192, layers=2, shards=4) if place.tiny else ON_GPU
-    model, ids = llama(size, place.device, place.dtype), torch.randint(256, (1, size.tokens), device=place.device)
+    size = Size(tokens=256, hidden=64, intermediate=192, layers=2, shards=4) if setup.tiny else ON_GPU
+    model, ids = llama(size, setup.device, setup.dtype), torch.randint(256, (1, size.tokens), device=setup.device)
 
     def run(name: str) -> Figures:
         with with_checkpointing(model, "untiled", 1) as untiled, with_checkpointing(model, name, size.shards) as tiled:
             ways = {"untiled": step_of(untiled, ids), name: step_of(tiled, ids)}
-            times = place.timed(ways, place.left() / 6)
-            peaks = {of: place.peak(step) for of, step in ways.items()}
-        tiles = {f"{name} {count}": host.step_of(name, count, place.device) for count in (host.FEW, host.MANY)}
+            times = setup.timed(ways, 1 / 6)
+            peaks = {of: device_peak(step, setup.device) for of, step in ways.items()}
+        tiles = {f"{name} {count}": host.step_of(name, count, setup.device) for count in (host.FEW, host.MANY)}
         return {
             "relative step time": statistics.median(ratios(times, name, "untiled")),
             "step [s]": statistics.median(times[name]),
-            "relative peak": peaks[name] / max(peaks["untiled"], 1e-9),
-            "host time of one tile more [µs]": host.per_tile(place.timed(tiles, place.left() / 12), name)[2],
+            "relative peak": peaks[name] / max(peaks["untiled"], 1),
+            "host time of one tile more [µs]": host.per_tile(setup.timed(tiles, 1 / 12), name)[2],
         }
 
     for peer in peers():
         yield peer.name, partial(dict, missing=peer.missing) if peer.tile is None else partial(run, peer.name)
 
 
-def longest(place: Place) -> Rows:
+def longest(setup: Setup) -> Rows:
     """Find the longest sequence that trains in 24 GiB, as far as the time goes."""
-    if place.device.type == "cuda":
-        share = ROOM / torch.cuda.get_device_properties(place.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
 
     def run(setting: str, share: float) -> Figures:
-        end, model = time.monotonic() + share * place.left(), place.build()
+        if setup.device.type == "cuda" and not setup.tiny:
+            room = ROOM / torch.cuda.get_device_properties(setup.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(room, 1.0))
+        end, model = time.monotonic() + share * setup.left(), setup.build()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
@@ -297,15 +265,15 @@ def longest(place: Place) -> Rows:
         low, high, seconds, tokens = 0, 0, 0.0, 4096
 
         def step() -> None:
-            loss_of(model, place.ids(tokens)).backward()
+            loss_of(model, setup.ids(tokens)).backward()
             optimizer.step()
 
-        with prepare(model, **place.policies(setting)):
+        with prepare(model, **setup.policies(setting)):
             while not high or high - low > max(low // 8, 256):
                 if low and time.monotonic() + 5 * seconds > end:
                     break
                 try:
-                    seconds, low = seconds_of(step, place.device), tokens
+                    seconds, low = seconds_of(step, setup.device), tokens
                 except RuntimeError as error:
                     if not (is_oom_error(error) or "ALLOC_FAILED" in str(error)):
                         raise
@@ -319,81 +287,94 @@ def longest(place: Place) -> Rows:
         yield setting, partial(run, setting, 1 / (len(SETTINGS) - index))
 
 
-def compared(place: Place, tokens: int, ways: dict[str, dict[str, Any]]) -> Rows:
+def compared(setup: Setup, tokens: int, ways: dict[str, dict[str, Any]]) -> Rows:
     """Compare steps with other arguments of ``prepare`` to those of the first row."""
-    ids, first = place.ids(tokens), Figures()
+    ids, first = setup.ids(tokens), Figures()
 
     def run(arguments: dict[str, Any]) -> Figures:
-        model = place.build()
+        model = setup.build()
         with prepare(model, **arguments):
             start, step = time.monotonic(), step_of(model, ids)
             step()
             found = {"first step [s]": time.monotonic() - start, "loss": float(loss_of(model, ids).detach())}
-            found["step [s]"] = statistics.median(place.timed({"": step}, place.left() / 6)[""])
-            found["peak [GiB]"] = place.peak(step)
-        for name, value in found.items():
-            first.setdefault(name, value)
-        relative = {"step time": "step [s]", "peak": "peak [GiB]"}
-        return {**found, **{f"relative {name}": found[key] / first[key] for name, key in relative.items()}}
+            found["step [s]"] = statistics.median(setup.timed({"": step}, 1 / 6)[""])
+            found["peak [GiB]"] = device_peak(step, setup.device) / 2**30
+            if names := [path for path, _, patch in tiled_patches(model) if patch.learned.uncompiled]:
+                raise RuntimeError(f"{', '.join(names)} ran uncompiled")
+        return with_ratios(found, first)
 
     for name, arguments in ways.items():
         yield name, partial(run, arguments)
 
 
-def compiled(place: Place) -> Rows:
+def compiled(setup: Setup) -> Rows:
     """Compare compiled tiles, also as CUDA graphs, to others."""
-    backend = {"backend": "aot_eager"} if place.tiny else None  # inductor would compile for minutes
+    backend = {"backend": "aot_eager"} if setup.tiny else None  # inductor would compile for minutes
     ways = {"not compiled": False, "compiled": backend or True, "CUDA graphs": backend or {"mode": "reduce-overhead"}}
-    return compared(place, 16384, {name: place.policies(targets="mlp", compile=value) for name, value in ways.items()})
+    return compared(setup, 16384, {name: setup.policies(targets="mlp", compile=value) for name, value in ways.items()})
 
 
-def head_tiles(place: Place) -> Rows:
+def head_tiles(setup: Setup) -> Rows:
     """Compare attention of a few heads at a time to attention of all heads."""
-    counts = {f"{n} head tiles": {"sequence_parallel": SequenceParallel(head_tiles=n)} for n in (1, 2, 4, 8)}
-    return compared(place, 65536, {name: {**place.policies(), **more} for name, more in counts.items()})
+    counts = {f"head_tiles={n}": {"sequence_parallel": SequenceParallel(head_tiles=n)} for n in (1, 2, 4, 8)}
+    return compared(setup, 65536, {name: {**setup.policies(), **more} for name, more in counts.items()})
 
 
-def engines(place: Place) -> Rows:
-    """Train on one rank of FSDP2 and ZeRO-3, with block inputs in CPU memory."""
+def engines(setup: Setup) -> Rows:
+    """Train on one rank of FSDP2 and ZeRO-3 with block inputs in CPU memory, next to activation checkpointing alone.
 
-    def run(strategy: Any, **arguments: Any) -> Figures:
+    Each engine draws weights of its own, so losses are compared within it. FSDP2 draws them on the CPU: two layers.
+    """
+    firsts: dict[Any, Figures] = {}
+    config = setup.config | {"num_hidden_layers": 2, "vocab_size": 512}
+
+    def run(strategy: Any, setting: str, **arguments: Any) -> Figures:
         try:
-            found = fit(place, strategy(**place.policies("+ block inputs in CPU memory"), **arguments), 16384)
+            found = fit(setup, strategy(**setup.policies(setting), **arguments), 16384, config)
         finally:
-            if torch.distributed.is_initialized():
+            if torch.distributed.is_initialized() and "stage" not in arguments:  # DeepSpeed uses its first group again
                 torch.distributed.destroy_process_group()
-        return {"loss": found.loss, "step [s]": found.seconds, "peak [GiB]": found.peak / 2**30}
+        return with_ratios(found.figures(), firsts.setdefault(strategy, {}))
 
-    yield "one device", partial(run, TiledSingleDeviceStrategy)
-    yield "FSDP2", partial(run, TiledModelParallelStrategy)
-    if find_spec("deepspeed") is None:
-        yield "ZeRO-3", partial(dict, missing="No module named 'deepspeed'")
-    else:
-        yield "ZeRO-3", partial(run, TiledDeepSpeedStrategy, stage=3)
+    for name, row in {
+        "FSDP2": partial(run, TiledModelParallelStrategy),
+        "ZeRO-3": partial(run, TiledDeepSpeedStrategy, stage=3),
+    }.items():
+        missing = name == "ZeRO-3" and find_spec("deepspeed") is None
+        for setting in ("activation checkpointing", "+ block inputs in CPU memory"):
+            what = f"{name}, {setting}"
+            yield what, partial(dict, missing="No module named 'deepspeed'") if missing else partial(row, setting)
 
 
-PARTS: dict[str, Callable[[Place], Rows]] = {
-    part.__name__: part for part in (tests, offload, peak, steps, longest, compiled, segments, head_tiles, engines)
+def tiny(setup: Setup) -> Rows:
+    """Run all other parts at a tiny size, so that errors show in the first minute."""
+    for name, part in PARTS.items():
+        if part not in (tiny, segments):  # which needs an environment of its own
+            yield from ((f"{name}: {row}", run) for row, run in part(replace(setup, tiny=True)))
+
+
+PARTS: dict[str, Callable[[Setup], Rows]] = {
+    part.__name__: part for part in (tiny, offload, peak, steps, longest, compiled, segments, head_tiles, engines)
 }
 
 
-def measure(part: str, place: Place) -> Iterator[tuple[str, Figures]]:
-    """Yield the figures of each row of a part; of one that fails, the error."""
-    rows = PARTS[part](place)
-    while True:
-        try:
-            name, run = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # before its first row
-            yield part, {"error": f"{type(error).__name__}: {reason(error)}"}
+def measure(part: str, setup: Setup) -> Iterator[tuple[str, Figures]]:
+    """Yield that there was no time for each row of a part, which stays if the part is killed; then its figures."""
+    try:
+        rows = list(PARTS[part](setup))
+    except Exception as error:  # before its first row
+        yield part, {"error": f"{type(error).__name__}: {reason(error)}"}
+        return
+    yield from ((name, {"missing": NO_TIME}) for name, _ in rows)
+    for name, run in rows:
+        if time.monotonic() > setup.end:
             return
         try:
             figures = run()
         except Exception as error:  # one row must not end the others
             figures = {"error": f"{type(error).__name__}: {reason(error)}"}
         gc.collect()
-        if place.device.type == "cuda":
+        if setup.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         yield name, figures

@@ -79,6 +79,8 @@ def step_of(name: str, tiles: int, device: torch.device | str = "cpu") -> Callab
 def _seconds(mlp: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> float:
     mlp.zero_grad(set_to_none=True)
     x.grad = None
+    if x.is_cuda:
+        torch.cuda.synchronize()  # launches into a full queue would spin
     start = time.process_time()
     mlp(x).backward(gradient)
     return time.process_time() - start

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from benchmarks.costs import Size, llama, loss_of, with_checkpointing
 from benchmarks.peers import Peer
 from benchmarks.sheet import Cell, Sheet, machine, spread
+from lt_tiled.memory import PeakMemory
 
 QUICK = Size(tokens=2048, hidden=256, intermediate=1024, layers=2, shards=2)
 HERE = Size(tokens=4096, hidden=512, intermediate=1536, layers=2, shards=4)
@@ -66,12 +67,22 @@ def step_of(model: nn.Module, ids: Tensor) -> Callable[[], float]:
     return step
 
 
-def interleaved(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each in each round, the first of them, which warms up, left out."""
+def interleaved(
+    ways: dict[str, Callable[[], float]], rounds: int, enough: Callable[[int, float], bool] = lambda *_: False
+) -> dict[str, list[float]]:
+    """The seconds of each in each round, the first of them, which warms up, left out.
+
+    After each round ``enough`` is asked, with the number of rounds and the seconds that one more round would end at.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
+    start = time.monotonic()
     for index in range(rounds + 1):
+        begun = time.monotonic()
         for name in list(ways)[:: 1 if index % 2 else -1]:
             times[name].append(ways[name]())
+        now = time.monotonic()
+        if index and enough(index, now - start + now - begun):
+            break
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
@@ -95,8 +106,8 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def device_peak(run: Callable[[], Any], device: torch.device) -> int:
-    """Return the peak of allocated GPU memory of a run, without what was allocated before."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    """Return the bytes that a run allocates at its peak; on a CPU, those of the process."""
+    memory, before = PeakMemory(device), torch.cuda.memory_allocated()
+    memory.reset()
     run()
-    return torch.cuda.max_memory_allocated(device) - before
+    return memory.read() - before

@@ -72,10 +72,12 @@ class Offloader:
             block: The block that it belongs to, as errors name it.
 
         Raises:
-            OffloadError: If this tensor or an earlier one could not be stored.
+            OffloadError: If this tensor or an earlier one could not be stored, or a CUDA graph is being captured.
         """
         if not movable(tensor) or Geometry.of(tensor).nbytes < self.min_bytes:
             return tensor
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise OffloadError("a step that offloads cannot be captured as a CUDA graph: set offload=None for that")
         with self._lock, self._ending_the_step():
             self._check_usable()
             if not self._live:
@@ -136,6 +138,10 @@ class Offloader:
         packed.check_version()
         self._let_leave(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
         assert packed.tensor is not None
+        if packed.computed is not None:  # on a stream that may not be the current one, which rounds it
+            stream = torch.cuda.current_stream(packed.device)
+            stream.wait_event(packed.computed)
+            packed.tensor.record_stream(stream)
         compress = self.policy.compress and packed.tensor.dtype == torch.float32
         source = packed.tensor.to(torch.bfloat16) if compress else packed.tensor
         raw = raw_bytes(source)

@@ -5,9 +5,10 @@ Each device has one copy stream, so its copies run in order. A copy waits for th
 complete and its destination free; the current stream waits for a loaded tensor before it uses it. A :class:`Copy`
 keeps its tensor until its event has passed, so that torch's allocator need not know of the second stream: with
 ``record_stream`` freed memory would count until the device has caught up with the host. Only a tensor that is dropped
-during its copy is recorded. A slot of pinned memory is reused once the event after its last copy has passed. Threads
-that write to disk wait for the copy's event, never use the current stream, and set the current device: on any other
-they would create a context.
+during its copy is recorded, and one that is stored while another stream is the current one than when it was saved.
+That stream first waits for the event after which the tensor is computed. A slot of pinned memory is reused once the
+event after its last copy has passed. Threads that write to disk wait for the copy's event, never use the current
+stream, and set the current device: on any other they would create a context.
 """
 
 from __future__ import annotations

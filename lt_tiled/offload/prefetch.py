@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lt_tiled.errors import OffloadError, Origin, name_origin
@@ -47,6 +48,7 @@ class OffloadedTensor:
         self.tensor: Tensor | None = tensor.detach()
         """The tensor itself, until its bytes are stored."""
         self.version = tensor._version
+        self.computed = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
         self.stored: Stored | None = None
         self.loading: Loading | None = None
 

@@ -107,6 +107,8 @@ class CompiledTile:
             # Inductor's own random numbers would differ between the forward pass and the recompute.
             with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(_LIMITS):
                 yield
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # also the module's own error, which the uncompiled run raises again
             raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 

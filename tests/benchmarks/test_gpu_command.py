@@ -3,56 +3,155 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts, peers
+from lt_tiled import Tiling
+from tests.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
 MISSING = ("deepspeed", "peft", "jsonargparse", "matplotlib", "rich", "xxhash", "tensorboard", "torchao")
 PROGRAM = """
-import json, lt_tiled
+import json, math, lt_tiled
 from benchmarks import gpu, gpu_parts
-gpu_parts.PARTS["peak"] = lambda place: iter([*gpu_parts.peak(place)][-1:])
-print(json.dumps([[part, *row] for part in ("peak", "engines") for row in gpu.in_this_process(part, 0, True)]))
+gpu_parts.PARTS["peak"] = lambda setup: iter([*gpu_parts.peak(setup)][-1:])
+print(json.dumps([[part, *row] for part in ("peak", "engines") for row in gpu.in_this_process(part, math.inf, True)]))
 """
 
 
-def last(part: str) -> Callable[[gpu_parts.Place], gpu_parts.Rows]:
-    return lambda place: iter([*gpu_parts.__dict__[part](place)][-1:])
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Measure on the CPU, on a machine with a GPU, too."""
+    monkeypatch.setattr(gpu, "device_at_hand", lambda: torch.device("cpu"))
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def last(part: str) -> Callable[[gpu_parts.Setup], gpu_parts.Rows]:
+    return lambda setup: iter([*gpu_parts.__dict__[part](setup)][-1:])
 
 
 def test_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last row of each part runs on the CPU without an error and is written, and no figure of it is claimed."""
-    parts = ["offload", "longest", "compiled", "head_tiles"]
+    parts = ["tiny", "offload", "longest", "compiled", "head_tiles"]
     monkeypatch.setattr(gpu_parts, "PARTS", {part: last(part) for part in parts})
-    told = gpu.run(parts, 600, False, tmp_path / "gpu.json")
-    assert json.loads((tmp_path / "gpu.json").read_text()) == told
-    assert {name: list(rows) for name, rows in told["found"].items()} == {
+    results = gpu.run(parts, 600, False, tmp_path / "gpu.json")
+    assert json.loads((tmp_path / "gpu.json").read_text()) == results
+    assert {name: list(rows) for name, rows in results["found"].items()} == {
         "offload": ["131072 tokens"],
         "longest": ["+ block inputs in CPU memory"],
         "compiled": ["CUDA graphs"],
-        "head_tiles": ["8 head tiles"],
+        "head_tiles": ["head_tiles=8"],
     }
-    assert not any("error" in row for rows in told["found"].values() for row in rows.values())
-    assert told["found"]["offload"]["131072 tokens"]["cpu_bytes per step"] == 256 * 64 * 4
-    goals, figures = gpu.sheets(told)
+    assert not any({"error", "missing"} & row.keys() for rows in results["found"].values() for row in rows.values())
+    assert results["found"]["offload"]["131072 tokens"]["cpu_bytes per step"] == 256 * 64 * 4
+    goals, figures = gpu.sheets(results)
     assert {row[2].text for row in goals.rows} == {"not measured: no CUDA device"}
     assert {row[2].text for row in figures.rows} == {"ran; not measured: no CUDA device"}
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *arguments])
+    gpu.main()
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints both tables of what it wrote, and ``--render`` writes them into the documentation."""
+    monkeypatch.setattr(gpu_parts, "PARTS", {"steps": lambda setup: iter([("lt_tiled", dict)])})
+    command(monkeypatch, "--only", "steps", "--json", str(tmp_path / "gpu.json"))
+    printed, page = capsys.readouterr().out, tmp_path / "docs" / "page.md"
+    assert "| parts of this command | no error | not measured: no CUDA device |" in printed
+    assert "| steps | lt_tiled | ran; not measured: no CUDA device |" in printed
+    page.parent.mkdir()
+    page.write_text("".join(f"<!-- benchmark: gpu_{name} -->\n<!-- end -->\n" for name in ("goals", "figures")))
+    monkeypatch.setattr("benchmarks.__main__.ROOT", tmp_path)
+    command(monkeypatch, "--render", str(tmp_path / "gpu.json"))
+    tables = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert tables == [line for line in printed.splitlines() if line.startswith("|")]
+
+
+def test_a_run_that_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM ends the command with its tables, and the file has what was found and which rows and parts were not."""
+    rows = [("32768 tokens", lambda: {"rounds": 3}), ("131072 tokens", lambda: os.kill(os.getpid(), signal.SIGTERM))]
+    monkeypatch.setattr(gpu_parts, "PARTS", {"offload": lambda setup: iter(rows)})
+    with pytest.raises(SystemExit, match="143"):
+        command(monkeypatch, "--only", "offload", "steps", "--json", str(tmp_path / "gpu.json"))
+    late = {"missing": "no time left"}
+    found = json.loads((tmp_path / "gpu.json").read_text())["found"]
+    assert found == {"offload": {"32768 tokens": {"rounds": 3}, "131072 tokens": late}, "steps": {"steps": late}}
+    assert "| offload | 131072 tokens | not measured: no time left |" in capsys.readouterr().out
+
+
+def test_no_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a part whose time is over do not begin, and say so; so do the goals."""
+    monkeypatch.setattr(gpu_parts, "PARTS", {"offload": lambda setup: iter([("32768 tokens", pytest.fail)])})
+    found = dict(gpu.in_this_process("offload", 0, False))
+    assert found == {"32768 tokens": {"missing": "no time left"}}
+    goals = gpu.goals(results(offload=found))
+    assert goals.rows[1][2].text == "not measured: no time left"
+    assert gpu.run(["offload"], 0, False, tmp_path / "gpu.json")["found"] == {
+        "offload": {"offload": {"missing": "no time left"}}
+    }
+
+
+def test_tiny_sizes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part ``tiny`` has the rows of all others, at the tiny size, whatever the size of the run."""
+    seen: list[Any] = []
+
+    def part(setup: gpu_parts.Setup) -> gpu_parts.Rows:
+        yield "row", lambda: seen.append((setup.tiny, setup.left())) or {"step [s]": 1.0}
+
+    monkeypatch.setattr(gpu_parts, "PARTS", {"tiny": gpu_parts.tiny, "offload": part, "peak": part})
+    found = dict(gpu.in_this_process("tiny", math.inf, False))
+    assert found == {"offload: row": {"step [s]": 1.0}, "peak: row": {"step [s]": 1.0}}
+    assert seen == [(True, 0.0)] * 2
+
+
+@pytest.mark.parametrize(("left", "share", "rounds"), [(1e9, 1.0, 9), (1e9, 0.0, 3), (0.0, 1.0, 1)])
+def test_rounds(left: float, share: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are timed in nine rounds, in three if these take the share of the time, in one if the part's time is over,
+    after one that warms up; the ways take turns.
+    """
+    calls: list[str] = []
+    setup = gpu_parts.Setup(False, time.monotonic() + left, torch.device("cpu"))
+    times = setup.timed({name: lambda name=name: float(calls.append(name) or 1) for name in "ab"}, share)
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": rounds, "b": rounds}
+    assert calls == [*"baab" * 5][: 2 * rounds + 2]
+
+
+def test_a_row_that_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of compiled tiles that fell back to others is an error, and no figure."""
+
+    def broken(graph: Any, example: Any) -> Any:
+        raise NotImplementedError
+
+    ways = {"compiled": {"tiling": Tiling(4, targets="mlp", compile={"backend": broken})}}
+    monkeypatch.setattr(gpu_parts, "PARTS", {"compiled": lambda setup: gpu_parts.compared(setup, 4096, ways)})
+    *_, (name, figures) = gpu.in_this_process("compiled", math.inf, True)
+    assert (name, [*figures]) == ("compiled", ["error"])
+    assert figures["error"].endswith("layers.1.mlp ran uncompiled")
 
 
 def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """lt_tiled is timed next to the untiled step, and a package that is missing is named with the reason."""
     everyone = [peers.Peer("lt_tiled", gpu_parts.prepare), peers.Peer("Liger", None, "No module named 'triton'")]
     monkeypatch.setattr(gpu_parts, "peers", lambda: everyone)
-    found = dict(gpu.in_this_process("steps", 0, True))
+    found = dict(gpu.in_this_process("steps", math.inf, True))
     assert {"relative step time", "host time of one tile more [µs]"} <= found["lt_tiled"].keys()
     assert gpu.text(found["Liger"]) == "not measured: No module named 'triton'"
 
@@ -68,16 +167,19 @@ def test_without_optional_packages(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = {(part, name): figures for part, name, figures in json.loads(done.stdout.splitlines()[-1])}
     assert not [name for name, figures in found.items() if "error" in figures], found
-    assert found["engines", "ZeRO-3"] == {"missing": "No module named 'deepspeed'"}
+    assert found["engines", "FSDP2, + block inputs in CPU memory"]["relative loss"] == pytest.approx(1, abs=1e-3)
+    assert found["engines", "ZeRO-3, activation checkpointing"] == {"missing": "No module named 'deepspeed'"}
     assert "predicted over measured" in found["peak", "+ block inputs in CPU memory, 65536 tokens"]
 
 
-def told(**changed: Any) -> dict[str, Any]:
+def results(**changed: Any) -> dict[str, Any]:
     """What a run on a GPU found that reached all goals, but for what is changed."""
     rows = {
+        "tiny": {"peak: plain": {"predicted over measured": 3.0, "relative loss": 3.0}},
         "tests": {"pytest -m gpu": {"passed": 30, "failed": 0, "skipped": 0}},
         "offload": {f"{n} tokens": {"relative step time": 1.005} for n in (8192, 32768, 131072)},
-        "peak": {"plain": {"predicted over measured": 0.98}},
+        "peak": {"plain": {"predicted over measured": 0.98, "relative loss": 1.0}},
+        "compiled": {"compiled": {"relative loss": 0.995}},
         "steps": {"lt_tiled": {"relative step time": 1.02}, "Liger": {"relative step time": 1.1}},
     }
     found = {**rows, **changed}
@@ -85,31 +187,36 @@ def told(**changed: Any) -> dict[str, Any]:
 
 
 def verdicts(**changed: Any) -> list[bool | None]:
-    return [row[2].good for row in gpu.goals(told(**changed)).rows]
+    return [row[2].good for row in gpu.goals(results(**changed)).rows]
 
 
 @pytest.mark.parametrize(
     ("index", "changed"),
     [
         (0, {"tests": {"pytest -m gpu": {"passed": 29, "failed": 1, "skipped": 0}}}),
+        (0, {"tests": {"pytest -m gpu": {"passed": 0, "failed": 30, "skipped": 0}}}),
+        (0, {"tests": {"pytest -m gpu": {"passed": 9, "failed": 0, "skipped": 0, "error": "cut off after 99 s"}}}),
         (1, {"offload": {"32768 tokens": {"relative step time": 1.07}}}),
         (2, {"offload": {"131072 tokens": {"relative step time": 1.02}}}),
         (3, {"peak": {"plain": {"predicted over measured": 1.01}, "last": {"predicted over measured": 0.94}}}),
-        (4, {"steps": {"lt_tiled": {"relative step time": 1.2}, "Liger": {"relative step time": 1.1}}}),
-        (5, {"compiled": {"compiled": {"error": "RuntimeError: no"}}}),
+        (4, {"engines": {"FSDP2": {"relative loss": 1.02}}}),
+        (5, {"steps": {"lt_tiled": {"relative step time": 1.2}, "Liger": {"relative step time": 1.1}}}),
+        (6, {"compiled": {"compiled": {"error": "RuntimeError: no"}}}),
     ],
 )
 def test_goals(index: int, changed: dict[str, Any]) -> None:
     """Each goal is reached by figures within its bound, and missed by one beyond it."""
-    assert verdicts() == [True] * 6
+    assert verdicts() == [True] * 7
     assert verdicts(**changed)[index] is False
 
 
 def test_goals_that_were_not_measured() -> None:
-    """A goal without a figure has no verdict, and one without other packages says so."""
-    rows = gpu.goals(told(offload={}, steps={"lt_tiled": {"relative step time": 1.0}})).rows
-    assert [row[2].good for row in rows] == [True, None, None, True, None, True]
-    assert rows[4][2].text == "not measured: no other package is installed"
+    """A goal without a figure has no verdict, and one without other packages says so, and why each is missing."""
+    steps = {"lt_tiled": {"relative step time": 1.0}, "Liger": {"missing": "No module named 'liger_kernel'"}}
+    rows = gpu.goals(results(offload={}, steps=steps)).rows
+    assert [row[2].good for row in rows] == [True, None, None, True, True, None, True]
+    assert rows[5][1].text == "below all others (Liger not measured: No module named 'liger_kernel')"
+    assert rows[5][2].text == "not measured: no other package is installed"
 
 
 def script(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -121,25 +228,40 @@ def script(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 
 def test_a_part_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a part found before its process died is kept, next to how it ended and what it printed."""
-    row = json.dumps(["first", {"step [s]": 1.0}])
-    script(tmp_path, monkeypatch, "echo out of memory", f"echo '{row}' >> ${{@: -1}}", "kill -9 $$")
-    first, last = gpu.own_process("offload", 600, False)
+    """What a part found before its process died is kept, next to how it ended and what it printed. It was given the
+    time at which it is killed, less some for its last row.
+    """
+    row, end = json.dumps(["first", {"step [s]": 1.0}]), time.monotonic() + 600
+    script(tmp_path, monkeypatch, "echo $@", f"echo '{row}' >> ${{@: -1}}", "kill -9 $$")
+    first, (name, figures) = gpu.own_process("offload", end, False)
     assert first == ("first", {"step [s]": 1.0})
-    assert last == ("offload", {"error": "ended with code -9", "printed": ["out of memory"]})
+    assert (name, figures["error"]) == ("offload", "ended with code -9")
+    assert f"--part offload --end {end - 15} --json" in figures["printed"][0]
 
 
 def test_a_part_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that does not end is killed when its time is over."""
     script(tmp_path, monkeypatch, "sleep 1000")
-    monkeypatch.setattr(gpu, "GRACE", 0)
-    ((name, figures),) = gpu.own_process("offload", 0, False)
+    ((name, figures),) = gpu.own_process("offload", time.monotonic(), False)
     assert (name, figures["error"]) == ("offload", "cut off after 0 s")
 
 
+def test_tests_that_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tests that do not end in time, the outcomes so far are known: while they run, and at the end."""
+    lines = "tests/a.py::one PASSED [ 33%]", "tests/a.py::two FAILED [ 66%]"
+    script(tmp_path, monkeypatch, *(f"echo '{line}'" for line in lines), "sleep 1000")
+    rows = gpu.run_tests("tests", time.monotonic() + LIMIT, False)
+    counts = next(row for _, row in rows if row["failed"])
+    assert (counts["passed"], counts["failed"], counts["error"]) == (1, 1, "no time left")
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: math.inf, sleep=time.sleep))  # its end has come
+    *_, (_, counts) = rows
+    assert (counts["passed"], counts["failed"], counts["error"][:7]) == (1, 1, "cut off")
+
+
 def test_outcomes() -> None:
-    """The outcomes of tests are counted, and what pytest printed of a failure is kept."""
+    """The outcomes of tests are counted, what pytest printed of a failure is kept, and that one failed is no error."""
     lines = ["tests/a.py::one PASSED [ 50%]", "tests/a.py::two[x y] FAILED [100%]", "FAILED tests/a.py::two[x y]"]
-    found = gpu_parts.outcomes(lines)
+    found = gpu.outcomes(lines, "ended with code 1")
     assert found == {"passed": 1, "failed": 1, "skipped": 0, "printed": lines}
-    assert gpu_parts.outcomes(["No module named pytest"])["error"] == "pytest ran no test: No module named pytest"
+    assert gpu.outcomes(["No module named pytest"], "ended with code 1")["error"].endswith("No module named pytest")
+    assert gpu.outcomes(lines[:1], "ended with code -9")["error"] == "ended with code -9"

@@ -255,7 +255,7 @@ def test_flex_attention_uses_its_options(data: TextFiles) -> None:
 
 
 @pytest.mark.gpu
-def test_flex_attention_trains(data: TextFiles) -> None:
+def test_flex_attention_trains(data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
     """On a GPU, flex attention with options and compiled tiles train: the losses are those of ``sdpa`` and plain
     tiles.
     """
@@ -268,6 +268,7 @@ def test_flex_attention_trains(data: TextFiles) -> None:
         run.fit(model, datamodule=data)
         losses.append(float(run.callback_metrics["train_loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert "runs uncompiled" not in caplog.text
 
 
 def test_compile_options_without_flex_attention() -> None:

@@ -125,6 +125,8 @@ class StreamCheck:
         self.races: list[str] = []
         self.records = 0
         """How often ``record_stream`` named another stream than the one for which a tensor was allocated."""
+        self.capturing = False
+        """Whether a CUDA graph is being captured."""
         self.now, self.wait_ms = 0.0, 0.0
         """The time on the GPU, and how long each wait of a stream for an event takes there."""
         self.streams: list[Stream] = []
@@ -293,6 +295,7 @@ class StreamCheck:
         cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda address: None)
         cuda = {"Stream": partial(Stream, self), "Event": partial(Event, self), "cudart": lambda: cudart}
         cuda |= {"current_stream": self.current_stream, "stream": self.stream, "device": self.device}
+        cuda |= {"is_current_stream_capturing": lambda: self.capturing}
         tensor = {"is_cuda": seen(base.is_cuda, lambda d: d.type == "cuda"), "device": seen(base.device, lambda d: d)}
         tensor |= {"numpy": to_numpy, "record_stream": lambda tensor, stream: self.record(tensor, stream)}
         for where, names in (

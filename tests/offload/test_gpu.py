@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from tests.offload.test_offloader import TIERS, settle
 from tests.processes import ROOT, Script, finish
 
 pytestmark = pytest.mark.gpu
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.fixture(autouse=True)
+def _segments() -> Iterator[None]:
+    """Check that ``expandable_segments`` has an effect where it is set."""
+    yield
+    if EXPANDABLE.items() <= os.environ.items():
+        assert {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()} == {True}
 
 
 def busy(size: int = 4096, times: int = 20) -> torch.Tensor:
@@ -46,6 +56,9 @@ def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: d
             expected = [t.clone() for t in tensors]
             del tensors
             settle(offloader)
+            slabs = [memory for tier in offloader._tiers for memory, _ in tier.slabs._slabs]
+            assert slabs
+            assert all(memory.is_pinned() for memory in slabs)
             noise = [torch.full((4096, 4096), float("nan"), device="cuda") for _ in range(3)]  # takes the freed memory
             back = [offloader.unpack(p) for p in reversed(packed)][::-1]
             assert all(torch.equal(a, b) for a, b in zip(back, expected, strict=True))
@@ -90,5 +103,5 @@ def test_expandable_segments() -> None:
         "-k",
         "not segments",
     ]
-    (code,), (printed,) = finish([Script(*command, cwd=ROOT, PYTORCH_ALLOC_CONF="expandable_segments:True")])
+    (code,), (printed,) = finish([Script(*command, cwd=ROOT, **EXPANDABLE)])
     assert code == 0, printed

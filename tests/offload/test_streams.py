@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_tiled import Checkpointing, prepare
+from lt_tiled import Checkpointing, OffloadError, prepare
 from lt_tiled.offload import pinned
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from tests.models import TinyLM, lm_loss
@@ -94,6 +94,25 @@ def by_hand(check: StreamCheck, fields: dict[str, Any]) -> None:
     offloader.close()
 
 
+def by_turns(check: StreamCheck, fields: dict[str, Any]) -> None:
+    """Offload tensors of two streams that do not wait for each other: each is stored when the other stream saves its
+    next one. Use some, and drop some early.
+    """
+    streams = [check.default[0], Stream(check, torch.device("cuda", 0))]
+    offloader = build_offloader(Checkpointing(**{"min_bytes": 0, "keep_last": 1} | fields))
+    for used in (5, 4, 0):
+        packed: list[Any] = []
+        for number in range(6):
+            with check.stream(streams[number % 2]):
+                packed.append(offloader.pack(check.adopt(torch.randn(2000)) * 2, "block"))
+        while len(packed) > 6 - used:
+            with check.stream(streams[(len(packed) - 1) % 2]):
+                offloader.unpack(packed.pop())
+        packed.clear()
+    settle(offloader)
+    offloader.close()
+
+
 @pytest.mark.parametrize("fields", POLICIES, ids=str)
 def test_every_two_accesses_are_ordered(fields: dict[str, Any]) -> None:
     """With each tier, copies, computation and reuse of memory are in order: accumulation, a second stream, dropped
@@ -109,6 +128,16 @@ def test_two_gpus_in_one_process(fields: dict[str, Any]) -> None:
     """Tensors of two GPUs come back in order, and each copy, wait and pinned slab sets its own device."""
     with StreamCheck() as check:
         by_hand(check, fields)
+    assert check.races == []
+
+
+@pytest.mark.parametrize("fields", [CPU, DISK, BOTH, CPU | {"compress": True}], ids=str)
+def test_two_streams_that_store_for_each_other(fields: dict[str, Any]) -> None:
+    """A tensor that was saved on one stream and is stored while another is the current one is copied, or rounded, after
+    it was computed.
+    """
+    with StreamCheck() as check:
+        by_turns(check, fields)
     assert check.races == []
 
 
@@ -147,6 +176,17 @@ def nothing(*_: Any) -> None:
 
 MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[StreamCheck], Any]]] = {
     "store before computed": (train, CPU, lambda check: skipped(Stream, "wait_event", "copy")),
+    "store before another stream computed": (by_turns, CPU, lambda check: skipped(Stream, "wait_event", "_store")),
+    "round before another stream computed": (
+        by_turns,
+        CPU | {"compress": True},
+        lambda check: skipped(Stream, "wait_event", "_store"),
+    ),
+    "drop while another stream rounds": (
+        by_turns,
+        CPU | {"compress": True},
+        lambda check: skipped(Tensor, "record_stream", "_store"),
+    ),
     "use before loaded": (train, CPU, lambda check: skipped(Stream, "wait_event", "finish", "wait")),
     "write before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "_write")),
     "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "<lambda>")),
@@ -211,6 +251,16 @@ def test_waits_are_those_of_the_gpu() -> None:
             assert (offloader.prefetcher.depth > 1) == (wait_ms > 0)
             assert offloader.end_step().stalled_ms == 0
             offloader.close()
+
+
+def test_a_graph_that_is_captured_is_refused() -> None:
+    """Offloading while the user captures a CUDA graph raises: a replay would not run the host's part of it."""
+    with StreamCheck() as check:
+        offloader = build_offloader(Checkpointing(min_bytes=0, **CPU))
+        check.capturing = True
+        with pytest.raises(OffloadError, match="captured as a CUDA graph: set offload=None"):
+            offloader.pack(check.adopt(torch.ones(2000)), "block")
+        offloader.close()
 
 
 @pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled.tiling.patched import tiled_patches
 from tests.models import GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import gradients, randn, reference, spread, toggled_gradients, worst
 
@@ -63,6 +64,11 @@ def plain(module: nn.Module) -> nn.Module:
     from lt_tiled import untile
 
     return untile(copy.deepcopy(module))
+
+
+def compiled(module: nn.Module) -> bool:
+    """Return whether no tiled module has fallen back to uncompiled tiles."""
+    return not any(patch.learned.uncompiled for _, _, patch in tiled_patches(module))
 
 
 def test_the_backward_computes_no_value_that_it_does_not_read() -> None:
@@ -128,6 +134,26 @@ def test_what_cannot_be_compiled_runs_uncompiled(caplog: pytest.LogCaptureFixtur
         for _ in range(2):
             assert worst(gradients(module, x), true) <= 1e-10
     assert sum("RoutedMLP runs uncompiled" in line for line in caplog.messages) == 1
+
+
+def test_a_tile_that_runs_out_of_memory() -> None:
+    """A compiled tile that runs out of GPU memory raises that error, and the next call runs compiled again."""
+    full = [True]
+
+    def backend(graph: Any, example: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if full and full.pop():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return graph.forward(*args)
+
+        return run
+
+    module, x = GatedMLP().double(), tokens(24)
+    tile(module, tile_tokens=12, compile={"backend": backend})
+    with pytest.raises(torch.OutOfMemoryError):
+        module(x)
+    assert worst(gradients(module, x), reference(plain(module), x)) <= 1e-10
+    assert compiled(module)
 
 
 def test_a_line_before_the_first_compilation(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lt_tiled import Checkpointing, Tiling, prepare, tile
 from tests.models import GatedMLP, tiny_llama
 from tests.parity import gradients, randn, reference, worst
+from tests.tiling.test_compiled import compiled
 
 ON_GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -44,6 +45,7 @@ def test_compiled(device: str, compile: Any) -> None:
     module = tile(module.to(device), tile_tokens=32, compile=compile)
     x = x.detach().to(device).requires_grad_()
     assert all(worst(gradients(module, x), true) < 1e-5 for _ in range(4))
+    assert compiled(module)
 
 
 def scaled(model: nn.Module, device: str) -> tuple[list[float], float]:
