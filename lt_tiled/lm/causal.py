@@ -176,6 +176,11 @@ class CausalLM(LightningModule):
                 warn(f"{message}: the model may ignore it.", once=message)
         return config
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows, also before it is built."""
+        return int(self._config().get_text_config().vocab_size)
+
     def setup(self, stage: str) -> None:
         """Compare the vocabularies of the model and the data before the model is built."""
         config, data = self._config().get_text_config(), self.trainer.datamodule  # type: ignore[attr-defined]

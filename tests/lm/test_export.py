@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.lm.export import _load
 from tests.lit import trainer
 from tests.models import tiny_llama
 
@@ -26,6 +27,7 @@ def _files() -> None:
     """A model and its tokenizer, as ``save_pretrained`` writes them, and a text."""
     tiny_llama(vocab_size=256).save_pretrained("model")
     letters = Tokenizer(models.WordLevel({chr(i): i for i in range(256)}, unk_token="a"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="a").save_pretrained("model")
     Path("a.txt").write_text("the tiles of one call follow each other " * 20)
 
@@ -92,12 +94,22 @@ def test_peft_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(**hyper_parameters: Any) -> None:
-    torch.save({"state_dict": {}, "hyper_parameters": hyper_parameters}, "run.ckpt")
+    data = {"datamodule_hyper_parameters": {"tokenizer": "gone"}} if hyper_parameters.pop("gone", False) else {}
+    torch.save({"state_dict": {}, "hyper_parameters": hyper_parameters, **data}, "run.ckpt")
+
+
+def test_export_does_not_read_the_optimizer() -> None:
+    """What a checkpoint has besides weights stays in its file."""
+    torch.save({"state_dict": {}, "optimizer_states": [torch.ones(8)]}, "run.ckpt")
+    (state,) = _load("run.ckpt")["optimizer_states"]
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "run.ckpt" in line]
+    ranges = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+    assert any(start <= state.data_ptr() < end for start, end in ranges)
 
 
 def test_bad_export(capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint that is missing, broken or of another module, an adapter without its model, and a directory with
-    files are refused.
+    files are refused. Nothing is written before the tokenizer is found.
     """
     own = {"config": None, "path": "model", "lora": None}
     Path("broken.ckpt").write_text("text")
@@ -107,6 +119,7 @@ def test_bad_export(capsys: pytest.CaptureFixture[str]) -> None:
         (["run.ckpt", "model"], own, "output='model' exists and is not empty"),
         (["run.ckpt", "out"], {"hidden": 4}, "is of lt_tiled.lm.CausalLM: export is for lt_tiled.lm.CausalLM"),
         (["run.ckpt", "out"], own, "checkpoint='run.ckpt' lacks model.embed_tokens.weight: save all weights"),
+        (["run.ckpt", "out"], {**own, "gone": True}, "tokenizer='gone', which is not a directory here: run export in"),
         (["run.ckpt", "out", "--merge=true"], own, "merge=True needs a run with lora"),
         (["run.ckpt", "out"], {**own, "path": None, "config": {}, "lora": LORA}, "this one has no path: set --merge"),
     ]
@@ -115,6 +128,7 @@ def test_bad_export(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["export", *arguments])
         assert message in capsys.readouterr().err
+        assert not Path("out").exists()
 
 
 def test_optimizers_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
