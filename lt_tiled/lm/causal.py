@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class CausalLM(LightningModule):
             if self._adapter is not None:
                 from peft import get_peft_model
 
-                self.model = get_peft_model(self.model, self._adapter)
+                with _weights_made_whole(self.model):
+                    self.model = get_peft_model(self.model, self._adapter)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -341,6 +343,21 @@ def _lora_config(fields: Mapping[str, Any]) -> Any:
         return LoraConfig(**{"task_type": "CAUSAL_LM", **fields})
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora={dict(fields)}: {error}") from error
+
+
+@contextmanager
+def _weights_made_whole(model: Any) -> Iterator[None]:
+    """Let ZeRO-3 shard new weights when it starts. It would shard adapters before peft has set them to zero."""
+    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        yield
+        return
+    from deepspeed.runtime.zero import partition_parameters as zero
+
+    zero.shutdown_init_context()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()
 
 
 def require(package: str, install: str) -> None:

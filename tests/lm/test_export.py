@@ -12,11 +12,14 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import lt_tiled
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.export import _load
+from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.models import tiny_llama
+from tests.world import World
 
 IDS = torch.arange(24)[None]
 LORA = {"r": 2, "target_modules": "all-linear", "lora_alpha": 64}
@@ -70,6 +73,21 @@ def test_lora_trains_its_adapters_alone() -> None:
     assert all("lora_" in name for name in trainable)
     with pytest.raises(AttributeError, match="computed its loss in tiles"):
         model.model(input_ids=IDS, labels=IDS).logits.sum()
+
+
+def begin(folder: str) -> list[float]:
+    """Return the perplexity of the model, and that with new adapters, under ZeRO-3."""
+    found, data = [], TextFiles(f"{folder}/a.txt", seq_len=32)
+    for lora in (None, LORA):
+        run = trainer(strategy(lt_tiled, "zero3"), devices=2)
+        found += run.validate(CausalLM(path=f"{folder}/model", lora=lora), data, verbose=False)
+    return [float(metrics["val_perplexity"]) for metrics in found]
+
+
+def test_adapters_begin_at_the_model(deepspeed_world: World, tmp_path: Path) -> None:
+    """Under ZeRO-3, too, new adapters change nothing before the first step."""
+    for without, new in deepspeed_world(begin, str(tmp_path)):
+        assert new == without
 
 
 @pytest.mark.parametrize(
