@@ -124,7 +124,7 @@ class CausalLM(LightningModule):
             if self._adapter is not None:
                 from peft import get_peft_model
 
-                with _weights_made_whole(self.model):
+                with _unsharded(self.model):
                     self.model = get_peft_model(self.model, self._adapter)
         except torch.OutOfMemoryError:
             raise
@@ -346,7 +346,7 @@ def _lora_config(fields: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _weights_made_whole(model: Any) -> Iterator[None]:
+def _unsharded(model: Any) -> Iterator[None]:
     """Let ZeRO-3 shard new weights when it starts. It would shard adapters before peft has set them to zero."""
     if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
         yield

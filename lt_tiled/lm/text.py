@@ -153,7 +153,10 @@ class TextFiles(Sequences):
             files = sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))
         else:
             files = [file for path in self.paths for file in files_of(path, (".txt", ".md", ".py"))]
-        tokens = self._tokenize(read_text(files, self.max_bytes))
+        text = read_text(files, self.max_bytes)
+        if self.paths is not None and len(text) < (size := sum(file.stat().st_size for file in files)):
+            warn(f"paths have {size} bytes, of which max_bytes={len(text)} are read: set max_bytes to read more.")
+        tokens = self._tokenize(text)
         count = len(tokens) // self.seq_len
         held = max(1, round(count * self.held_out))
         if count - 2 * held < 1:

@@ -119,12 +119,14 @@ def test_default_corpus_is_the_standard_library() -> None:
     assert torch.equal(windows(data, "val"), windows(again, "val"))
 
 
-def test_globs_single_files_and_max_bytes(tmp_path: Path) -> None:
-    """Globs and single files are read in order, up to ``max_bytes``."""
+def test_globs_single_files_and_max_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Globs and single files are read in order, up to ``max_bytes``, and a warning says that there are more."""
     for name in ("b.log", "a.log", "c.md"):
         (tmp_path / name).write_text(name[0] * 50)
     data = TextFiles([str(tmp_path / "*.log"), str(tmp_path / "c.md")], seq_len=10, max_bytes=120)
-    data.setup("fit")
+    with caplog.at_level("WARNING", "lt_tiled"):
+        data.setup("fit")
+    assert "paths have 150 bytes, of which max_bytes=120 are read: set max_bytes" in caplog.text
     text = bytes(torch.cat([windows(data, "val"), windows(data, "test")]).flatten().tolist())
     assert text == b"c" * 20
     assert read_text([tmp_path / "a.log", tmp_path / "b.log"], 70) == b"a" * 50 + b"b" * 20
