@@ -47,7 +47,9 @@ class Sequences(LightningDataModule):
         alone = getattr(self.trainer, "world_size", 1) == 1  # else Lightning gives each rank such a sampler
         data, seed = self._data("train"), int(os.environ.get("PL_GLOBAL_SEED", 0))
         sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None
-        return _Resumable(data, shuffle=None if alone else True, sampler=sampler, **self._options())
+        loader = _Resumable(data, shuffle=None if alone else True, sampler=sampler, **self._options())
+        loader.trainer = self.trainer
+        return loader
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return DataLoader(self._data("val"), **self._options())
@@ -67,11 +69,12 @@ class Sequences(LightningDataModule):
 class _Resumable(DataLoader[dict[str, Tensor]]):
     """Goes on after the last batch of a checkpoint. With another one, Lightning begins the epoch again."""
 
+    trainer: Any = None
     _given = _skipped = 0
 
     def state_dict(self) -> dict[str, int]:
-        epochs, batches = divmod(self._given, len(self))
-        return {"epoch": getattr(self.sampler, "epoch", 0) + epochs, "batches": batches}
+        ended = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # after fewer with limit_train_batches
+        return {"epoch": getattr(self.sampler, "epoch", 0) + ended, "batches": 0 if ended else self._given}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._skipped = state["batches"]

@@ -103,7 +103,6 @@ def make_job(
     if batch is None:
         (module if datamodule is None else datamodule).prepare_data()
         if datamodule is not None:
-            datamodule.trainer = module.trainer  # a datamodule may ask for the module
             datamodule.setup("fit")
     _configure(module, settings.dtype)
     if batch is None:

@@ -80,15 +80,17 @@ class Noting(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def resume(folder: str, workers: int, saved: list[int], devices: int) -> None:
-    """Train 14 steps; then the rest of them from each checkpoint."""
+def resume(folder: str, workers: int, saved: list[int], devices: int, batches: int | None = None) -> None:
+    """Train 14 steps, in epochs of so many batches; then the rest of them from each checkpoint."""
     found: list[list[tuple[int, ...]]] = []
+    saves = f"{folder}/{workers}_{batches}"
     for step in (0, *saved):
         module, data = Noting(), TextFiles(f"{folder}/a.txt", seq_len=8, num_workers=workers, held_out=0.01)
-        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1, save_weights_only=False)
-        options = {"max_steps": 14, "limit_val_batches": 0, "enable_checkpointing": not step}
+        saving = ModelCheckpoint(saves, "{step}", save_top_k=-1, every_n_train_steps=1, save_weights_only=False)
+        options = {"max_steps": 14, "limit_train_batches": batches, "limit_val_batches": 0}
+        options["enable_checkpointing"] = not step
         run = trainer("ddp" if devices > 1 else "auto", devices=devices, callbacks=[] if step else [saving], **options)
-        run.fit(module, data, ckpt_path=f"{folder}/step={step}.ckpt" if step else None)
+        run.fit(module, data, ckpt_path=f"{saves}/step={step}.ckpt" if step else None)
         found.append(module.seen)
         assert found[-1] == found[0][step:]
 
@@ -101,12 +103,14 @@ def test_resumed_in_an_epoch(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(112)))
     resume(str(tmp_path), 0, [3, 12], 1)
     resume(str(tmp_path), 2, [13], 1)
+    resume(str(tmp_path), 0, [3, 10, 13], 1, batches=10)
 
 
 def test_resumed_in_an_epoch_on_two_ranks(world: World, tmp_path: Path) -> None:
     """So do the ranks of a distributed run."""
     (tmp_path / "a.txt").write_bytes(bytes(range(112)))
     world(resume, str(tmp_path), 0, [3, 6, 9], 2)
+    world(resume, str(tmp_path), 0, [5, 8], 2, 5)
 
 
 def test_default_corpus_is_the_standard_library() -> None:
