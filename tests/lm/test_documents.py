@@ -78,13 +78,15 @@ def found(data: Documents) -> Counter[tuple[str, str]]:
 TEXTS = ["a b c", "d e", "f g a b c d", "a", "b c d e f g a b c d", "e f g"]
 
 
-def test_each_document_is_there_once() -> None:
+def test_each_document_is_there_once(caplog: pytest.LogCaptureFixture) -> None:
     """Each document is in one part once, with its end and positions from 0, and a label at each token but the first; a
-    longer one is split, and what has no label is left out.
+    longer one is split, and what has no label is left out with a warning.
     """
     write(*[{"text": text} for text in TEXTS], {"text": ""})
     expected = ["a b c .", "d e .", "f g a b c d .", "a .", "b c d e f g a b", "c d .", "e f g ."]
-    assert found(documents()) == Counter((text, text[2:]) for text in expected)
+    with caplog.at_level("WARNING", "lt_tiled"):
+        assert found(documents()) == Counter((text, text[2:]) for text in expected)
+    assert "pieces of documents, of at most 8 tokens each, for training have no token with a label" in caplog.text
 
 
 def test_packing() -> None:
