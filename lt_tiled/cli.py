@@ -35,10 +35,11 @@ from lt_tiled.planner.command import run_plan
 
 
 class PlanningTrainer(Trainer):
-    """A Trainer with methods ``plan`` and ``verify``, from which the command line takes the arguments of both."""
+    """A Trainer with the other commands as methods, from which the command line takes their arguments and help."""
 
     plan = staticmethod(run_plan)
     verify = staticmethod(run_verify)
+    export = staticmethod(export)
 
 
 class TiledCLI(LightningCLI):
@@ -54,15 +55,12 @@ class TiledCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
         own = {"config", "trainer", "model", "datamodule"}
-        every = {**LightningCLI.subcommands(), "plan": own, "verify": own}
+        every = {**LightningCLI.subcommands(), "plan": own, "verify": own, "export": own}  # which main runs
         return {self.command: every[self.command]} if self.command in every else every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
-        self.parser.epilog = parser.epilog = (
-            "lt-tiled export CHECKPOINT DIRECTORY writes a model that transformers loads. --debug, anywhere, shows the"
-            " traceback of an error."
-        )
+        self.parser.epilog = parser.epilog = "--debug, anywhere, shows the traceback of an error."
         parser.add_optimizer_args((Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
 
@@ -152,7 +150,8 @@ def main(args: ArgsType = None) -> None:
     command = given[0] if given else ""
     try:
         if command == "export":
-            auto_cli(export, args=given[1:], parser_class=Parser, prog="lt-tiled export")
+            about = str(export.__doc__).partition("\n")[0]
+            auto_cli(export, args=given[1:], parser_class=Parser, prog="lt-tiled export", description=about)
             return
         TiledCLI(
             command=command,

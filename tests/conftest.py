@@ -29,6 +29,7 @@ SLOW = (
     "lm/test_causal.py::test_flex_attention",
     "lm/test_causal.py::test_trains_any_architecture",
     "lm/test_export.py::test_transformers_loads",
+    "lm/test_text.py::test_resumed_in_an_epoch",
     "loss/test_functional.py::test_auto_tiles_do_not_raise_the_peak",
     "offload/test_blocks.py::test_bit_identical",
     "offload/test_processes.py",

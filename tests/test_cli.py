@@ -142,7 +142,7 @@ def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(args)
         printed = capsys.readouterr()
-        for command in ("fit", "validate", "test", "predict", "plan", "verify"):
+        for command in ("fit", "validate", "test", "predict", "plan", "verify", "export"):
             assert command in printed.out + printed.err
 
 

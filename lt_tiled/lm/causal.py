@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class CausalLM(LightningModule):
             if self._adapter is not None:
                 from peft import get_peft_model
 
-                self.model = get_peft_model(self.model, self._adapter)
+                with _unsharded(self.model):
+                    self.model = get_peft_model(self.model, self._adapter)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -175,6 +177,11 @@ class CausalLM(LightningModule):
                     raise ValueError(message + near)
                 warn(f"{message}: the model may ignore it.", once=message)
         return config
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows, also before it is built."""
+        return int(self._config().get_text_config().vocab_size)
 
     def setup(self, stage: str) -> None:
         """Compare the vocabularies of the model and the data before the model is built."""
@@ -336,6 +343,21 @@ def _lora_config(fields: Mapping[str, Any]) -> Any:
         return LoraConfig(**{"task_type": "CAUSAL_LM", **fields})
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora={dict(fields)}: {error}") from error
+
+
+@contextmanager
+def _unsharded(model: Any) -> Iterator[None]:
+    """Let ZeRO-3 shard new weights when it starts. It would shard adapters before peft has set them to zero."""
+    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        yield
+        return
+    from deepspeed.runtime.zero import partition_parameters as zero
+
+    zero.shutdown_init_context()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()
 
 
 def require(package: str, install: str) -> None:

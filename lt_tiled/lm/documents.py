@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import require
-from lt_tiled.lm.text import Sequences, check_tokenizer, files_of, load_tokenizer
+from lt_tiled.lm.text import Sequences, check_tokenizer, files_of, load_tokenizer, vocab_size
 
 
 class _Document(NamedTuple):
@@ -30,7 +30,7 @@ class Documents(Sequences):
 
     A record is a JSON object on a line of its own, or a row of a Hugging Face dataset. It has a text or the messages of
     a chat, ``[{"role": "user", "content": "..."}, ...]``, which the tokenizer's chat template turns into text. A text
-    ends with the tokenizer's end-of-sequence token. All tokens are in CPU memory, on every rank.
+    ends with the tokenizer's end-of-sequence token, if it has one. All tokens are in CPU memory, on every rank.
 
     Batches have ``input_ids``, ``labels`` (-100 where there is no loss; not shifted) and ``position_ids``, which begin
     at 0 for each document: the attention of transformers keeps documents apart by them. A document longer than
@@ -88,7 +88,7 @@ class Documents(Sequences):
     def cut(self) -> list[Mapping[str, Tensor]]:
         if not self._documents:
             self._tokenizer = load_tokenizer(**{name: self.hparams[name] for name in TOKENIZER})
-            self.vocab_size = len(self._tokenizer)
+            self.vocab_size = vocab_size(self._tokenizer)
             self._documents = [self._document(*r) for r in islice(self._records(), self.max_documents)]
         count = len(self._documents)
         held = max(1, round(count * self.held_out))
@@ -100,7 +100,11 @@ class Documents(Sequences):
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
         return [
             self._rows(part, order[start:end])
-            for part, start, end in (("train", 2 * held, count), ("validate", 0, held), ("test", held, 2 * held))
+            for part, start, end in (
+                ("training", 2 * held, count),
+                ("validation", 0, held),
+                ("testing", held, 2 * held),
+            )
         ]
 
     def _records(self) -> Iterator[tuple[str, Any]]:
@@ -113,7 +117,7 @@ class Documents(Sequences):
                 require("datasets", "datasets")
                 from datasets import load_from_disk
 
-                for number, row in enumerate(load_from_disk(path)):
+                for number, row in enumerate(load_from_disk(path).with_format(None)):
                     yield f"{path}, row {number},", row
                 continue
             for file in files_of(path, (".jsonl",)):
@@ -127,27 +131,34 @@ class Documents(Sequences):
 
     def _document(self, place: str, record: Any) -> _Document:
         if not isinstance(record, dict):
-            raise ValueError(f'{place} is {json.dumps(record)[:40]}: write a JSON object, such as {{"text": "..."}}.')
+            raise ValueError(f'{place} is {record!r:.40}: write a JSON object, such as {{"text": "..."}}.')
         name = next((name for name in self.fields if record.get(name) is not None), None)
         if name is None:
             raise ValueError(
-                f"{place} has no field {' or '.join(map(repr, self.fields))}, only {sorted(record)}: set field to the"
-                " name of its text or messages."
+                f"{place} has no field {' or '.join(map(repr, self.fields))}, only"
+                f" {sorted(name for name in record if record[name] is not None)}: set field to the name of its text or"
+                " messages."
             )
         value = record[name]
         if isinstance(value, str):
-            ids = self._tokenizer(value, verbose=False)["input_ids"]
+            ids = self._encode(place, value)["input_ids"]
             end = self._tokenizer.eos_token_id
             ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
             taught = [1] * len(ids)
-        elif isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
+        elif isinstance(value, list) and value and all(map(_is_message, value)):
             ids, taught = self._chat(place, value)
         else:
             raise ValueError(
-                f"{place} has {name}={json.dumps(value)[:60]}: it must be a text, or messages with role and content."
+                f"{place} has {name}={value!r:.60}: it must be a text, or messages with a role and a text as content."
             )
         found = torch.tensor(ids, dtype=torch.int32)
         return _Document(found, found.masked_fill(torch.tensor(taught, dtype=torch.int32) == 0, -100))
+
+    def _encode(self, place: str, text: str, **options: Any) -> Mapping[str, Any]:
+        try:
+            return cast(Mapping[str, Any], self._tokenizer(text, verbose=False, **options))
+        except Exception as error:  # of half a surrogate pair, or of a tokenizer that has no offsets
+            raise ValueError(f"{place} cannot be tokenized: {error}") from error
 
     def _chat(self, place: str, messages: list[Any]) -> tuple[list[int], list[int]]:
         """Return the tokens of a chat, and for each whether it is trained on."""
@@ -165,23 +176,26 @@ class Documents(Sequences):
                 raise ValueError(f"{place} does not fit the chat template: {error}") from error
 
         if not self.assistant_only or re.search(r"{%-?\s*generation\b", str(template)):
-            found = apply(messages, return_dict=True, return_assistant_tokens_mask=self.assistant_only)
+            options = {"return_assistant_tokens_mask": self.assistant_only, "tokenizer_kwargs": {"verbose": False}}
+            found = apply(messages, return_dict=True, **options)
             ids = found["input_ids"]
             return ids, found["assistant_masks"] if self.assistant_only else [1] * len(ids)
         text = apply(messages, tokenize=False)
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = self._encode(place, text, add_special_tokens=False, return_offsets_mapping=True)
         taught = [0] * len(found["input_ids"])
+        starts, ends = zip(*found["offset_mapping"], strict=True) if taught else ((), ())
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = apply(messages[:i], add_generation_prompt=True, tokenize=False)
+                before = apply(messages[:i], add_generation_prompt=True, tokenize=False) if i else None
                 until = apply(messages[: i + 1], tokenize=False)
-                if not text.startswith(before) or not text.startswith(until):
+                if before is None or not text.startswith(before) or not text.startswith(until):
+                    why = "writes in another way when others follow" if i else "begins with"
                     raise ValueError(
-                        f"{place} has a message {i} that the chat template writes in another way when others follow, so"
-                        " assistant_only=True cannot find it: set chat_template to a file with {% generation %}."
+                        f"{place} has a message {i} that the chat template {why}, so assistant_only=True cannot find"
+                        " it: set chat_template to a file with {% generation %}."
                     )
-                for token, (start, end) in enumerate(found["offset_mapping"]):
-                    taught[token] |= start < len(until) and end > len(before)
+                first, end = bisect_right(ends, len(before)), bisect_left(starts, len(until))
+                taught[first:end] = [1] * (end - first)
         return found["input_ids"], taught
 
     def _rows(self, part: str, chosen: list[int]) -> Mapping[str, Tensor]:
@@ -196,10 +210,11 @@ class Documents(Sequences):
                 else:
                     left_out += 1
         if left_out:
-            warn(f"{left_out} documents to {part} have no token with a label, and are left out.")
+            pieces_of = f"pieces of documents, of at most {size} tokens each, for {part}"
+            warn(f"{left_out} of {left_out + len(pieces)} {pieces_of} have no token with a label, and are left out.")
         if not pieces:
             raise ValueError(
-                f"paths={self.paths}: no document to {part} has a token with a label: give more documents."
+                f"paths={self.paths}: no document for {part} has a token with a label: give more documents."
             )
         rows = packed([len(p.ids) for p in pieces], size) if self.pack else [[i] for i in range(len(pieces))]
         fill = next((i for i in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id) if i is not None), 0)
@@ -217,6 +232,15 @@ class Documents(Sequences):
                 at = end
             tensors["position_ids"][row, at:] = torch.arange(size - at)  # padding is a document of its own
         return tensors if self.pack else {name: tensors[name] for name in ("input_ids", "labels")}
+
+
+def _is_message(value: Any) -> bool:
+    """Whether this is a message. A template writes nothing, or Python, for what is no text."""
+    return (
+        isinstance(value, dict)
+        and "role" in value
+        and (isinstance(value.get("content"), str) or bool(value.get("tool_calls")))
+    )
 
 
 def packed(lengths: Sequence[int], size: int) -> list[list[int]]:

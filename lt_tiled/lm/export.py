@@ -10,11 +10,13 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from lt_tiled.lm.causal import CausalLM
 from lt_tiled.lm.documents import TOKENIZER
-from lt_tiled.lm.text import load_tokenizer
+from lt_tiled.lm.text import has_tokenizer, load_tokenizer
 
 
 def export(checkpoint: str, output: str, merge: bool = False) -> None:
@@ -45,6 +47,7 @@ def export(checkpoint: str, output: str, merge: bool = False) -> None:
         raise ValueError(
             "An adapter refers to the model that it was trained on, and this one has no path: set --merge."
         )
+    tokenizer, its_name = _tokenizer(state, path)
     # Attention that this machine lacks, and tiles, are not needed.
     arguments.update(attn_implementation="eager", attn_compile=None, tiled_loss=False)
     with torch.device("meta"):
@@ -65,35 +68,46 @@ def export(checkpoint: str, output: str, merge: bool = False) -> None:
     elif lora is not None:
         model.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
     model.save_pretrained(output)
-    print(f"wrote {type(model).__name__} to {output}, and {_save_tokenizer(state, path, output)}")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
+    print(f"wrote {type(model).__name__} to {output}, and {its_name}")
 
 
 def _load(checkpoint: str) -> Mapping[str, Any]:
-    """Return the content of a checkpoint, consolidated if it is sharded."""
+    """Return the weights of a checkpoint, consolidated if it is sharded, and the arguments of its run."""
     folder = Path(checkpoint)
     if not folder.exists():
         raise ValueError(f"checkpoint={checkpoint!r} does not exist.")
     try:
-        if folder.is_file():
-            return cast(Mapping[str, Any], torch.load(folder, map_location="cpu", weights_only=True))
-        with tempfile.NamedTemporaryFile() as whole:
-            if not (folder / ".metadata").is_file():
+        if folder.is_file():  # mmap: the state of the optimizer is not read
+            return cast(Mapping[str, Any], torch.load(folder, map_location="cpu", weights_only=True, mmap=True))
+        if not (folder / ".metadata").is_file():
+            with tempfile.NamedTemporaryFile() as whole:
                 return convert_zero_checkpoint_to_fp32_state_dict(folder, whole.name)
-            dcp_to_torch_save(folder, whole.name)
-            state = torch.load(whole.name, map_location="cpu", weights_only=True)
-        state["state_dict"] = state.pop("model", None) or state["state_dict"]  # of FSDP, of FSDP2
-        return {**state, **torch.load(folder / "meta.pt", map_location="cpu", weights_only=True)}
+        reader = FileSystemReader(folder)
+        found = {
+            name: torch.empty(saved.size, dtype=saved.properties.dtype)
+            for name, saved in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith(("model.", "state_dict.")) and isinstance(saved, TensorStorageMetadata)
+        }  # FSDP says model, FSDP2 state_dict
+        load(found, storage_reader=reader, no_dist=True)
+        weights = {name.partition(".")[2]: weight for name, weight in found.items()}
+        return {**torch.load(folder / "meta.pt", map_location="cpu", weights_only=True), "state_dict": weights}
     except Exception as error:
         raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _save_tokenizer(state: Mapping[str, Any], path: str | None, output: str) -> str:
-    """Save the tokenizer of the data or, if they have none, of the model, and return what was saved."""
+def _tokenizer(state: Mapping[str, Any], path: str | None) -> tuple[Any, str]:
+    """Return the tokenizer of the data or, if they have none, of the model, and its name."""
     data = state.get("datamodule_hyper_parameters", {})
     found = {name: data[name] for name in TOKENIZER if data.get(name)}
-    if "tokenizer" not in found and path is not None and (Path(path) / "tokenizer_config.json").is_file():
-        found = {"tokenizer": path}
+    if "tokenizer" not in found and path is not None and has_tokenizer(path):
+        found["tokenizer"] = path
     if "tokenizer" not in found:
-        return "no tokenizer, because the data had none"
-    load_tokenizer(**found).save_pretrained(output)
-    return f"the tokenizer of {found['tokenizer']}"
+        return None, "no tokenizer, because the data had none"
+    if not Path(found["tokenizer"]).is_dir():
+        raise ValueError(
+            f"The run had tokenizer={found['tokenizer']!r}, which is not a directory here: run export in the folder of"
+            " the run."
+        )
+    return load_tokenizer(**found), f"the tokenizer of {found['tokenizer']}"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, StackDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, StackDataset, default_collate
 
-from lt_tiled._log import warn
+from lt_tiled._log import inform, warn
 from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
-from lt_tiled.lm.causal import require
+from lt_tiled.lm.causal import CausalLM, require
 from lt_tiled.policies import check_count
 
 
@@ -41,32 +43,66 @@ class Sequences(LightningDataModule):
             self._cut_at = self.seq_len
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader("train", shuffle=True)
+        """Return batches in an order that depends on the seed and the epoch alone, so that a resumed run goes on."""
+        alone = getattr(self.trainer, "world_size", 1) == 1  # else Lightning gives each rank such a sampler
+        data, seed = self._data("train"), int(os.environ.get("PL_GLOBAL_SEED", 0))
+        sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None
+        loader = _Resumable(data, shuffle=None if alone else True, sampler=sampler, **self._options())
+        loader.trainer = self.trainer
+        return loader
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader("val")
+        return DataLoader(self._data("val"), **self._options())
 
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader("test")
+        return DataLoader(self._data("test"), **self._options())
 
     predict_dataloader = test_dataloader
 
-    def _loader(self, part: str, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:
-        data: Any = StackDataset(**self._parts[part])  # type: ignore[arg-type]  # torch wants datasets, and takes sequences
-        options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
-        return DataLoader(data, shuffle=shuffle, collate_fn=_batch, **options)
+    def _data(self, part: str) -> Any:
+        return StackDataset(**self._parts[part])  # type: ignore[arg-type]  # torch wants datasets, and takes sequences
+
+    def _options(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "num_workers": self.num_workers, "collate_fn": _batch}
+
+
+class _Resumable(DataLoader[dict[str, Tensor]]):
+    """Goes on after the last batch of a checkpoint. With another one, Lightning begins the epoch again."""
+
+    trainer: Any = None
+    _given = _skipped = 0
+
+    def state_dict(self) -> dict[str, int]:
+        ended = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # after fewer with limit_train_batches
+        return {"epoch": getattr(self.sampler, "epoch", 0) + ended, "batches": 0 if ended else self._given}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._skipped = state["batches"]
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(state["epoch"])  # workers read ahead before Lightning does this
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        skipped, self._skipped, self._given = self._skipped, 0, 0
+        batches = enumerate(super().__iter__(), 1)
+        for self._given, _ in islice(batches, skipped):
+            pass
+        return self._counted(batches)
+
+    def _counted(self, batches: Iterator[tuple[int, dict[str, Tensor]]]) -> Iterator[dict[str, Tensor]]:
+        for self._given, batch in batches:
+            yield batch
 
 
 class TextFiles(Sequences):
     """Reads text files and cuts them into sequences of ``seq_len`` tokens that do not overlap.
 
-    The last part of the text is for testing, the part before it for validation. Tokens are bytes, or those of a local
-    tokenizer.
+    The last part of the text is for testing, the part before it for validation.
 
     Args:
         paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the source of
             the Python standard library, a text that every machine has.
-        tokenizer: A local directory with a Hugging Face tokenizer; ``None`` for bytes.
+        tokenizer: A local directory with a Hugging Face tokenizer. The default is that in the ``path`` of CausalLM, or
+            bytes for a model without ``path``, or with 256 tokens.
         seq_len: Tokens per sequence.
         batch_size: Sequences per batch and device.
         held_out: The share of the sequences that validation and testing each get, at least one sequence.
@@ -75,7 +111,8 @@ class TextFiles(Sequences):
         trust_remote_code: Run the Python code that ``tokenizer`` may contain. Otherwise one that needs it raises.
 
     Raises:
-        ValueError: If a path matches no file, a file cannot be read, or the text has fewer than three sequences.
+        ValueError: If a path matches no file, a file cannot be read, the text has fewer than three sequences, or the
+            model in a local directory has other tokens than bytes and no tokenizer.
     """
 
     def __init__(
@@ -100,13 +137,29 @@ class TextFiles(Sequences):
         self.tokenizer, self.max_bytes, self.held_out = tokenizer, max_bytes, held_out
         self.trust_remote_code = trust_remote_code
 
+    def setup(self, stage: str) -> None:
+        module = getattr(self.trainer, "lightning_module", None)
+        if self.tokenizer is None and isinstance(module, CausalLM) and (path := module.hparams["path"]) is not None:
+            if has_tokenizer(path):
+                inform(f"the tokens of the text are those of the tokenizer in {path}")
+                self.tokenizer, self._cut_at = path, 0
+            elif (known := module.vocab_size) != 256:
+                raise ValueError(
+                    f"The model in path={path!r} has {known} tokens and no tokenizer, and the data would be bytes: set"
+                    " tokenizer of lt_tiled.lm.TextFiles to a local directory with the tokenizer of the model."
+                )
+        super().setup(stage)
+
     def cut(self) -> list[Mapping[str, Tensor]]:
         if self.paths is None:
             root = Path(sysconfig.get_path("stdlib"))
             files = sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))
         else:
             files = [file for path in self.paths for file in files_of(path, (".txt", ".md", ".py"))]
-        tokens = self._tokenize(read_text(files, self.max_bytes))
+        text = read_text(files, self.max_bytes)
+        if self.paths is not None and len(text) < (size := sum(file.stat().st_size for file in files)):
+            warn(f"paths have {size} bytes, of which max_bytes={len(text)} are read: set max_bytes to read more.")
+        tokens = self._tokenize(text)
         count = len(tokens) // self.seq_len
         held = max(1, round(count * self.held_out))
         if count - 2 * held < 1:
@@ -121,8 +174,19 @@ class TextFiles(Sequences):
         if self.tokenizer is None:
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tokenizer = load_tokenizer(self.tokenizer, self.trust_remote_code)
-        self.vocab_size = len(tokenizer)
-        return torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"], dtype=torch.int32)
+        self.vocab_size = vocab_size(tokenizer)
+        ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int32)
+
+
+def has_tokenizer(directory: str) -> bool:
+    """Return whether a directory has a tokenizer, as ``save_pretrained`` writes it."""
+    return (Path(directory) / "tokenizer_config.json").is_file()
+
+
+def vocab_size(tokenizer: Any) -> int:
+    """Return the highest token id of a tokenizer, plus 1. Its length is less if ids are left out."""
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def check_tokenizer(directory: str) -> None:

@@ -14,7 +14,12 @@ def anchors(document: Path) -> set[str]:
     """Return what headings are called in addresses."""
     found = tokens(document)
     titles = [after.content for token, after in pairwise(found) if token.type == "heading_open"]
-    return {"".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_") for title in titles}
+    return {*map(slug, titles)}
+
+
+def slug(title: str) -> str:
+    """Return what a heading is called in addresses."""
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)

@@ -10,10 +10,11 @@ import pytest
 
 from lt_tiled.cli import main
 from tests.docs.documents import ROOT, Block, blocks
+from tests.docs.test_links import slug
 
 PAGES = [ROOT / "docs" / "recipes" / name for name in ("llama_8b.md", "large_models.md")]
 RECIPES = [
-    (before, after)
+    (page, before, after)
     for page in PAGES
     for before, after in zip(blocks(page), blocks(page)[1:], strict=False)
     if before.direction == "recipe"
@@ -25,9 +26,19 @@ def plain(text: str) -> str:
     return re.sub(r"[\s│]+", " ", text).strip()
 
 
-@pytest.mark.parametrize(("command", "printed"), RECIPES, ids=lambda block: plain(block.code)[:72])
-def test_predictions(command: Block, printed: Block, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe's command prints its lines with these figures, for the complete model, and the index has its peak."""
+def row(page: Path, command: Block) -> str:
+    """Return the row of the index that links to the section of a command."""
+    headings = [line for line in page.read_text().splitlines()[: command.line] if line.startswith("## ")]
+    link = f"({page.name}#{slug(headings[-1].removeprefix('## '))})"
+    (found,) = (line for line in (page.parent / "index.md").read_text().splitlines() if link in line)
+    return found
+
+
+@pytest.mark.parametrize(("page", "command", "printed"), RECIPES, ids=[plain(c.code)[:72] for _, c, _ in RECIPES])
+def test_predictions(page: Path, command: Block, printed: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe's command prints its lines with these figures, for the complete model, and its row of the index has the
+    peak.
+    """
     Path("configs").symlink_to(ROOT / "configs")
     main(shlex.split(command.code)[1:])
     output = plain(capsys.readouterr().out)
@@ -36,11 +47,11 @@ def test_predictions(command: Block, printed: Block, capsys: pytest.CaptureFixtu
         assert plain(line) in output
     assert "It fits into" in output
     peak = lines[0].removeprefix("predicted peak of a rank ")
-    assert f"| {peak} |" in (PAGES[0].parent / "index.md").read_text()
+    assert f"| {peak} |" in row(page, command)
 
 
 def test_every_recipe_has_a_section() -> None:
     """Each configuration of ``configs/recipes`` is in a recipe that has its prediction."""
     files = {f"configs/recipes/{file.name}" for file in (ROOT / "configs" / "recipes").glob("*.yaml")}
-    words = {word for command, _ in RECIPES for word in command.code.split()}
+    words = {word for _, command, _ in RECIPES for word in command.code.split()}
     assert files == {word for word in words if word.startswith("configs/recipes/")}

@@ -6,12 +6,13 @@ import itertools
 import json
 import sys
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +40,8 @@ def _tokenizer() -> None:
 
 
 def write(*records: Any, name: str = "data.jsonl") -> None:
-    Path(name).write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
+    lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in records]
+    Path(name).write_bytes(b"\n".join(lines))
 
 
 def documents(**options: Any) -> Documents:
@@ -76,13 +78,15 @@ def found(data: Documents) -> Counter[tuple[str, str]]:
 TEXTS = ["a b c", "d e", "f g a b c d", "a", "b c d e f g a b c d", "e f g"]
 
 
-def test_each_document_is_there_once() -> None:
+def test_each_document_is_there_once(caplog: pytest.LogCaptureFixture) -> None:
     """Each document is in one part once, with its end and positions from 0, and a label at each token but the first; a
-    longer one is split, and what has no label is left out.
+    longer one is split, and what has no label is left out with a warning.
     """
     write(*[{"text": text} for text in TEXTS], {"text": ""})
     expected = ["a b c .", "d e .", "f g a b c d .", "a .", "b c d e f g a b", "c d .", "e f g ."]
-    assert found(documents()) == Counter((text, text[2:]) for text in expected)
+    with caplog.at_level("WARNING", "lt_tiled"):
+        assert found(documents()) == Counter((text, text[2:]) for text in expected)
+    assert "pieces of documents, of at most 8 tokens each, for training have no token with a label" in caplog.text
 
 
 def test_packing() -> None:
@@ -166,6 +170,68 @@ def test_packed_documents_train_as_alone(attention: str, error: float) -> None:
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("assistant_only", [False, True])
+def test_documents_that_are_packed_train_as_alone(assistant_only: bool) -> None:
+    """The losses of packed rows add up to those of the same documents in rows of their own: empty ones, some that end
+    with a sequence or exceed it by one token, labels before and after a split.
+    """
+    texts = [" ".join(WORDS[5 + (i + j) % 7] for j in range(n)) for i, n in enumerate((0, 1, 2, 7, 7, 8, 15, 16, 30))]
+    write(*[{"text": text} for text in texts], *[{"messages": CHAT}] * 3, {"messages": CHAT[:1]})
+    model = CausalLM({**LLAMA, "vocab_size": 16}, tiled_loss=3)
+    model.configure_model()
+    model.double()
+    model.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+    sums = []
+    for pack in (True, False):
+        data, total, count = documents(pack=pack, assistant_only=assistant_only, held_out=0.01), 0.0, 0
+        for part in ("train", "val", "test"):
+            for batch in {"train": data.train_dataloader, "val": data.val_dataloader, "test": data.test_dataloader}[
+                part
+            ]():
+                labels = int((batch["labels"][:, 1:] >= 0).sum())
+                total += float(model.training_step(batch, 0).detach()) * labels
+                count += labels
+        sums.append((count, total))
+    assert sums[0][0] == sums[1][0] > 60
+    assert sums[0][1] == pytest.approx(sums[1][1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [("bos", [6], [1]), ("no eos", [], []), ("truncation", [], [1])],
+)
+def test_tokenizers(change: str, before: list[int], after: list[int]) -> None:
+    """A text begins and ends as its tokenizer says, and truncation and padding that were saved with it do not act. The
+    size of the vocabulary is the highest id plus 1.
+    """
+    words = Tokenizer(models.WordLevel({**{word: i for i, word in enumerate(WORDS)}, "last": 500}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if change == "bos":
+        words.post_processor = processors.TemplateProcessing(single="b $A", special_tokens=[("b", 6)])
+    if change == "truncation":
+        words.enable_truncation(3)
+        words.enable_padding(length=6, pad_token=".", pad_id=1)
+    end = {} if change == "no eos" else {"eos_token": "."}
+    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=4, **end).save_pretrained("tokenizer")
+    write(*[{"text": "a b"}] * 3, {"text": "a b c d e f g"})
+    data = documents()
+    assert data._documents[0].ids.tolist() == [*before, 5, 6, *after]
+    assert data._documents[3].ids.tolist() == [*before, *range(5, 12), *after]
+    assert data.vocab_size == 501
+
+
+def test_answers_of_letters_with_many_tokens() -> None:
+    """The labels of ``assistant_only`` are whole letters, also of those that are several tokens."""
+    letters = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=letters, chat_template=CHATS).save_pretrained("tokenizer")
+    chat = [{"role": "user", "content": "\u65e5"}, {"role": "assistant", "content": "\u672c\U0001f642"}]
+    write(*[{"messages": chat * 2}] * 3)
+    data = documents(seq_len=128, assistant_only=True)
+    labels = data._documents[0].labels
+    assert data._tokenizer.decode(labels[labels >= 0]) == "\u672c\U0001f642 . " * 2
+
+
 def test_flash_attention_gets_one_row() -> None:
     """Flash attention looks for documents in a batch of one sequence, so that is what it gets."""
     model = CausalLM(LLAMA, attn_implementation="flash_attention_2")
@@ -205,15 +271,17 @@ def test_a_model_that_mixes_documents_is_refused(config: dict[str, Any]) -> None
 
 
 def test_dataset_on_disk() -> None:
-    """A Hugging Face dataset on disk gives the documents of the same JSON lines; one of splits is refused by their
-    names.
+    """A Hugging Face dataset on disk gives the documents of the same JSON lines, whatever its other columns and its
+    format; a column without texts, and a dataset of splits, are refused.
     """
     datasets = pytest.importorskip("datasets")
     write(*[{"text": text} for text in TEXTS])
-    rows = datasets.Dataset.from_dict({"text": TEXTS})
-    rows.save_to_disk("rows")
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "when": [date(2026, 1, 1)] * len(TEXTS)})
+    rows.with_format("numpy").save_to_disk("rows")
     datasets.DatasetDict({"train": rows}).save_to_disk("splits")
     assert found(documents(paths="rows")) == found(documents())
+    with pytest.raises(ValueError, match=r"rows, row 0, has when=datetime"):
+        documents(paths="rows", field="when")
     with pytest.raises(ValueError, match=r"'splits' has the splits train: pass splits/train"):
         documents(paths="splits")
 
@@ -234,9 +302,24 @@ def test_datasets_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[1]", {}, r"data.jsonl, line 4, is \[1\]: write a JSON object"),
         ({"content": "a"}, {}, r"line 4, has no field 'messages' or 'text', only \['content'\]: set field"),
         ({"content": "a"}, {"field": "body"}, r"line 1, has no field 'body', only \['text'\]"),
-        ({"text": 5}, {}, r"line 4, has text=5: it must be a text, or messages with role and content"),
+        ({"text": 5}, {}, r"line 4, has text=5: it must be a text, or messages with a role and a text"),
         ({"messages": [{"from": "a"}]}, {}, r"line 4, has messages=\[{.*: it must be a text, or messages with"),
-        ({"messages": [{"role": "user"}]}, {"chat_template": "strict"}, r"line 4, does not fit the chat template: bad"),
+        ({"messages": CHAT}, {"chat_template": "strict"}, r"line 4, does not fit the chat template: bad"),
+        (
+            {"messages": [{"role": "user", "value": "a"}]},
+            {},
+            r"line 4, has messages=\[{.*with a role and a text as content",
+        ),
+        ({"messages": [{"role": "user", "content": None}]}, {}, r"line 4, .*with a role and a text as content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, {}, r"line 4, .*a text as content"),
+        ({"text": None}, {}, r"line 4, has no field 'messages' or 'text', only \[\]: set field"),
+        ({"text": "a \ud800"}, {}, r"line 4, cannot be tokenized: "),
+        (b'{"text": "\xff"}', {}, r"line 4, is not JSON: .*can't decode byte 0xff"),
+        (
+            {"messages": CHAT[1:]},
+            {"assistant_only": True},
+            r"line 4, has a message 0 that the chat template begins with",
+        ),
         ({"messages": CHAT}, {"chat_template": "empty"}, r"line 4, .*'tokenizer' has no chat template: set chat_templ"),
         ({"messages": CHAT}, {"chat_template": "gone"}, r"chat_template='gone' cannot be read \(No such file"),
         (

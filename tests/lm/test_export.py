@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import lt_tiled
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.lm.export import _load
+from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.models import tiny_llama
+from tests.world import World
 
 IDS = torch.arange(24)[None]
 LORA = {"r": 2, "target_modules": "all-linear", "lora_alpha": 64}
@@ -26,6 +30,7 @@ def _files() -> None:
     """A model and its tokenizer, as ``save_pretrained`` writes them, and a text."""
     tiny_llama(vocab_size=256).save_pretrained("model")
     letters = Tokenizer(models.WordLevel({chr(i): i for i in range(256)}, unk_token="a"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="a").save_pretrained("model")
     Path("a.txt").write_text("the tiles of one call follow each other " * 20)
 
@@ -70,6 +75,21 @@ def test_lora_trains_its_adapters_alone() -> None:
         model.model(input_ids=IDS, labels=IDS).logits.sum()
 
 
+def begin(folder: str) -> list[float]:
+    """Return the perplexity of the model, and that with new adapters, under ZeRO-3."""
+    found, data = [], TextFiles(f"{folder}/a.txt", seq_len=32)
+    for lora in (None, LORA):
+        run = trainer(strategy(lt_tiled, "zero3"), devices=2)
+        found += run.validate(CausalLM(path=f"{folder}/model", lora=lora), data, verbose=False)
+    return [float(metrics["val_perplexity"]) for metrics in found]
+
+
+def test_adapters_begin_at_the_model(deepspeed_world: World, tmp_path: Path) -> None:
+    """Under ZeRO-3, too, new adapters change nothing before the first step."""
+    for without, new in deepspeed_world(begin, str(tmp_path)):
+        assert new == without
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
@@ -92,12 +112,22 @@ def test_peft_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(**hyper_parameters: Any) -> None:
-    torch.save({"state_dict": {}, "hyper_parameters": hyper_parameters}, "run.ckpt")
+    data = {"datamodule_hyper_parameters": {"tokenizer": "gone"}} if hyper_parameters.pop("gone", False) else {}
+    torch.save({"state_dict": {}, "hyper_parameters": hyper_parameters, **data}, "run.ckpt")
+
+
+def test_export_does_not_read_the_optimizer() -> None:
+    """What a checkpoint has besides weights stays in its file."""
+    torch.save({"state_dict": {}, "optimizer_states": [torch.ones(8)]}, "run.ckpt")
+    (state,) = _load("run.ckpt")["optimizer_states"]
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "run.ckpt" in line]
+    ranges = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+    assert any(start <= state.data_ptr() < end for start, end in ranges)
 
 
 def test_bad_export(capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint that is missing, broken or of another module, an adapter without its model, and a directory with
-    files are refused.
+    files are refused. Nothing is written before the tokenizer is found.
     """
     own = {"config": None, "path": "model", "lora": None}
     Path("broken.ckpt").write_text("text")
@@ -107,6 +137,7 @@ def test_bad_export(capsys: pytest.CaptureFixture[str]) -> None:
         (["run.ckpt", "model"], own, "output='model' exists and is not empty"),
         (["run.ckpt", "out"], {"hidden": 4}, "is of lt_tiled.lm.CausalLM: export is for lt_tiled.lm.CausalLM"),
         (["run.ckpt", "out"], own, "checkpoint='run.ckpt' lacks model.embed_tokens.weight: save all weights"),
+        (["run.ckpt", "out"], {**own, "gone": True}, "tokenizer='gone', which is not a directory here: run export in"),
         (["run.ckpt", "out", "--merge=true"], own, "merge=True needs a run with lora"),
         (["run.ckpt", "out"], {**own, "path": None, "config": {}, "lora": LORA}, "this one has no path: set --merge"),
     ]
@@ -115,6 +146,7 @@ def test_bad_export(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["export", *arguments])
         assert message in capsys.readouterr().err
+        assert not Path("out").exists()
 
 
 def test_optimizers_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

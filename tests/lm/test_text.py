@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from lt_tiled.lm import TextFiles
+from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.text import read_text
+from tests.lit import trainer
 from tests.processes import LIMIT
+from tests.world import World
 
 
 def windows(data: TextFiles, part: str) -> torch.Tensor:
@@ -32,6 +39,79 @@ def test_bytes_of_files(tmp_path: Path) -> None:
     assert data.vocab_size == 256
 
 
+@pytest.mark.parametrize(
+    ("tokens", "tokenizer", "vocab_size"), [(512, True, 500), (256, False, 256), (512, False, None)]
+)
+def test_text_for_a_local_model(tokens: int, tokenizer: bool, vocab_size: int | None) -> None:
+    """A text for a local model is tokenized by the tokenizer in its directory. Without one, it is bytes for a model of
+    256 tokens, and others raise before the first step.
+    """
+    LlamaConfig(vocab_size=tokens).save_pretrained("model")
+    if tokenizer:
+        words = Tokenizer(models.WordLevel({"[UNK]": 0, "tile": 499}, unk_token="[UNK]"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained("model")
+    Path("a.txt").write_text("tile " * 40)
+    data = TextFiles("a.txt", seq_len=5)
+    data.setup("fit")  # with no model, as bytes
+    data.trainer = SimpleNamespace(lightning_module=CausalLM(path="model"))  # type: ignore[assignment]
+    if vocab_size is None:
+        with pytest.raises(ValueError, match=r"path='model' has 512 tokens and no tokenizer.*: set tokenizer of"):
+            data.setup("fit")
+    else:
+        data.setup("fit")
+        assert data.vocab_size == vocab_size
+        assert windows(data, "val")[0].tolist() == ([499] * 5 if tokenizer else list(b"tile "))
+
+
+class Noting(LightningModule):
+    """Notes the epoch, the number and the first token of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, index, *batch["input_ids"][:, 0].tolist()))
+        return self.weight * 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def resume(folder: str, workers: int, saved: list[int], devices: int, batches: int | None = None) -> None:
+    """Train 14 steps, in epochs of so many batches; then the rest of them from each checkpoint."""
+    found: list[list[tuple[int, ...]]] = []
+    saves = f"{folder}/{workers}_{batches}"
+    for step in (0, *saved):
+        module, data = Noting(), TextFiles(f"{folder}/a.txt", seq_len=8, num_workers=workers, held_out=0.01)
+        saving = ModelCheckpoint(saves, "{step}", save_top_k=-1, every_n_train_steps=1, save_weights_only=False)
+        options = {"max_steps": 14, "limit_train_batches": batches, "limit_val_batches": 0}
+        options["enable_checkpointing"] = not step
+        run = trainer("ddp" if devices > 1 else "auto", devices=devices, callbacks=[] if step else [saving], **options)
+        run.fit(module, data, ckpt_path=f"{saves}/step={step}.ckpt" if step else None)
+        found.append(module.seen)
+        assert found[-1] == found[0][step:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_resumed_in_an_epoch(tmp_path: Path) -> None:
+    """A run that is resumed in the middle of an epoch, or at its end, gets the batches that an undisturbed one gets;
+    with worker processes, too.
+    """
+    (tmp_path / "a.txt").write_bytes(bytes(range(112)))
+    resume(str(tmp_path), 0, [3, 12], 1)
+    resume(str(tmp_path), 2, [13], 1)
+    resume(str(tmp_path), 0, [3, 10, 13], 1, batches=10)
+
+
+def test_resumed_in_an_epoch_on_two_ranks(world: World, tmp_path: Path) -> None:
+    """So do the ranks of a distributed run."""
+    (tmp_path / "a.txt").write_bytes(bytes(range(112)))
+    world(resume, str(tmp_path), 0, [5, 8], 2, 5)
+
+
 def test_default_corpus_is_the_standard_library() -> None:
     """Without paths the text is the standard library's own source: megabytes of it, the same at each reading."""
     data, again = TextFiles(seq_len=4096), TextFiles(seq_len=4096)
@@ -42,12 +122,14 @@ def test_default_corpus_is_the_standard_library() -> None:
     assert torch.equal(windows(data, "val"), windows(again, "val"))
 
 
-def test_globs_single_files_and_max_bytes(tmp_path: Path) -> None:
-    """Globs and single files are read in order, up to ``max_bytes``."""
+def test_globs_single_files_and_max_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Globs and single files are read in order, up to ``max_bytes``, and a warning says that there are more."""
     for name in ("b.log", "a.log", "c.md"):
         (tmp_path / name).write_text(name[0] * 50)
     data = TextFiles([str(tmp_path / "*.log"), str(tmp_path / "c.md")], seq_len=10, max_bytes=120)
-    data.setup("fit")
+    with caplog.at_level("WARNING", "lt_tiled"):
+        data.setup("fit")
+    assert "paths have 150 bytes, of which max_bytes=120 are read: set max_bytes" in caplog.text
     text = bytes(torch.cat([windows(data, "val"), windows(data, "test")]).flatten().tolist())
     assert text == b"c" * 20
     assert read_text([tmp_path / "a.log", tmp_path / "b.log"], 70) == b"a" * 50 + b"b" * 20
@@ -55,9 +137,6 @@ def test_globs_single_files_and_max_bytes(tmp_path: Path) -> None:
 
 def test_tokenizer(tmp_path: Path) -> None:
     """With a local tokenizer the tokens and the vocabulary are the tokenizer's."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "tile": 1, "by": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
