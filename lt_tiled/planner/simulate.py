@@ -229,7 +229,7 @@ def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
     """Create the gradients and the optimizer state that a first step leaves."""
     for weight in stepped_on(optimizer):
         if weight.requires_grad:
-            weight.grad = torch.empty_like(weight)
+            weight.backward(torch.empty_like(weight))
     optimizer.step()
     _name_gradients(optimizer, ledger)
     for value in tensors_of([*optimizer.state.values()]):
