@@ -242,13 +242,13 @@ class _Comparison(Callback):
         if trainer.is_global_zero:
             mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(str(trainer.precision).split("-")[0], set())
             eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
-            if torch.float32 in kinds and rounds_products():
+            if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
                 eps = max(eps, 2.0**-10)  # of TF32
-            same = {k for k, (*_, b) in self.before.items() if all(torch.equal(b.cpu(), v[k]) for v in (plain, ours))}
+            same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
             names = [name for name in truth or plain if name in plain and name not in same]
             gradients = [name for name in names if name != LOSS and name not in before]
             prefix = "model." if isinstance(self.module, _Stepping) else ""
-            judged = [(path.removeprefix(prefix), *rest) for path, *rest in _judged(pl_module)]
+            judged = [(path.removeprefix(prefix), learned, asked) for path, learned, asked in _judged(pl_module)]
             self.result = Verification(
                 f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
                 f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
@@ -295,8 +295,9 @@ class _Comparison(Callback):
             nonlocal loss, gradients, seconds
             with isolate_rng():  # each step draws what the others draw
                 self._restore_buffers()
+                batch = copy.deepcopy(self.batch)  # which steps may change
                 before, start = self._random_state(), self._now()
-                loss = training_loss(strategy.training_step, self.trained, self.batch)
+                loss = training_loss(strategy.training_step, self.trained, batch)
                 optimizer.zero_grad()
                 strategy.backward(loss, optimizer)
                 seconds = self._now() - start
@@ -336,7 +337,8 @@ class _Comparison(Callback):
         """Run the step of a plain copy in another precision. Loss and gradients are averaged over the ranks."""
         module, default = copy.deepcopy(self.module), torch.get_default_dtype()
         module.trainer = self.trainer
-        batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        batch = copy.deepcopy(self.batch)
+        batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
         try:
             module.configure_model()
             own = module.state_dict()  # with the names of compiled submodules
@@ -373,6 +375,12 @@ class _Comparison(Callback):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
 
+    def _rounds_convolutions(self) -> bool:
+        """Whether the model has convolutions on a GPU, which are in TF32 by default."""
+        convolves = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in self.trained.modules())
+        on_cuda = self.trainer.strategy.root_device.type == "cuda"
+        return on_cuda and convolves and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+
     def _random_state(self) -> Tensor:
         device = self.trainer.strategy.root_device
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -387,6 +395,10 @@ def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str
     """Return the buffers of a module by name, each with the dictionary that holds it and its key there."""
     parts = ((plain_name(f"{path}.").lstrip("."), part._buffers) for path, part in module.named_modules())
     return {f"{path}{key}": (held, key, b) for path, held in parts for key, b in held.items() if b is not None}
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _without_others(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

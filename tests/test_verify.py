@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -208,6 +207,7 @@ def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step begins with the same buffers, and a buffer that a tiled step changes in another way fails."""
     net = TinyLM()
     net.blocks[0].norm1 = Averaging()
+    net.register_buffer("unset", torch.full((2,), torch.nan))
     result = verify(net, IDS, step=step)
     assert result.passed, str(result)
     assert {"blocks.*.norm1.calls", "blocks.*.norm1.average"} <= {row.path for row in result.rows}
@@ -215,6 +215,19 @@ def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Buffers, "restored", lambda self: nullcontext())  # each recompute counts, too
     result = verify(net, IDS, step=step, strategy=TiledSingleDeviceStrategy(checkpointing=True))
     assert not {row.path: row.passed for row in result.rows}["blocks.*.norm1.calls"]
+
+
+def consuming(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A step that changes its batch."""
+    return step(model, batch.pop("ids").add_(1).remainder_(32))
+
+
+def test_the_batch_stays() -> None:
+    """Each step gets the batch as it was, and the caller keeps it."""
+    batch = {"ids": IDS.clone()}
+    result = verify(TinyLM(), batch, step=consuming)
+    assert result.passed, str(result)
+    assert torch.equal(batch["ids"], IDS)
 
 
 class Clipping(pl.LightningModule):
@@ -373,6 +386,8 @@ def test_frozen_flat_weights(world: World) -> None:
 
 def in_half() -> tuple[bool, float]:
     """Whether ZeRO-2 in float16 passes if its first loss scales are too large."""
+    from deepspeed.accelerator import get_accelerator
+
     accelerator = type(get_accelerator())
     before = accelerator.supported_dtypes, accelerator.is_fp16_supported
     accelerator.supported_dtypes = lambda _: [torch.float32, torch.float16]
