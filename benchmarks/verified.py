@@ -20,6 +20,9 @@ import lt_tiled
 from lt_tiled.tiling.autograd import TiledFunction
 from tests.architectures import ARCHITECTURES
 
+AMPLIFIES = ("LeViT",)
+"""Verified in float64: batch norms over a batch of two amplify the rounding of float32 to 2 %, untiled too."""
+
 _true_backward = TiledFunction.backward
 
 
@@ -30,7 +33,7 @@ def _too_large(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]
 def verified(name: str) -> tuple[list[str], bool]:
     """Return the row of an architecture, and whether it is as it should be."""
     architecture, start = ARCHITECTURES[name], time.perf_counter()
-    model = architecture.build(torch.float32)
+    model = architecture.build(torch.float64 if name in AMPLIFIES else torch.float32)
     batch = architecture.feed(model)
     result = lt_tiled.verify(model, batch)
     wrong = None

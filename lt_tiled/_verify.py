@@ -37,7 +37,7 @@ from lt_tiled.modules.find import plain_name, unwrapped, walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.sequence_parallel.self_check import rounds_products
 from lt_tiled.tiling.patched import tiled_patches
-from lt_tiled.tiling.state import Learned, TiledPatch
+from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.verification import LOSS, Step, Verification, compare, listed, norm_of
 
 _TILES = 5
@@ -130,7 +130,8 @@ def _run(
 
     trained = copy.deepcopy(module)
     trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
-    run.fit(trained, [comparison.batch] if data is None and comparison.batch is not None else None, datamodule=data)
+    loader = None if comparison.batch is None else range(1)  # never read: all steps run when the fit starts
+    run.fit(trained, loader, datamodule=data)
     if comparison.result is None:
         raise ValueError(
             "A strategy that spawns processes keeps its results: use one that starts scripts, or torchrun."
@@ -248,15 +249,15 @@ class _Comparison(Callback):
             names = [name for name in truth or plain if name in plain and name not in same]
             gradients = [name for name in names if name != LOSS and name not in before]
             prefix = "model." if isinstance(self.module, _Stepping) else ""
-            judged = [(path.removeprefix(prefix), learned, asked) for path, learned, asked in _judged(pl_module)]
+            tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
             self.result = Verification(
                 f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
                 f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
                 Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
                 Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
                 compare(plain, ours, truth, eps, names, gradients, prefix),
-                max((learned.largest[1] for _, learned, asked in judged if asked), default=None),
-                listed([path for path, learned, _ in judged if learned.largest[1] < 2], [path for path, *_ in judged]),
+                max((count for _, count in tiles), default=None),
+                listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
                 self.draws,
             )
         self.result = trainer.strategy.broadcast(self.result)
@@ -409,14 +410,15 @@ def _without_others(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Te
     return {name: value for name, value in state.items() if name not in others}
 
 
-def _judged(model: nn.Module) -> Iterator[tuple[str, Learned, bool]]:
-    """Yield the path of each tiled module or head, what its calls showed, and whether the policy asks for it."""
+def _tiles(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the path and the number of tiles of each module that is to be tiled, and of each head."""
     for path, _, patch in tiled_patches(model):
-        if not (patch.learned.untiled and patch.found.below):  # its experts run in tiles
-            yield path, patch.learned, not patch.found.guessed
+        in_parts = patch.learned.untiled and patch.found.below  # a mixture of experts, which run in tiles
+        if not (patch.found.guessed or in_parts):  # a norm that was guessed stays untiled where it cannot be tiled
+            yield path, patch.learned.largest[1]
     for path, module in walk(model):
         if (head := get_patch(module, HeadPatch)) is not None:
-            yield path, head.learned, True
+            yield path, head.learned.largest[1]
 
 
 def _force_tiles(patches: list[Patch]) -> None:

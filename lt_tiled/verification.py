@@ -90,6 +90,8 @@ class Verification:
         if all(row.passed for row in self.rows):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
+        if worst.tiled <= _FACTOR * worst.untiled:
+            remedy = "the untiled step has such an error too: the model amplifies rounding, verify it in 64-true"
         if self.draws:
             remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
         return f"fail: {worst.path}, {figures}: {remedy}"
@@ -151,20 +153,23 @@ def compare(
     scale = norm_of(base, gradients)
     if not scale:
         raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-    # Gradients that are almost zero count as larger, and so does a loss.
-    sizes = {name: max(norm_of(base, [name]), 1e-3 * scale) for name in (*gradients, LOSS)}
-    sizes = {name: sizes.get(name) or max(norm_of(base, [name]), 1e-30) for name in names}
+    # Values that are almost zero count as larger: gradients and a loss relative to all gradients, other floating-point
+    # numbers, which are buffers, relative to all of these.
+    least = dict.fromkeys((*gradients, LOSS), 1e-3 * scale)
+    floats = [name for name in names if name not in least and base[name].is_floating_point()]
+    least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
+    sizes = {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
     before, after = (
         {name: float((values[name].double() - base[name].double()).norm()) / sizes[name] for name in names}
         for values in (plain, ours)
     )
     # Models compute parts in float32 whatever their dtype is, and a weight of few numbers may have no error by chance.
-    least = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
+    usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
     worst: dict[str, Row] = {}
     for name in names:
         path = pattern((name.rpartition(".")[0] if name in gradients else "") or name).removeprefix(prefix)
         limit = max(1e-4, 10 * eps)
-        allowed = min(_FACTOR * max(before[name], least), 4 * limit) if truth else limit
+        allowed = min(_FACTOR * max(before[name], usual), 4 * limit) if truth else limit
         row = Row(path, before[name] if truth else math.nan, after[name], allowed)
         worst[path] = max(worst.get(path, row), row, key=_severity)
     return tuple(worst.values())

@@ -20,6 +20,7 @@ from lt_tiled.cli import main
 from lt_tiled.loss.autograd import _TiledLoss
 from lt_tiled.side_effects import Buffers
 from lt_tiled.tiling.autograd import TiledFunction
+from lt_tiled.verification import Row, Step, Verification
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
 from tests.lit import LitTiny, replaced
@@ -107,6 +108,16 @@ def test_other_mlps(mlp: type[GatedMLP], verdict: str) -> None:
     assert verdict in verify(net, IDS, step=step, strategy=chosen).verdict
 
 
+def test_models_that_amplify_rounding() -> None:
+    """If the untiled step is as far from the reference as the tiled one, the verdict says so, and what to do."""
+    figures = Step(1.0, 1.0, 1, 1, 1.0)
+    results = [
+        Verification("", "", figures, figures, (Row("norm", untiled, 1e-2, 4e-4),), 5)
+        for untiled in (1e-2, 1e-6, float("nan"))
+    ]
+    assert ["64-true" in result.verdict for result in results] == [True, False, False]
+
+
 LABELLED = {"input_ids": IDS, "labels": IDS}
 
 
@@ -190,16 +201,18 @@ def test_tf32() -> None:
 
 
 class Averaging(nn.LayerNorm):
-    """Counts its calls, and scales with the count and with an average of its inputs."""
+    """Counts its calls, scales with the count and with an average of its inputs, and keeps what rounding leaves."""
 
     def __init__(self) -> None:
         super().__init__(H)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.ones(()), persistent=False)
+        self.register_buffer("rest", torch.zeros(2, 40, H))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.average = 0.9 * self.average + x.detach().abs().mean()
+        self.rest = x.detach() / 3 - x.detach() * (1 / 3)
         return super().forward(x) * self.average * self.calls
 
 
@@ -224,7 +237,7 @@ def consuming(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def test_the_batch_stays() -> None:
     """Each step gets the batch as it was, and the caller keeps it."""
-    batch = {"ids": IDS.clone()}
+    batch: Any = {"ids": IDS.clone(), "scale": 1.0}
     result = verify(TinyLM(), batch, step=consuming)
     assert result.passed, str(result)
     assert torch.equal(batch["ids"], IDS)
