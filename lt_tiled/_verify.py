@@ -246,7 +246,7 @@ class _Comparison(Callback):
             if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
                 eps = max(eps, 2.0**-10)  # of TF32
             same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
-            names = [name for name in truth or plain if name in plain and name not in same]
+            names = [name for name in truth or plain if name not in same]
             gradients = [name for name in names if name != LOSS and name not in before]
             prefix = "model." if isinstance(self.module, _Stepping) else ""
             tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]

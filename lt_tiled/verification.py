@@ -86,7 +86,7 @@ class Verification:
         figures = f"error {worst.tiled:.1e} of {worst.allowed:.1e} allowed"
         if self.passed:
             others = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
-            return f"pass: worst {worst.path}, {figures}{others}"
+            return f"pass: the largest {figures}, in {worst.path}{others}"
         if all(row.passed for row in self.rows):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
@@ -100,15 +100,19 @@ class Verification:
         """Return the figures of both steps, and the errors of their gradients."""
         from rich.table import Table  # offline images may lack it
 
-        table = Table(title=self.title, caption=f"errors are relative to {self.reference}", caption_justify="left")
+        table = Table(
+            title=self.title,
+            caption=f"error: the difference from {self.reference}, relative to its norm",
+            caption_justify="left",
+        )
         table.add_column("", overflow="fold")
-        for name in ("untiled", "lt_tiled", "allowed"):
+        for name in ("without lt_tiled", "with lt_tiled", "allowed"):
             table.add_column(name, justify="right", no_wrap=True)
         for name, show in (
             ("loss", lambda step: f"{step.loss:.6g}"),
             ("gradient norm", lambda step: f"{step.norm:.6g}"),
             ("FLOPs", lambda step: f"{step.flops:.3e}"),
-            ("peak of live bytes", lambda step: gib(step.peak)),
+            ("peak memory", lambda step: gib(step.peak)),
             ("time", lambda step: f"{step.seconds:.3f} s"),
         ):
             table.add_row(name, show(self.untiled), show(self.tiled))
