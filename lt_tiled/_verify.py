@@ -438,6 +438,8 @@ def _prepare(model: nn.Module) -> None:
     """Turn off logging, which needs a training loop, hooks that change gradients, and dropout: tiles draw own masks."""
     hooks = ("log", "log_dict", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     vars(model).update(dict.fromkeys(hooks, nothing))
+    if isinstance(model, _Stepping) and not unwrapped(model.model).training:
+        model.model.train()  # loops do: from_pretrained returns models in evaluation mode
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):

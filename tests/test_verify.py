@@ -90,6 +90,13 @@ class Noisy(GatedMLP):
         return super().forward(x * torch.rand(()))
 
 
+class WrongInTraining(GatedMLP):
+    """Returns too much in tiles, which it sees as one row, in training mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.01 if self.training and len(x) == 1 else 1.0)
+
+
 class Dropping(GatedMLP):
     """Has dropout."""
 
@@ -103,13 +110,22 @@ class Dropping(GatedMLP):
 
 @pytest.mark.parametrize(
     ("mlp", "verdict"),
-    [(Mixing, "fail: blocks."), (Noisy, "draws random numbers without dropout"), (Dropping, "pass: ")],
+    [
+        (Mixing, "fail: blocks."),
+        (Noisy, "draws random numbers without dropout"),
+        (WrongInTraining, "fail: blocks."),
+        (Dropping, "pass: "),
+    ],
 )
 def test_other_mlps(mlp: type[GatedMLP], verdict: str) -> None:
-    """Without the self-check, an MLP that mixes tokens fails; noise fails, with that reason; dropout is turned off."""
+    """Without the self-check, an MLP that mixes tokens fails; noise fails, with that reason; dropout is turned off.
+
+    A model in evaluation mode is verified in training mode.
+    """
     net = TinyLM()
     for block in net.blocks:
         block.mlp = mlp()
+    net.eval()
     chosen = TiledSingleDeviceStrategy(tiling=Tiling(targets=mlp.__name__, self_check=False), checkpointing=True)
     assert verdict in verify(net, IDS, step=step, strategy=chosen).verdict
 
