@@ -240,14 +240,16 @@ class _Comparison(Callback):
             truth: dict[str, Tensor] = {}
             if self.reference and not self.draws:  # other precisions draw other random numbers
                 truth = self._step_in(dtype, weights)
+        same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
+        names = [name for name in truth or plain if name not in same]
+        gradients = [name for name in names if name != LOSS and name not in before]
+        if not norm_of(truth or plain, gradients):
+            raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
         if trainer.is_global_zero:
             mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(str(trainer.precision).split("-")[0], set())
             eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
             if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
                 eps = max(eps, 2.0**-10)  # of TF32
-            same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
-            names = [name for name in truth or plain if name not in same]
-            gradients = [name for name in names if name != LOSS and name not in before]
             prefix = "model." if isinstance(self.module, _Stepping) else ""
             tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
             self.result = Verification(

@@ -91,7 +91,7 @@ class Verification:
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
         if worst.tiled <= _FACTOR * worst.untiled:
-            remedy = "the untiled step has such an error too: the model amplifies rounding, verify it in 64-true"
+            remedy = "the untiled step is as far off: it amplifies rounding (verify in 64-true), or counts steps"
         if self.draws:
             remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
         return f"fail: {worst.path}, {figures}: {remedy}"
@@ -154,12 +154,9 @@ def compare(
         prefix: Left out of the paths.
     """
     base = truth or plain
-    scale = norm_of(base, gradients)
-    if not scale:
-        raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
     # Values that are almost zero count as larger: gradients and a loss relative to all gradients, other floating-point
     # numbers, which are buffers, relative to all of these.
-    least = dict.fromkeys((*gradients, LOSS), 1e-3 * scale)
+    least = dict.fromkeys((*gradients, LOSS), 1e-3 * norm_of(base, gradients))
     floats = [name for name in names if name not in least and base[name].is_floating_point()]
     least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
     sizes = {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}

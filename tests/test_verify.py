@@ -419,6 +419,20 @@ def test_frozen_flat_weights(world: World) -> None:
         assert norm == pytest.approx(true, rel=1e-5)
 
 
+def without_gradients() -> str:
+    """What a rank says of a step that gives no weight a gradient."""
+    try:
+        verify(TinyLM(), IDS, step=lambda model, ids: model(ids).sum() * 0, strategy="tiled_ddp", devices=2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_errors_on_ranks(world: World) -> None:
+    """All ranks raise where there is nothing to compare: none waits for the result of the first."""
+    assert all("The step has no gradients" in error for error in world(without_gradients))
+
+
 def in_half() -> tuple[bool, float]:
     """Whether ZeRO-2 in float16 passes if its first loss scales are too large."""
     from deepspeed.accelerator import get_accelerator
