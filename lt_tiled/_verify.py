@@ -2,16 +2,17 @@
 
 NOTE [What is compared]
 An engine sets up a copy of the model once. Its steps run with lt_tiled's patches turned off, and turned on, forced to
-several tiles. The optimizer of the run changes no weight. It can put gradients in the place of weights: the full state
-dict, which every engine can gather, then has them under the names of the weights. DeepSpeed has a function for that.
-The same step of a plain copy in higher precision, without engine and patches, shows the rounding of both.
+several tiles, and begin with the same weights, buffers and random numbers. The optimizer of the run changes no weight.
+It can put gradients in the place of weights: the full state dict, which every engine can gather, then has them under
+the names of the weights. DeepSpeed has a function for that. The same step of a plain copy in higher precision, without
+engine and patches, shows the rounding of both.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,17 +26,19 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FlatParameter
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._training_step import first_batch, length_of, nothing, stepped_on, training_loss, with_length
 from lt_tiled._types import PositiveInt
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.modules.find import plain_name
-from lt_tiled.modules.patch import Patch, get_patches, turned_off
-from lt_tiled.report import Report
+from lt_tiled.modules.find import plain_name, unwrapped, walk
+from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
+from lt_tiled.sequence_parallel.self_check import rounds_products
+from lt_tiled.tiling.patched import tiled_patches
 from lt_tiled.tiling.state import TiledPatch
-from lt_tiled.verification import LOSS, Step, Verification, compare
+from lt_tiled.verification import LOSS, Step, Verification, compare, listed, norm_of
 
 _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
@@ -120,12 +123,15 @@ def _run(
 
     def configure_optimizers() -> torch.optim.Optimizer:
         model: Any = run.model
-        comparison.optimizer = _Gradients(p for p in model.parameters() if p.requires_grad)
+        # The state dict has the parts of flat weights: those of frozen ones must not be taken for gradients.
+        kept = (p for p in model.parameters() if p.requires_grad or isinstance(p, FlatParameter))
+        comparison.optimizer = _Gradients(kept)
         return comparison.optimizer
 
     trained = copy.deepcopy(module)
     trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
-    run.fit(trained, [comparison.batch] if data is None and comparison.batch is not None else None, datamodule=data)
+    loader = None if comparison.batch is None else range(1)  # never read: all steps run when the fit starts
+    run.fit(trained, loader, datamodule=data)
     if comparison.result is None:
         raise ValueError(
             "A strategy that spawns processes keeps its results: use one that starts scripts, or torchrun."
@@ -198,6 +204,8 @@ class _Comparison(Callback):
     """Runs the steps when a Trainer's ``fit`` has set up the engine."""
 
     optimizer: _Gradients
+    before: dict[str, tuple[dict[str, Tensor | None], str, Tensor, Tensor]]
+    """The buffers with which each step begins, with their values."""
     trainer: Any
     trained: LightningModule
     """The copy that the engine trains."""
@@ -210,7 +218,7 @@ class _Comparison(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.trainer, self.trained = trainer, pl_module
-        name = type(self.module.model if isinstance(self.module, _Stepping) else self.module).__name__
+        name = type(unwrapped(self.module.model if isinstance(self.module, _Stepping) else self.module)).__name__
         if not pl_module.automatic_optimization:
             raise ValueError(f"{name} optimizes manually: use lt_tiled.verify(model, batch, step=...).")
         patches = [patch for module in pl_module.modules() for patch in get_patches(module, Patch)]
@@ -218,31 +226,40 @@ class _Comparison(Callback):
             raise ValueError(f"lt_tiled changes nothing in {name}: use one of its strategies or callbacks.")
         _force_tiles(patches)
         _prepare(pl_module)
+        before = _buffers(pl_module)
+        self.before = {name: (holder, key, b, b.clone()) for name, (holder, key, b) in before.items()}
         with isolate_rng():
             torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
             self._read_batch()
             weights = self._full() if self.reference else {}
             with turned_off(pl_module):
-                untiled, plain = self._measure()
-            tiled, ours = self._measure()
+                plain, untiled = self._measure()
+            ours, tiled = self._measure()
             kinds = {weight.dtype for weight in pl_module.parameters()}
             dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
             truth: dict[str, Tensor] = {}
             if self.reference and not self.draws:  # other precisions draw other random numbers
-                loss, truth = self._step_in(dtype, weights)
-                plain[LOSS], ours[LOSS], truth[LOSS] = (torch.tensor([x]) for x in (untiled.loss, tiled.loss, loss))
+                truth = self._step_in(dtype, weights)
+        same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
+        names = [name for name in truth or plain if name not in same]
+        gradients = [name for name in names if name != LOSS and name not in before]
+        if not norm_of(truth or plain, gradients):
+            raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
         if trainer.is_global_zero:
             mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(str(trainer.precision).split("-")[0], set())
             eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
-            report = Report.of(pl_module)
+            if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
+                eps = max(eps, 2.0**-10)  # of TF32
+            prefix = "model." if isinstance(self.module, _Stepping) else ""
+            tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
             self.result = Verification(
                 f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
                 f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
-                untiled,
-                tiled,
-                compare(plain, ours, truth, eps, "model." if isinstance(self.module, _Stepping) else ""),
-                # A loss that a model computes in another way than from logits and labels alone is not tiled.
-                max([r.tiles for r in report.tiled] + [r.tiles for r in report.losses if r.tiles], default=None),
+                Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
+                Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
+                compare(plain, ours, truth, eps, names, gradients, prefix),
+                max((count for _, count in tiles), default=None),
+                listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
                 self.draws,
             )
         self.result = trainer.strategy.broadcast(self.result)
@@ -256,8 +273,8 @@ class _Comparison(Callback):
             self.batch = with_length(self.batch, self.seq)
         self.batch = strategy.batch_to_device(self.batch)
 
-    def _measure(self) -> tuple[Step, dict[str, Tensor]]:
-        """Run three steps: one that settles, one for FLOPs and memory, one for time and gradients."""
+    def _measure(self) -> tuple[dict[str, Tensor], tuple[int, int, float]]:
+        """Run three steps: one that settles, one for FLOPs and memory, one for time and what is compared."""
         from lt_tiled.planner.ledger import Flops, Ledger
 
         device, base = self.trainer.strategy.root_device, 0
@@ -269,20 +286,21 @@ class _Comparison(Callback):
         with Flops() as counted, nullcontext(Ledger()) if on_cuda else Ledger(only=device.type) as ledger:
             self._step()
         peak = torch.cuda.max_memory_allocated(device) - base if on_cuda else ledger.peak
-        loss, gradients, seconds = self._step(read=True)
-        norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
-        return Step(loss, norm, counted.total, peak, seconds), gradients
+        values, seconds = self._step(read=True)
+        return values, (counted.total, peak, seconds)
 
-    def _step(self, read: bool = False) -> tuple[float, dict[str, Tensor], float]:
-        """Run a step of the engine. Return its loss, the gradients if they are read, and the duration."""
+    def _step(self, read: bool = False) -> tuple[dict[str, Tensor], float]:
+        """Run a step of the engine. Return its loss, gradients and buffers if they are read, and the duration."""
         strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
         loss, gradients, seconds = torch.tensor(0.0), dict[str, Tensor](), 0.0
 
         def closure() -> Tensor:
             nonlocal loss, gradients, seconds
             with isolate_rng():  # each step draws what the others draw
+                self._restore_buffers()
+                batch = copy.deepcopy(self.batch)  # which steps may change
                 before, start = self._random_state(), self._now()
-                loss = training_loss(strategy.training_step, self.trained, self.batch)
+                loss = training_loss(strategy.training_step, self.trained, batch)
                 optimizer.zero_grad()
                 strategy.backward(loss, optimizer)
                 seconds = self._now() - start
@@ -291,53 +309,66 @@ class _Comparison(Callback):
                 from deepspeed.utils import safe_get_full_grad
 
                 scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)
-                weights = {name: p for name, p in self.trained.named_parameters() if p.requires_grad}
+                weights = {plain_name(name): p for name, p in self.trained.named_parameters() if p.requires_grad}
                 gradients = {name: safe_get_full_grad(p).cpu() / scale for name, p in weights.items()}
             return loss
 
         steps = self.optimizer.steps
         for _ in range(40):  # a gradient scaler leaves out steps until its scale fits
             strategy.optimizer_step(optimizer, closure)
-            if self._on_deepspeed or self.optimizer.steps > steps:
+            if self.optimizer.steps > steps:
                 break
         else:
             raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
         if read and not self._on_deepspeed:
             gradients = _without_others(self.trained, self.optimizer.gathered(self._full))
         optimizer.zero_grad()
-        return float(loss.detach()), gradients, seconds
+        return self._values(self.trained, loss, gradients) if read else {}, seconds
 
-    def _step_in(self, dtype: torch.dtype, weights: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        """Run the step of a plain copy in another precision. Gradients are averaged over the ranks."""
+    def _values(self, module: nn.Module, loss: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what is compared: the loss, averaged over the ranks, the gradients, and the buffers after a step."""
+        mean = self.trainer.strategy.reduce(loss.detach().clone()).cpu()
+        buffers = {name: buffer.detach().cpu().clone() for name, (*_, buffer) in _buffers(module).items()}
+        return {**gradients, **{name: buffers[name] for name in buffers.keys() & self.before}, LOSS: mean}
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        for holder, key, buffer, value in self.before.values():
+            holder[key] = buffer.copy_(value)
+
+    def _step_in(self, dtype: torch.dtype, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the step of a plain copy in another precision. Loss and gradients are averaged over the ranks."""
         module, default = copy.deepcopy(self.module), torch.get_default_dtype()
         module.trainer = self.trainer
-        batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        batch = copy.deepcopy(self.batch)
+        batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
         try:
             module.configure_model()
-            module.load_state_dict(weights)
+            own = module.state_dict()  # with the names of compiled submodules
+            module.load_state_dict({k: weights[plain_name(k)] if isinstance(v, Tensor) else v for k, v in own.items()})
             _prepare(module.to(self.trainer.strategy.root_device, dtype))
             torch.set_default_dtype(dtype)
             with turned_off(module), isolate_rng():
                 loss = training_loss(module.training_step, module, batch)
-                loss.backward()
+                module.backward(loss)
         except Exception as error:
             raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
         finally:
             torch.set_default_dtype(default)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
         if self.trainer.world_size > 1:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
                 gradient /= self.trainer.world_size
-        return float(loss.detach()), {name: gradient.cpu() for name, gradient in gradients.items()}
+        return self._values(module, loss, {name: gradient.cpu() for name, gradient in gradients.items()})
 
     @property
     def _on_deepspeed(self) -> bool:
         return isinstance(self.trainer.strategy, DeepSpeedStrategy)
 
     def _full(self) -> dict[str, Tensor]:
-        """Return the state dict with whole weights, on the CPU."""
+        """Return the state dict with full weights, on the CPU."""
         model, gathered = self.trained if self._on_deepspeed else self.trainer.model, nullcontext()
         if sharded := [p for p in self.trained.parameters() if hasattr(p, "ds_id")]:
             import deepspeed
@@ -346,6 +377,12 @@ class _Comparison(Callback):
         with gathered:
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
+
+    def _rounds_convolutions(self) -> bool:
+        """Whether the model has convolutions on a GPU, which are in TF32 by default."""
+        convolves = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in self.trained.modules())
+        on_cuda = self.trainer.strategy.root_device.type == "cuda"
+        return on_cuda and convolves and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
     def _random_state(self) -> Tensor:
         device = self.trainer.strategy.root_device
@@ -357,16 +394,40 @@ class _Comparison(Callback):
         return time.perf_counter()
 
 
+def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str, Tensor]]:
+    """Return the buffers of a module by name, each with the dictionary that holds it and its key there."""
+    parts = ((plain_name(f"{path}.").lstrip("."), part._buffers) for path, part in module.named_modules())
+    return {f"{path}{key}": (held, key, b) for path, held in parts for key, b in held.items() if b is not None}
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
 def _without_others(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out buffers and frozen weights."""
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    others = {plain_name(name) for name in (*frozen, *dict(module.named_buffers()))}
+    """Leave out buffers, frozen weights, and all names of a tied weight but the first."""
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    others = {plain_name(name) for name in weights.keys() - trained} | _buffers(module).keys()
     return {name: value for name, value in state.items() if name not in others}
+
+
+def _tiles(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the path and the number of tiles of each module that is to be tiled, and of each head."""
+    for path, _, patch in tiled_patches(model):
+        in_parts = patch.learned.untiled and patch.found.below  # a mixture of experts, which run in tiles
+        if not (patch.found.guessed or in_parts):  # a norm that was guessed stays untiled where it cannot be tiled
+            yield path, patch.learned.largest[1]
+    for path, module in walk(model):
+        if (head := get_patch(module, HeadPatch)) is not None:
+            yield path, head.learned.largest[1]
 
 
 def _force_tiles(patches: list[Patch]) -> None:
     """Let every call, however short, run in several tiles, and offload every block input that may be offloaded."""
     for patch in patches:
+        if isinstance(patch, TiledPatch | HeadPatch):
+            patch.learned.largest = (0, 0)  # whatever ran before
         if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
             patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
         elif isinstance(patch, HeadPatch):
@@ -376,8 +437,11 @@ def _force_tiles(patches: list[Patch]) -> None:
 
 
 def _prepare(model: nn.Module) -> None:
-    """Turn off logging, which needs a training loop, and dropout, because tiles draw masks of their own."""
-    vars(model).update(log=nothing, log_dict=nothing)
+    """Turn off logging, which needs a training loop, hooks that change gradients, and dropout: tiles draw own masks."""
+    hooks = ("log", "log_dict", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    vars(model).update(dict.fromkeys(hooks, nothing))
+    if isinstance(model, _Stepping) and not unwrapped(model.model).training:
+        model.model.train()  # loops do: from_pretrained returns models in evaluation mode
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):

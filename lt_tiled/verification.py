@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -30,14 +32,14 @@ class Step:
     """The norm of all gradients."""
     flops: int
     peak: int
-    """The peak of what the step allocates, in bytes, besides what was there before it."""
+    """The peak of the bytes that the step allocates."""
     seconds: float
     """The duration of the forward and backward pass."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The worst weight of the modules that are alike, or the loss. Errors are relative to the reference."""
+    """The worst weight of the modules that are alike, the loss, or a buffer. Errors are relative to the reference."""
 
     path: str
     untiled: float
@@ -62,6 +64,8 @@ class Verification:
     rows: tuple[Row, ...]
     tiles: int | None
     """The most tiles of an MLP or a loss; ``None`` if there is none that is tiled."""
+    not_tiled: tuple[str, ...] = ()
+    """Modules that were to be tiled and ran in one tile, or not at all."""
     draws: bool = False
     """Whether a step without dropout draws random numbers, which tiles draw in another order."""
 
@@ -81,10 +85,13 @@ class Verification:
         worst = self.worst
         figures = f"error {worst.tiled:.1e} of {worst.allowed:.1e} allowed"
         if self.passed:
-            return f"pass: worst {worst.path}, {figures}"
+            others = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
+            return f"pass: the largest {figures}, in {worst.path}{others}"
         if all(row.passed for row in self.rows):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
+        if worst.tiled <= _FACTOR * worst.untiled:
+            remedy = "the untiled step is as far off: it amplifies rounding (verify in 64-true), or counts steps"
         if self.draws:
             remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
         return f"fail: {worst.path}, {figures}: {remedy}"
@@ -93,15 +100,19 @@ class Verification:
         """Return the figures of both steps, and the errors of their gradients."""
         from rich.table import Table  # offline images may lack it
 
-        table = Table(title=self.title, caption=f"errors are relative to {self.reference}", caption_justify="left")
+        table = Table(
+            title=self.title,
+            caption=f"error: the difference from {self.reference}, relative to its norm",
+            caption_justify="left",
+        )
         table.add_column("", overflow="fold")
-        for name in ("untiled", "lt_tiled", "allowed"):
+        for name in ("without lt_tiled", "with lt_tiled", "allowed"):
             table.add_column(name, justify="right", no_wrap=True)
         for name, show in (
             ("loss", lambda step: f"{step.loss:.6g}"),
             ("gradient norm", lambda step: f"{step.norm:.6g}"),
             ("FLOPs", lambda step: f"{step.flops:.3e}"),
-            ("peak of live bytes", lambda step: gib(step.peak)),
+            ("peak memory", lambda step: gib(step.peak)),
             ("time", lambda step: f"{step.seconds:.3f} s"),
         ):
             table.add_row(name, show(self.untiled), show(self.tiled))
@@ -123,29 +134,58 @@ class Verification:
 
 
 def compare(
-    plain: dict[str, Tensor], ours: dict[str, Tensor], truth: dict[str, Tensor], eps: float, prefix: str
+    plain: dict[str, Tensor],
+    ours: dict[str, Tensor],
+    truth: dict[str, Tensor],
+    eps: float,
+    names: Sequence[str],
+    gradients: Sequence[str],
+    prefix: str,
 ) -> tuple[Row, ...]:
-    """Return the worst weight of modules that are alike. Gradients that are almost zero count as larger."""
+    """Return the worst weight of modules that are alike, the loss and the buffers.
+
+    Args:
+        plain: The values of the untiled step.
+        ours: Those of the tiled step.
+        truth: Those of the reference; empty if there is none.
+        eps: The precision of the run.
+        names: What is compared.
+        gradients: Which of these are gradients.
+        prefix: Left out of the paths.
+    """
     base = truth or plain
-    norms = {name: float(value.double().norm()) for name, value in base.items()}
-    scale = max((norm for name, norm in norms.items() if name != LOSS), default=0.0)
-    if not scale:
-        raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-    sizes = {name: norm if name == LOSS else max(norm, 1e-3 * scale) for name, norm in norms.items()}
+    # Values that are almost zero count as larger: gradients and a loss relative to all gradients, other floating-point
+    # numbers, which are buffers, relative to all of these.
+    least = dict.fromkeys((*gradients, LOSS), 1e-3 * norm_of(base, gradients))
+    floats = [name for name in names if name not in least and base[name].is_floating_point()]
+    least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
+    sizes = {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
     before, after = (
-        {name: float((values[name].double() - true.double()).norm()) / sizes[name] for name, true in base.items()}
+        {name: float((values[name].double() - base[name].double()).norm()) / sizes[name] for name in names}
         for values in (plain, ours)
     )
     # Models compute parts in float32 whatever their dtype is, and a weight of few numbers may have no error by chance.
-    least = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
+    usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
     worst: dict[str, Row] = {}
-    for name in base:
-        path = pattern((name.rpartition(".")[0] or name).removeprefix(prefix))
+    for name in names:
+        path = pattern((name.rpartition(".")[0] if name in gradients else "") or name).removeprefix(prefix)
         limit = max(1e-4, 10 * eps)
-        allowed = min(_FACTOR * max(before[name], least), 4 * limit) if truth else limit
+        allowed = min(_FACTOR * max(before[name], usual), 4 * limit) if truth else limit
         row = Row(path, before[name] if truth else math.nan, after[name], allowed)
         worst[path] = max(worst.get(path, row), row, key=_severity)
     return tuple(worst.values())
+
+
+def norm_of(values: dict[str, Tensor], names: Iterable[str]) -> float:
+    """Return the norm of some values together."""
+    return math.hypot(*(float(values[name].double().norm()) for name in names))
+
+
+def listed(paths: Sequence[str], among: Sequence[str]) -> tuple[str, ...]:
+    """Return paths for a message: ``layers.1.mlp``, or ``3 of 8 layers.*.mlp`` for several that are alike."""
+    alike, everything = Counter(map(pattern, paths)), Counter(map(pattern, among))
+    few = [path for path in paths if alike[pattern(path)] == 1]
+    return (*few, *(f"{n} of {everything[path]} {path}" for path, n in alike.items() if n > 1))
 
 
 def _severity(row: Row) -> tuple[bool, float]:

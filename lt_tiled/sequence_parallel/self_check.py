@@ -7,6 +7,7 @@ differ as a whole, where the loss would differ in its fourth digit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,14 @@ def _error(found: Tensor, true: Tensor) -> float:
 
 def _tolerance(tensor: Tensor, values: torch.dtype | None) -> float:
     """Return the tolerance for a tensor of a module that gives attention values of a dtype: others are upcast."""
-    rounded = torch.get_float32_matmul_precision() != "highest" or torch.is_autocast_enabled(tensor.device.type)
+    rounded = rounds_products() or torch.is_autocast_enabled(tensor.device.type)
     if tensor.dtype == torch.float32 and (rounded or values != torch.float32):
         return TF32
     return TOLERANCE.get(tensor.dtype, COARSE)
+
+
+def rounds_products() -> bool:
+    """Whether products of float32 may be rounded to TF32 or bfloat16."""
+    # torch.get_float32_matmul_precision() raises where these attributes were set.
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    return any(backend.fp32_precision in ("tf32", "bf16") for backend in backends)

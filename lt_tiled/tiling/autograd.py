@@ -107,6 +107,8 @@ def defer(call: TiledCall, inputs: list[Tensor]) -> DeferredCall | None:
 
 
 def _note(call: TiledCall) -> None:
+    if isinstance(call.work.key, tuple) and call.work.key[0] == "norm":
+        return  # a neighbor alone, without the module
     call.patch.learned.note(call.shape.tokens, call.bounds, call.patch.found.kind, str(call.patch.tiling))
 
 
