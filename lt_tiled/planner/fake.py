@@ -24,7 +24,7 @@ from lt_tiled._training_step import nothing
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
-from lt_tiled.planner.ledger import Ledger, flops_of
+from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
 
@@ -62,23 +62,14 @@ def _unpacked() -> Iterator[None]:
 
 
 class FakeLedger(Ledger):
-    """Counts FLOPs, too, adds what torch's fake kernels lack, and names the module in their errors.
-
-    It is one mode, because each one takes time for each operation.
-    """
+    """Adds what torch's fake kernels lack, and names the module in their errors."""
 
     def __init__(self, where: Whereabouts) -> None:
         super().__init__(where.now)
         self.whereabouts = where
-        self.flops = 0
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on fake tensors."""
-        result = self._call(func, args, kwargs)
-        self.flops += flops_of(func, args, kwargs, result)
-        return result
-
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._local_scalar_dense.default and not self.whereabouts.in_module:
             return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16

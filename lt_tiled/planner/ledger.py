@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Records the storages that operations allocate, real or fake, and the bytes added by :meth:`hold`.
+    """Records the storages that operations allocate, real or fake, the bytes added by :meth:`hold`, and FLOPs.
 
     Args:
         where: Tells what is running.
@@ -52,6 +52,8 @@ class Ledger(TorchDispatchMode):
         self.only = only
         self.now = self.peak = 0
         """Bytes."""
+        self.flops = 0
+        """As :class:`Flops` counts them: each mode takes time for each operation."""
         self.clock = self.peak_at = 0
         self.allocations: list[Allocation] = []
         self._live: dict[int, Allocation] = {}
@@ -63,6 +65,7 @@ class Ledger(TorchDispatchMode):
         moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
         given = _keys((args, kwargs)) if moves else None
         result = self.call(func, args, kwargs)
+        self.flops += flops_of(func, args, kwargs, result)
         new = [tensor for tensor in _plain_tensors(result) if _key(tensor) not in self._live]
         if new and given is None:  # views and outputs in place are not new, and a search of all arguments is slow
             given = _keys((args, kwargs))

@@ -172,28 +172,32 @@ def longest(
     low, high = planned(max((tokens or job.tokens) // granule * granule, granule)), None
     if low.peak > memory:
         low, high = planned(granule), low
-    if high is None:
-        slope = sum(nbytes for part, nbytes in low.parts.items() if part not in STATE) / low.tokens
-    elif low.peak > memory:
+    if low.peak > memory:
         raise DoesNotFitError(
             f"{granule} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
         )
-    else:
-        slope = (high.peak - low.peak) / (high.tokens - low.tokens)
     while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > max(granule, int(CLOSE * low.tokens))):
-        # Memory is nearly linear in the sequence length: go to where the line meets the limit.
-        left = int((memory - low.peak) / slope) if slope > 0 else 7 * low.tokens
-        if high is not None and left <= CLOSE / 2 * low.tokens:
-            break
-        bound = min(64 * low.tokens, LIMIT) if high is None else high.tokens - granule
-        guess = min(low.tokens + max(left, int(CLOSE * low.tokens)), bound)
-        tried = planned(max(low.tokens + granule, guess // granule * granule))
-        slope = (tried.peak - low.peak) / (tried.tokens - low.tokens) or slope
-        if tried.peak <= memory:
-            low = tried
+        if high is None:
+            left = (memory - low.peak) / per_token if (per_token := _per_token(low)) else 7 * low.tokens
+            guess = min(low.tokens + max(left, CLOSE * low.tokens), 64 * low.tokens, LIMIT)
         else:
-            high = tried
+            # Weights bound the peak of short sequences, and memory grows linearly behind that: the line between both
+            # ends meets the limit too early, and the line of the activations of the upper end too late.
+            slope = (high.peak - low.peak) / (high.tokens - low.tokens)
+            least, most = low.tokens + (memory - low.peak) / slope, float(high.tokens - granule)
+            if per_token := _per_token(high):
+                most = min(most, high.tokens - (high.peak - memory) / per_token)
+            if most - low.tokens <= CLOSE * low.tokens:
+                break
+            guess = least if most - least <= CLOSE * least else most
+        tried = planned(max(low.tokens + granule, int(guess) // granule * granule))
+        low, high = (tried, high) if tried.peak <= memory else (low, tried)
     return low
+
+
+def _per_token(found: Plan) -> float:
+    """Return the bytes at the peak that grow with the sequence length, for each token."""
+    return sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
 
 
 def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing) -> Plan:

@@ -135,6 +135,16 @@ def test_longest() -> None:
         longest(base, 4 * MIB)
 
 
+def test_longest_beside_large_weights() -> None:
+    """Just above what the optimizer takes at any length, the longest sequence is found, too, and in few steps."""
+    base = job(module=lambda: CausalLM({**LLAMA, "hidden_size": 512, "intermediate_size": 4096}))
+    memory = plan(base, 256).peak + MIB // 4
+    steps: list[str] = []
+    found = longest(base, memory, tell=steps.append)
+    assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak
+    assert len(steps) <= 8
+
+
 def test_cheapest() -> None:
     """Where memory is plenty nothing is set; as it falls the settings come in the order of what they cost; then there
     are none.
