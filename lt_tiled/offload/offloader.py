@@ -76,8 +76,7 @@ class Offloader:
         """
         if not movable(tensor) or Geometry.of(tensor).nbytes < self.min_bytes:
             return tensor
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise OffloadError("a step that offloads cannot be captured as a CUDA graph: set offload=None for that")
+        _refuse_capture(tensor.device)
         with self._lock, self._ending_the_step():
             self._check_usable()
             if not self._live:
@@ -103,10 +102,11 @@ class Offloader:
         """Return the tensor that was saved, with its values, strides and dtype.
 
         Raises:
-            OffloadError: If it cannot be restored.
+            OffloadError: If it cannot be restored, or a CUDA graph is being captured.
         """
         if isinstance(packed, Tensor):
             return packed
+        _refuse_capture(packed.device)
         with self._lock, self._ending_the_step():
             self._check_usable(packed.origin)
             self._last = lambda: None  # the next packed tensor belongs to another forward pass
@@ -138,8 +138,7 @@ class Offloader:
         packed.check_version()
         self._let_leave(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
         assert packed.tensor is not None
-        if packed.computed is not None:  # on a stream that may not be the current one, which rounds it
-            stream = torch.cuda.current_stream(packed.device)
+        if packed.computed is not None and (stream := torch.cuda.current_stream(packed.device)) != packed.stream:
             stream.wait_event(packed.computed)
             packed.tensor.record_stream(stream)
         compress = self.policy.compress and packed.tensor.dtype == torch.float32
@@ -238,6 +237,14 @@ class Offloader:
                     tier.close()
                 except Exception as error:  # of CUDA, for example; the error that ended the run is more important
                     warn(f"Releasing memory and disk space failed: {error}")
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise OffloadError("a step that offloads cannot be captured as a CUDA graph: set offload=None for that")
 
 
 def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:

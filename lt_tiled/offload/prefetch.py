@@ -48,7 +48,8 @@ class OffloadedTensor:
         self.tensor: Tensor | None = tensor.detach()
         """The tensor itself, until its bytes are stored."""
         self.version = tensor._version
-        self.computed = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        self.computed = None if self.stream is None else self.stream.record_event()
         self.stored: Stored | None = None
         self.loading: Loading | None = None
 
@@ -121,6 +122,10 @@ class Prefetcher:
             wanted = wanted.previous()
         for other in self._loading.difference(nearest):
             other.loading = None
-        for near in nearest:
-            near.loading = near.loading or near.load()
+        for index, near in enumerate(nearest):
+            try:
+                near.loading = near.loading or near.load()
+            except torch.OutOfMemoryError:  # nobody needs it yet
+                nearest, self.depth = nearest[:index], max(1, index)
+                break
         self._loading = weakref.WeakSet(nearest)

@@ -136,6 +136,8 @@ class Backward:
             outputs = self._outputs(tile)
             last.check(outputs)
             return outputs
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if not last.seen and not isinstance(error, CannotSkip):  # the tile's code failed by itself
                 raise

@@ -321,6 +321,8 @@ def _check_with_neighbor(made: Call) -> bool:
         if _is_real(made) and not call.checked:
             with hidden_from_modes(inputs[0]):
                 check_position_wise(*made)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # the neighbor runs untiled
         if call.patch.needs.same_order:
             raise _cannot_fall_back(call.patch.name, "what is next to it", error) from error

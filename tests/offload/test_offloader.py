@@ -186,6 +186,22 @@ def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pyte
     assert offloader.stats.prefetch_misses > 0
 
 
+def test_no_room_to_load_ahead(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the memory of the device ends, fewer tensors are loaded ahead, and all come back."""
+    offloader = make(prefetch=4)
+    real, packed = prefetch.OffloadedTensor.load, [away(offloader, torch.randn(100)) for _ in range(8)]
+
+    def load(tensor: prefetch.OffloadedTensor) -> object:
+        if sum(p.loading is not None for p in packed) == 2:
+            raise torch.OutOfMemoryError
+        return real(tensor)
+
+    monkeypatch.setattr(prefetch.OffloadedTensor, "load", load)
+    while packed:
+        assert offloader.unpack(packed.pop()).shape == (100,)
+    assert offloader.prefetcher.depth == 2
+
+
 @pytest.mark.parametrize(("depth", "ahead"), [("auto", 0), (2, 2)])
 def test_large_tensors_are_not_loaded_ahead(
     make: Make, monkeypatch: pytest.MonkeyPatch, depth: int | str, ahead: int

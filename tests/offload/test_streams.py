@@ -254,12 +254,18 @@ def test_waits_are_those_of_the_gpu() -> None:
 
 
 def test_a_graph_that_is_captured_is_refused() -> None:
-    """Offloading while the user captures a CUDA graph raises: a replay would not run the host's part of it."""
+    """Offloading while the user captures a CUDA graph raises, in the forward pass and in the backward pass: a replay
+    would not run the host's part of it.
+    """
     with StreamCheck() as check:
         offloader = build_offloader(Checkpointing(min_bytes=0, **CPU))
+        packed = offloader.pack(check.adopt(torch.ones(2000)), "block")
         check.capturing = True
         with pytest.raises(OffloadError, match="captured as a CUDA graph: set offload=None"):
             offloader.pack(check.adopt(torch.ones(2000)), "block")
+        with pytest.raises(OffloadError, match="captured as a CUDA graph: set offload=None"):
+            offloader.unpack(packed)
+        check.capturing = False
         offloader.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from lt_tiled import Checkpointing, Tiling, prepare
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patches
+from lt_tiled.tiling import patched
 from lt_tiled.tiling.deferred import DeferredCall
 from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 from tests.meters import flops
@@ -157,6 +160,19 @@ class CountingNorm(PythonNorm):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x) * self.calls
+
+
+def test_memory_that_ends_in_the_check_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory while a norm is checked with its neighbor is no reason to leave them apart from then on."""
+
+    def check(*made: Any) -> None:
+        if sys._getframe(1).f_code is patched._check_with_neighbor.__code__:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(patched, "check_position_wise", check)
+    block = Block()
+    with prepare(block, tiling=TILES), pytest.raises(torch.OutOfMemoryError):
+        block(randn(1, 40, H))
 
 
 def test_a_norm_that_counts_its_calls_stays_untiled() -> None:
