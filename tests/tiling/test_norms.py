@@ -18,7 +18,7 @@ from lt_tiled.tiling import patched
 from lt_tiled.tiling.deferred import DeferredCall
 from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 from tests.meters import flops
-from tests.models import GatedMLP, H, PythonNorm
+from tests.models import GatedMLP, H, PythonNorm, tiny_llama
 from tests.parity import gradients, randn, reference, worst
 
 TILES = Tiling(num_shards=4)
@@ -170,9 +170,9 @@ def test_memory_that_ends_in_the_check_is_raised(monkeypatch: pytest.MonkeyPatch
             raise torch.OutOfMemoryError
 
     monkeypatch.setattr(patched, "check_position_wise", check)
-    block = Block()
-    with prepare(block, tiling=TILES), pytest.raises(torch.OutOfMemoryError):
-        block(randn(1, 40, H))
+    model = tiny_llama()
+    with prepare(model, tiling=TILES), pytest.raises(torch.OutOfMemoryError):
+        model(torch.arange(40)[None] % 16)
 
 
 def test_a_norm_that_counts_its_calls_stays_untiled() -> None:
