@@ -138,18 +138,18 @@ def offload(setup: Setup) -> Rows:
     """Compare steps with block inputs in CPU memory to the same steps without."""
 
     def run(tokens: int, share: float) -> Figures:
-        ids, plain = setup.ids(tokens), setup.build()
-        offloaded = copy.deepcopy(plain)
+        ids, base = setup.ids(tokens), setup.build()
+        offloaded = copy.deepcopy(base)
         policies = setup.policies("+ block inputs in CPU memory")
-        with prepare(plain, **setup.policies()), prepare(offloaded, **policies) as prepared:
-            times = setup.timed({"plain": step_of(plain, ids), "offloaded": step_of(offloaded, ids)}, share)
+        with prepare(base, **setup.policies()), prepare(offloaded, **policies) as prepared:
+            times = setup.timed({"base": step_of(base, ids), "offloaded": step_of(offloaded, ids)}, share)
             assert prepared.offloader is not None
             assert prepared.offloader.cpu is not None
-            steps, stats = len(times["plain"]) + 1, asdict(prepared.offloader.so_far())
+            steps, stats = len(times["base"]) + 1, asdict(prepared.offloader.so_far())
             pinned = {slab.is_pinned() for slab, _ in prepared.offloader.cpu.slabs._slabs}
         return {
-            "relative step time": statistics.median(ratios(times, "offloaded", "plain")),
-            "step [s]": statistics.median(times["plain"]),
+            "relative step time": statistics.median(ratios(times, "offloaded", "base")),
+            "step [s]": statistics.median(times["base"]),
             "rounds": steps - 1,
             "pinned": pinned == {True},
             **{f"{name} per step": value / steps for name, value in stats.items() if value},
