@@ -34,9 +34,9 @@ from benchmarks.host import host
 from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.offload import offload
-from benchmarks.peers import PACKAGES, Peer, peers, roll_call
+from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sequence_parallel import sequence_parallel
-from benchmarks.sheet import Cell, Sheet, device_at_hand, machine, version_of
+from benchmarks.sheet import PACKAGES, Cell, Sheet, device_at_hand, machine, version_of
 from benchmarks.step_time import step_time
 from lt_tiled._log import progress
 

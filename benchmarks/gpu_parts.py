@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
@@ -25,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import host
 from benchmarks.costs import Size, llama, loss_of, with_checkpointing
 from benchmarks.gpu import NO_TIME, Figures
-from benchmarks.longest import ON_GPU as LLAMA_8B
+from benchmarks.longest import ON_GPU as LLAMA_8B_4_LAYERS
 from benchmarks.longest import RUNGS
 from benchmarks.peers import peers
 from benchmarks.sheet import reason
@@ -59,7 +60,7 @@ SETTINGS: dict[str, tuple[bool, bool, Tiers | None, bool]] = {
     "+ block inputs in CPU memory": (True, True, "cpu", True),
 }
 """Activation checkpointing, tiled loss, offload, tiled MLPs."""
-RELATIVE = {"loss": "loss", "step [s]": "step time", "peak [GiB]": "peak"}
+RELATIVE = {"loss": "loss", "step [s]": "step time", "peak [GiB]": "peak", "reserved [GiB]": "reserved"}
 """The figures that are also given relative to those of another row, and under which names."""
 Rows = Iterator[tuple[str, Callable[[], Figures]]]
 
@@ -76,7 +77,7 @@ class Setup:
     @property
     def config(self) -> dict[str, Any]:
         """The model's configuration."""
-        return LLAMA_8B.model | (TINY if self.tiny else {})
+        return LLAMA_8B_4_LAYERS.model | (TINY if self.tiny else {})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,13 +118,13 @@ class Setup:
             "loss": (4 if self.tiny else True) if loss else None,
         }
 
-    def timed(self, ways: dict[str, Callable[[], float]], share: float) -> dict[str, list[float]]:
-        """Return the seconds of each way, in up to nine rounds within a share of the time that is left.
+    def timed(self, variants: dict[str, Callable[[], float]], share: float) -> dict[str, list[float]]:
+        """Return the seconds of each variant, in up to nine rounds within a share of the time that is left.
 
         There are at least three rounds, unless the part ends before.
         """
         left = self.left()
-        return interleaved(ways, 9, lambda rounds, seconds: seconds > (left if rounds < 3 else share * left))
+        return interleaved(variants, 9, lambda rounds, seconds: seconds > (left if rounds < 3 else share * left))
 
 
 def with_ratios(found: Figures, first: Figures) -> Figures:
@@ -137,16 +138,20 @@ def offload(setup: Setup) -> Rows:
     """Compare steps with block inputs in CPU memory to the same steps without."""
 
     def run(tokens: int, share: float) -> Figures:
-        ids, kept = setup.ids(tokens), setup.build()
-        moved = copy.deepcopy(kept)
-        with prepare(kept, **setup.policies()), prepare(moved, **setup.policies("+ block inputs in CPU memory")) as it:
-            times = setup.timed({"kept": step_of(kept, ids), "moved": step_of(moved, ids)}, share)
-            assert it.offloader is not None
-            steps, stats = len(times["kept"]) + 1, asdict(it.offloader.so_far())
+        ids, base = setup.ids(tokens), setup.build()
+        offloaded = copy.deepcopy(base)
+        policies = setup.policies("+ block inputs in CPU memory")
+        with prepare(base, **setup.policies()), prepare(offloaded, **policies) as prepared:
+            times = setup.timed({"base": step_of(base, ids), "offloaded": step_of(offloaded, ids)}, share)
+            assert prepared.offloader is not None
+            assert prepared.offloader.cpu is not None
+            steps, stats = len(times["base"]) + 1, asdict(prepared.offloader.so_far())
+            pinned = {slab.is_pinned() for slab, _ in prepared.offloader.cpu.slabs._slabs}
         return {
-            "relative step time": statistics.median(ratios(times, "moved", "kept")),
-            "step [s]": statistics.median(times["kept"]),
+            "relative step time": statistics.median(ratios(times, "offloaded", "base")),
+            "step [s]": statistics.median(times["base"]),
             "rounds": steps - 1,
+            "pinned": pinned == {True},
             **{f"{name} per step": value / steps for name, value in stats.items() if value},
         }
 
@@ -156,6 +161,9 @@ def offload(setup: Setup) -> Rows:
 
 class Watch(Callback):
     """Keeps the loss, the seconds and the peak of the last step of a run, whose weights are the same in each run."""
+
+    expandable = False
+    """Whether all memory that the allocator has reserved is in expandable segments."""
 
     def setup(self, *_: Any, **__: Any) -> None:  # before the model is built
         torch.manual_seed(0)
@@ -168,6 +176,16 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.loss = float(outputs["loss"])  # waits for the device
         self.seconds, self.peak = time.perf_counter() - self.start, self.memory.read()
+        if trainer.strategy.root_device.type == "cuda":
+            self.expandable = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()} == {True}
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        if isinstance(trainer.strategy, SingleDeviceStrategy):  # its teardown would copy all of this to the CPU
+            for optimizer in trainer.optimizers:
+                optimizer.state.clear()
+            module.zero_grad()
+            for weight in module.parameters():
+                weight.data = weight.data.new_empty(0)
 
     def figures(self) -> Figures:
         """Return them by name."""
@@ -203,6 +221,7 @@ def peak(setup: Setup, settings: tuple[str, ...] = tuple(SETTINGS), tokens: int 
             **found.figures(),
             "predicted [GiB]": predicted / 2**30,
             "predicted over measured": predicted / found.peak,
+            "expandable segments": found.expandable,
             "reserved over allocated": reserved / max(allocated, 1),
         }
         return with_ratios(figures, firsts.setdefault(tokens, {}))
@@ -219,11 +238,11 @@ def segments(setup: Setup) -> Rows:
 
     def checked(run: Callable[[], Figures]) -> Figures:
         figures = run()
-        if {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()} != {True}:
+        if not figures["expandable segments"]:
             raise RuntimeError("PYTORCH_ALLOC_CONF=expandable_segments:True had no effect")
         return figures
 
-    for name, run in peak(setup, tuple(SETTINGS)[-2:], 4 * 16384):
+    for name, run in peak(setup, tuple(SETTINGS)[-2:]):
         on_gpu = setup.device.type == "cuda"
         yield name, partial(checked, run) if on_gpu else partial(dict, missing="no CUDA allocator")
 
@@ -235,19 +254,26 @@ def steps(setup: Setup) -> Rows:
 
     def run(name: str) -> Figures:
         with with_checkpointing(model, "untiled", 1) as untiled, with_checkpointing(model, name, size.shards) as tiled:
-            ways = {"untiled": step_of(untiled, ids), name: step_of(tiled, ids)}
-            times = setup.timed(ways, 1 / 6)
-            peaks = {of: device_peak(step, setup.device) for of, step in ways.items()}
-        tiles = {f"{name} {count}": host.step_of(name, count, setup.device) for count in (host.FEW, host.MANY)}
+            variants = {"untiled": step_of(untiled, ids), name: step_of(tiled, ids)}
+            times = setup.timed(variants, 1 / 6)
+            peaks = {variant: device_peak(step, setup.device) for variant, step in variants.items()}
         return {
             "relative step time": statistics.median(ratios(times, name, "untiled")),
             "step [s]": statistics.median(times[name]),
+            "rounds": len(times[name]),
             "relative peak": peaks[name] / max(peaks["untiled"], 1),
-            "host time of one tile more [µs]": host.per_tile(setup.timed(tiles, 1 / 12), name)[2],
         }
 
-    for peer in peers():
+    def host_time(name: str) -> Figures:
+        tiles = {f"{name} {count}": host.step_of(name, count, setup.device) for count in (host.FEW, host.MANY)}
+        return {"host time of one tile more [µs]": host.per_tile(setup.timed(tiles, 1 / 6), name)[2]}
+
+    found = peers()
+    for peer in found:
         yield peer.name, partial(dict, missing=peer.missing) if peer.tile is None else partial(run, peer.name)
+    for peer in found:
+        if peer.tile is not None:
+            yield f"{peer.name}, host", partial(host_time, peer.name)
 
 
 def longest(setup: Setup) -> Rows:
@@ -257,18 +283,21 @@ def longest(setup: Setup) -> Rows:
         if setup.device.type == "cuda" and not setup.tiny:
             room = ROOM / torch.cuda.get_device_properties(setup.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(room, 1.0))
-        end, model = time.monotonic() + share * setup.left(), setup.build()
+        model = setup.build()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()  # creates its state
-        low, high, seconds, tokens = 0, 0, 0.0, 4096
+        low, high, seconds, tokens = 0, 0, 0.0, 1024
 
         def step() -> None:
             loss_of(model, setup.ids(tokens)).backward()
             optimizer.step()
 
         with prepare(model, **setup.policies(setting)):
+            step()  # loads kernels, which takes longer than later steps
+            optimizer.zero_grad()
+            end, tokens = time.monotonic() + share * setup.left(), 4096
             while not high or high - low > max(low // 8, 256):
                 if low and time.monotonic() + 5 * seconds > end:
                     break
@@ -287,7 +316,7 @@ def longest(setup: Setup) -> Rows:
         yield setting, partial(run, setting, 1 / (len(SETTINGS) - index))
 
 
-def compared(setup: Setup, tokens: int, ways: dict[str, dict[str, Any]]) -> Rows:
+def compared(setup: Setup, tokens: int, variants: dict[str, dict[str, Any]]) -> Rows:
     """Compare steps with other arguments of ``prepare`` to those of the first row."""
     ids, first = setup.ids(tokens), Figures()
 
@@ -298,26 +327,29 @@ def compared(setup: Setup, tokens: int, ways: dict[str, dict[str, Any]]) -> Rows
             step()
             found = {"first step [s]": time.monotonic() - start, "loss": float(loss_of(model, ids).detach())}
             found["step [s]"] = statistics.median(setup.timed({"": step}, 1 / 6)[""])
-            found["peak [GiB]"] = device_peak(step, setup.device) / 2**30
+            if setup.device.type == "cuda":  # all of this row: replays of CUDA graphs allocate nothing
+                found["reserved [GiB]"] = torch.cuda.max_memory_reserved() / 2**30
             if names := [path for path, _, patch in tiled_patches(model) if patch.learned.uncompiled]:
                 raise RuntimeError(f"{', '.join(names)} ran uncompiled")
         return with_ratios(found, first)
 
-    for name, arguments in ways.items():
+    for name, arguments in variants.items():
         yield name, partial(run, arguments)
 
 
 def compiled(setup: Setup) -> Rows:
     """Compare compiled tiles, also as CUDA graphs, to others."""
     backend = {"backend": "aot_eager"} if setup.tiny else None  # inductor would compile for minutes
-    ways = {"not compiled": False, "compiled": backend or True, "CUDA graphs": backend or {"mode": "reduce-overhead"}}
-    return compared(setup, 16384, {name: setup.policies(targets="mlp", compile=value) for name, value in ways.items()})
+    graphs = backend or {"mode": "reduce-overhead"}
+    variants = {"not compiled": False, "compiled tiles": backend or True, "CUDA graphs": graphs}
+    arguments = {name: setup.policies(targets="mlp", compile=value) for name, value in variants.items()}
+    return compared(setup, 16384, arguments)
 
 
 def head_tiles(setup: Setup) -> Rows:
     """Compare attention of a few heads at a time to attention of all heads."""
     counts = {f"head_tiles={n}": {"sequence_parallel": SequenceParallel(head_tiles=n)} for n in (1, 2, 4, 8)}
-    return compared(setup, 65536, {name: {**setup.policies(), **more} for name, more in counts.items()})
+    return compared(setup, 16384, {name: {**setup.policies(), **more} for name, more in counts.items()})
 
 
 def engines(setup: Setup) -> Rows:

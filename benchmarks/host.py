@@ -25,28 +25,28 @@ HIDDEN, TOKENS = 16, 4
 """The tile: 4 tokens of an MLP of 16 x 48."""
 
 
-def host(everyone: list[Peer], rounds: int = 25) -> list[Sheet]:
+def host(peers: list[Peer], rounds: int = 25) -> list[Sheet]:
     """One row for each peer at hand."""
     title = f"host time of a tile, forward and backward: a Llama MLP of {HIDDEN} x {3 * HIDDEN}, {TOKENS} tokens a tile"
     headings = ["", f"{FEW} tiles [µs]", f"{MANY} tiles [µs]", "one tile more [µs]", "relative to lt_tiled"]
     sheet = Sheet("host", title, headings)
-    names = [peer.name for peer in everyone if peer.tile is not None]
-    ways: dict[str, Callable[[], float]] = {}
+    names = [peer.name for peer in peers if peer.tile is not None]
+    variants: dict[str, Callable[[], float]] = {}
     for name in names:
         try:
-            of_peer = {f"{name} {tiles}": step_of(name, tiles) for tiles in (FEW, MANY)}
-            for step in of_peer.values():
+            steps = {f"{name} {tiles}": step_of(name, tiles) for tiles in (FEW, MANY)}
+            for step in steps.values():
                 step()
-            ways |= of_peer
+            variants |= steps
         except Exception as error:  # a peer may raise anything
             sheet.notes.append(f"{name}: {reason(error)}.")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = interleaved(ways, rounds)
+        times = interleaved(variants, rounds)
     finally:
         torch.set_num_threads(threads)
-    found = {name: per_tile(times, name) for name in names if f"{name} {FEW}" in ways}
+    found = {name: per_tile(times, name) for name in names if f"{name} {FEW}" in variants}
     for name, (few, many, more) in found.items():
         others = [figures[2] for other, figures in found.items() if other != name]
         least = more <= min(others) if others else None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from benchmarks.sheet import Sheet, reason, version_of
+from benchmarks.sheet import PACKAGES, Sheet, reason, version_of
 from lt_tiled import tile
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -145,13 +145,4 @@ MAKERS: dict[str, Callable[[], Tile]] = {
     "verl": _verl,
     "Unsloth": _unsloth,
     "HF kernels": _hf_kernels,
-}
-PACKAGES = {
-    "lt_tiled": "lt-tiled",
-    "DeepSpeed": "deepspeed",
-    "axolotl": "axolotl",
-    "Liger": "liger-kernel",
-    "verl": "verl",
-    "Unsloth": "unsloth-zoo",
-    "HF kernels": "kernels",
 }

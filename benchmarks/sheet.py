@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+PACKAGES = {
+    "lt_tiled": "lt-tiled",
+    "DeepSpeed": "deepspeed",
+    "axolotl": "axolotl",
+    "Liger": "liger-kernel",
+    "verl": "verl",
+    "Unsloth": "unsloth-zoo",
+    "HF kernels": "kernels",
+}
+"""The packages with tiled MLPs, by the names in tables."""
+
 if TYPE_CHECKING:
     from rich.table import Table
 

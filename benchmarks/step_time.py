@@ -25,12 +25,12 @@ HERE = Size(tokens=4096, hidden=512, intermediate=1536, layers=2, shards=4)
 ON_GPU = Size(tokens=32768, hidden=4096, intermediate=14336, layers=2, shards=8)
 
 
-def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9, quick: bool = False) -> list[Sheet]:
+def step_time(peers: list[Peer], device: torch.device, rounds: int = 9, quick: bool = False) -> list[Sheet]:
     """One row for each peer at hand: the median and the range of its ratios to the untiled step."""
     size, dtype = (ON_GPU, torch.bfloat16) if device.type == "cuda" else (QUICK if quick else HERE, torch.float32)
     model = llama(size, device, dtype)
     ids = torch.randint(512, (1, size.tokens), device=device)
-    names = ["untiled", *(peer.name for peer in everyone if peer.tile is not None)]
+    names = ["untiled", *(peer.name for peer in peers if peer.tile is not None)]
     with ExitStack() as stack:
         steps = {
             name: step_of(stack.enter_context(with_checkpointing(model, name, size.shards)), ids) for name in names
@@ -44,13 +44,13 @@ def step_time(everyone: list[Peer], device: torch.device, rounds: int = 9, quick
     sheet.notes = [f"{rounds} rounds, {str(dtype)[6:]}, {machine(device)}; ✓ fastest tiled MLP."]
     medians = {name: statistics.median(ratios(times, name, "untiled")) for name in names}
     for name in names:
-        of = ratios(times, name, "untiled")
+        relative = ratios(times, name, "untiled")
         others = [median for other, median in medians.items() if other not in ("untiled", name)]
         ahead = medians[name] < min(others) if others and name != "untiled" else None
         cells: list[Cell | str] = [
             f"{statistics.median(times[name]):.3f}",
             Cell(f"{medians[name]:.2f}", ahead),
-            spread(of),
+            spread(relative),
         ]
         sheet.add(name, *cells, *([f"{peaks[name] / 2**30:.2f}"] if peaks else []))
     return [sheet]
@@ -68,18 +68,18 @@ def step_of(model: nn.Module, ids: Tensor) -> Callable[[], float]:
 
 
 def interleaved(
-    ways: dict[str, Callable[[], float]], rounds: int, enough: Callable[[int, float], bool] = lambda *_: False
+    variants: dict[str, Callable[[], float]], rounds: int, enough: Callable[[int, float], bool] = lambda *_: False
 ) -> dict[str, list[float]]:
-    """The seconds of each in each round, the first of them, which warms up, left out.
+    """Return the seconds of each variant in each round. The first round warms up and is left out.
 
     After each round ``enough`` is asked, with the number of rounds and the seconds that one more round would end at.
     """
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     start = time.monotonic()
     for index in range(rounds + 1):
         begun = time.monotonic()
-        for name in list(ways)[:: 1 if index % 2 else -1]:
-            times[name].append(ways[name]())
+        for name in list(variants)[:: 1 if index % 2 else -1]:
+            times[name].append(variants[name]())
         now = time.monotonic()
         if index and enough(index, now - start + now - begun):
             break
@@ -87,7 +87,7 @@ def interleaved(
 
 
 def ratios(times: dict[str, list[float]], name: str, base: str) -> list[float]:
-    """Of one way to another, round by round."""
+    """Return the ratios of one variant to another, round by round."""
     return [a / b for a, b in zip(times[name], times[base], strict=True)]
 
 

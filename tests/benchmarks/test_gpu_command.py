@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import gpu, gpu_parts, peers
 from lt_tiled import Tiling
+from lt_tiled.lm import CausalLM
 from tests.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +123,18 @@ def test_tiny_sizes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(True, 0.0)] * 2
 
 
+def test_nothing_is_copied_after_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, gradients and optimizer state are gone when Lightning's teardown moves a model to the CPU."""
+    models: list[CausalLM] = []
+    monkeypatch.setattr(CausalLM, "cpu", lambda model: models.append(model) or model)
+    setup = gpu_parts.Setup(True, math.inf, torch.device("cpu"))
+    watch = gpu_parts.fit(setup, gpu_parts.TiledSingleDeviceStrategy(), 4096)
+    (model,) = models
+    assert math.isfinite(watch.loss)
+    assert not any(weight.numel() or weight.grad is not None for weight in model.parameters())
+    assert not model.trainer.optimizers[0].state
+
+
 @pytest.mark.parametrize(("left", "share", "rounds"), [(1e9, 1.0, 9), (1e9, 0.0, 3), (0.0, 1.0, 1)])
 def test_rounds(left: float, share: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are timed in nine rounds, in three if these take the share of the time, in one if the part's time is over,
@@ -148,11 +161,13 @@ def test_a_row_that_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lt_tiled is timed next to the untiled step, and a package that is missing is named with the reason."""
+    """lt_tiled is timed next to the untiled step, then on the host. A missing package is named with the reason."""
     everyone = [peers.Peer("lt_tiled", gpu_parts.prepare), peers.Peer("Liger", None, "No module named 'triton'")]
     monkeypatch.setattr(gpu_parts, "peers", lambda: everyone)
     found = dict(gpu.in_this_process("steps", math.inf, True))
-    assert {"relative step time", "host time of one tile more [µs]"} <= found["lt_tiled"].keys()
+    assert [*found] == ["lt_tiled", "Liger", "lt_tiled, host"]
+    assert (found["lt_tiled"]["rounds"], found["lt_tiled"]["relative step time"] > 0) == (1, True)
+    assert [*found["lt_tiled, host"]] == ["host time of one tile more [µs]"]
     assert gpu.text(found["Liger"]) == "not measured: No module named 'triton'"
 
 
@@ -177,10 +192,10 @@ def results(**changed: Any) -> dict[str, Any]:
     rows = {
         "tiny": {"peak: plain": {"predicted over measured": 3.0, "relative loss": 3.0}},
         "tests": {"pytest -m gpu": {"passed": 30, "failed": 0, "skipped": 0}},
-        "offload": {f"{n} tokens": {"relative step time": 1.005} for n in (8192, 32768, 131072)},
+        "offload": {f"{n} tokens": {"relative step time": 1.005, "rounds": 3} for n in (8192, 32768, 131072)},
         "peak": {"plain": {"predicted over measured": 0.98, "relative loss": 1.0}},
         "compiled": {"compiled": {"relative loss": 0.995}},
-        "steps": {"lt_tiled": {"relative step time": 1.02}, "Liger": {"relative step time": 1.1}},
+        "steps": {"lt_tiled": {"relative step time": 1.02, "rounds": 3}, "Liger": {"relative step time": 1.1}},
     }
     found = {**rows, **changed}
     return {"found": found, "reason": "", "versions": {}, "machine": "a GPU", "python": "3.12"}
@@ -195,12 +210,16 @@ def verdicts(**changed: Any) -> list[bool | None]:
     [
         (0, {"tests": {"pytest -m gpu": {"passed": 29, "failed": 1, "skipped": 0}}}),
         (0, {"tests": {"pytest -m gpu": {"passed": 0, "failed": 30, "skipped": 0}}}),
-        (0, {"tests": {"pytest -m gpu": {"passed": 9, "failed": 0, "skipped": 0, "error": "cut off after 99 s"}}}),
-        (1, {"offload": {"32768 tokens": {"relative step time": 1.07}}}),
-        (2, {"offload": {"131072 tokens": {"relative step time": 1.02}}}),
+        (0, {"tests": {"pytest -m gpu": {"passed": 9, "failed": 0, "skipped": 0, "error": "ended with code -9"}}}),
+        (0, {"tests": {"pytest -m gpu": {"passed": 9, "failed": 1, "skipped": 0, "missing": "no time left"}}}),
+        (1, {"offload": {"32768 tokens": {"relative step time": 1.07, "rounds": 3}}}),
+        (2, {"offload": {"131072 tokens": {"relative step time": 1.02, "rounds": 3}}}),
         (3, {"peak": {"plain": {"predicted over measured": 1.01}, "last": {"predicted over measured": 0.94}}}),
+        (3, {"peak": {"plain": {"predicted over measured": 0.9}, "last": {"missing": "no time left"}}}),
         (4, {"engines": {"FSDP2": {"relative loss": 1.02}}}),
-        (5, {"steps": {"lt_tiled": {"relative step time": 1.2}, "Liger": {"relative step time": 1.1}}}),
+        (4, {"engines": {"FSDP2": {"relative loss": math.nan}, "ZeRO-3": {"relative loss": 1.0}}}),
+        (4, {"engines": {"FSDP2": {"relative loss": 1.0}, "ZeRO-3": {"relative loss": math.nan}}}),
+        (5, {"steps": {"lt_tiled": {"relative step time": 1.2, "rounds": 3}, "Liger": {"relative step time": 1.1}}}),
         (6, {"compiled": {"compiled": {"error": "RuntimeError: no"}}}),
     ],
 )
@@ -212,11 +231,63 @@ def test_goals(index: int, changed: dict[str, Any]) -> None:
 
 def test_goals_that_were_not_measured() -> None:
     """A goal without a figure has no verdict, and one without other packages says so, and why each is missing."""
-    steps = {"lt_tiled": {"relative step time": 1.0}, "Liger": {"missing": "No module named 'liger_kernel'"}}
+    steps = {
+        "lt_tiled": {"relative step time": 1.0, "rounds": 3},
+        "Liger": {"missing": "No module named 'liger_kernel'"},
+    }
     rows = gpu.goals(results(offload={}, steps=steps)).rows
     assert [row[2].good for row in rows] == [True, None, None, True, True, None, True]
     assert rows[5][1].text == "below all others (Liger not measured: No module named 'liger_kernel')"
-    assert rows[5][2].text == "not measured: no other package is installed"
+    assert rows[5][2].text == "not measured: no other package was measured"
+
+
+@pytest.mark.parametrize(
+    ("index", "changed", "text"),
+    [
+        (
+            0,
+            {"tests": {"pytest -m gpu": {"passed": 9, "failed": 0, "skipped": 0, "missing": "no time left"}}},
+            "9 passed, 0 failed, no time left",
+        ),
+        (2, {"offload": {"131072 tokens": {"relative step time": 1.002, "rounds": 2}}}, "1.002 (2 rounds)"),
+        (
+            3,
+            {"peak": {"plain": {"predicted over measured": 0.98}, "last": {"error": "OutOfMemoryError: no"}}},
+            "0.980 (1 of 2 rows)",
+        ),
+        (
+            4,
+            {"engines": {"FSDP2": {"missing": "no time left"}, "ZeRO-3": {"missing": "No module named 'deepspeed'"}}},
+            "0.995 (2 of 3 rows)",
+        ),
+        (
+            5,
+            {
+                "steps": {
+                    "lt_tiled": {"relative step time": 1.02, "rounds": 1},
+                    "Liger": {"relative step time": 1.1},
+                }
+            },
+            "1.020 (1 rounds)",
+        ),
+    ],
+)
+def test_goals_that_were_measured_in_part(index: int, changed: dict[str, Any], text: str) -> None:
+    """A figure that rests on part of the tests, rows or rounds says so, and has no verdict."""
+    cell = gpu.goals(results(**changed)).rows[index][2]
+    assert (cell.text, cell.good) == (text, None)
+
+
+def test_a_package_that_raises() -> None:
+    """A package whose steps raised is named next to those that lt_tiled is compared to."""
+    steps = {
+        "lt_tiled": {"relative step time": 1.0, "rounds": 3},
+        "Liger": {"relative step time": 1.1},
+        "verl": {"error": "RuntimeError: no"},
+    }
+    goal = gpu.goals(results(steps=steps)).rows[5]
+    assert goal[1].text == "below all others (Liger 1.100, verl not measured: RuntimeError: no)"
+    assert (goal[2].text, goal[2].good) == ("1.000 (3 rounds)", True)
 
 
 def script(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -240,28 +311,36 @@ def test_a_part_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_part_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that does not end is killed when its time is over."""
+    """A part that does not end is killed when its time is over, which is no error."""
     script(tmp_path, monkeypatch, "sleep 1000")
     ((name, figures),) = gpu.own_process("offload", time.monotonic(), False)
-    assert (name, figures["error"]) == ("offload", "cut off after 0 s")
+    assert (name, figures["missing"]) == ("offload", "no time left: cut off after 0 s")
+    cell = gpu.goals(results(offload={name: figures})).rows[6][2]
+    assert (cell.text, cell.good) == ("none; not finished: offload", True)
 
 
 def test_tests_that_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tests that do not end in time, the outcomes so far are known: while they run, and at the end."""
+    """Of tests that do not end in time, the outcomes so far are known: while they run, and at the end. Those of the
+    loss and of offloading come first, and those that compile last.
+    """
     lines = "tests/a.py::one PASSED [ 33%]", "tests/a.py::two FAILED [ 66%]"
-    script(tmp_path, monkeypatch, *(f"echo '{line}'" for line in lines), "sleep 1000")
+    script(tmp_path, monkeypatch, *(f"echo '{line}'" for line in lines), "echo $@", "sleep 1000")
     rows = gpu.run_tests("tests", time.monotonic() + LIMIT, False)
     counts = next(row for _, row in rows if row["failed"])
-    assert (counts["passed"], counts["failed"], counts["error"]) == (1, 1, "no time left")
+    assert (counts["passed"], counts["failed"], counts["missing"]) == (1, 1, "no time left")
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: math.inf, sleep=time.sleep))  # its end has come
     *_, (_, counts) = rows
-    assert (counts["passed"], counts["failed"], counts["error"][:7]) == (1, 1, "cut off")
+    assert (counts["passed"], counts["failed"], "cut off" in counts["missing"]) == (1, 1, True)
+    files = [word for word in counts["printed"][-1].split() if word.startswith("tests/")]
+    assert files[:2] == ["tests/loss/test_gpu.py", "tests/offload/test_gpu.py"]
+    assert files[-2:] == ["tests/lm/test_causal.py", "tests/tiling/test_modes.py"]
 
 
 def test_outcomes() -> None:
     """The outcomes of tests are counted, what pytest printed of a failure is kept, and that one failed is no error."""
     lines = ["tests/a.py::one PASSED [ 50%]", "tests/a.py::two[x y] FAILED [100%]", "FAILED tests/a.py::two[x y]"]
-    found = gpu.outcomes(lines, "ended with code 1")
+    found = gpu.outcomes(lines, {"error": "ended with code 1"})
     assert found == {"passed": 1, "failed": 1, "skipped": 0, "printed": lines}
-    assert gpu.outcomes(["No module named pytest"], "ended with code 1")["error"].endswith("No module named pytest")
-    assert gpu.outcomes(lines[:1], "ended with code -9")["error"] == "ended with code -9"
+    none = gpu.outcomes(["No module named pytest"], {"error": "ended with code 1"})
+    assert none["error"] == "pytest ran no test: No module named pytest"
+    assert gpu.outcomes(lines[:1], {"error": "ended with code -9"})["error"] == "ended with code -9"
