@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
@@ -18,9 +19,16 @@ from lt_tiled.errors import SimulationError
 
 
 def first_batch(module: LightningModule, datamodule: LightningDataModule | None, index: int = 0) -> Any:
-    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU."""
+    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU.
+
+    Raises:
+        SimulationError: If there is none.
+    """
     loader = (module if datamodule is None else datamodule).train_dataloader()
-    *_, (batch, _, _) = islice(CombinedLoader(loader, "max_size_cycle"), index + 1)
+    batches = deque(islice(CombinedLoader(loader, "max_size_cycle"), index + 1), maxlen=1)
+    if not batches:
+        raise SimulationError("train_dataloader() yields no batch: add data, or make batch_size smaller.")
+    batch, _, _ = batches.pop()
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
         overridden = datamodule is not None and is_overridden(hook, datamodule)
         batch = getattr(datamodule if overridden else module, hook)(batch, 0)

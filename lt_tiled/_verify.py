@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._training_step import first_batch, length_of, nothing, stepped_on, training_loss, with_length
@@ -124,7 +125,11 @@ def _run(
     def configure_optimizers() -> torch.optim.Optimizer:
         model: Any = run.model
         # The state dict has the parts of flat weights: those of frozen ones must not be taken for gradients.
-        kept = (p for p in model.parameters() if p.requires_grad or isinstance(p, FlatParameter))
+        kept = [p for p in model.parameters() if p.requires_grad or isinstance(p, FlatParameter)]
+        if not kept:
+            raise ValueError("All weights are frozen, so there are no gradients to compare: train at least one weight.")
+        with _gathered(trained, change=True):  # before DeepSpeed copies the weights
+            _fill_zeros(p for p in kept if p.requires_grad)
         comparison.optimizer = _Gradients(kept)
         return comparison.optimizer
 
@@ -192,7 +197,7 @@ class _Gradients(torch.optim.Optimizer):
         weights = stepped_on(self)
         before = [weight.detach().clone() for weight in weights]
         for weight in weights:
-            weight.zero_() if weight.grad is None else weight.copy_(weight.grad)
+            weight.zero_() if weight.grad is None else weight.copy_(_dense(weight.grad))
         try:
             return gather()
         finally:
@@ -230,39 +235,60 @@ class _Comparison(Callback):
         self.before = {name: (holder, key, b, b.clone()) for name, (holder, key, b) in before.items()}
         with isolate_rng():
             torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
-            self._read_batch()
+            with self._raising_on_all():
+                self._read_batch()
             weights = self._full() if self.reference else {}
             with turned_off(pl_module):
                 plain, untiled = self._measure()
             ours, tiled = self._measure()
             kinds = {weight.dtype for weight in pl_module.parameters()}
             dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
+            self.draws = trainer.strategy.reduce_boolean_decision(self.draws, all=False)
             truth: dict[str, Tensor] = {}
             if self.reference and not self.draws:  # other precisions draw other random numbers
                 truth = self._step_in(dtype, weights)
-        same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
-        names = [name for name in truth or plain if name not in same]
-        gradients = [name for name in names if name != LOSS and name not in before]
-        if not norm_of(truth or plain, gradients):
-            raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-        if trainer.is_global_zero:
-            mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(str(trainer.precision).split("-")[0], set())
-            eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
-            if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
-                eps = max(eps, 2.0**-10)  # of TF32
-            prefix = "model." if isinstance(self.module, _Stepping) else ""
-            tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
-            self.result = Verification(
-                f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
-                f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
-                Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
-                Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
-                compare(plain, ours, truth, eps, names, gradients, prefix),
-                max((count for _, count in tiles), default=None),
-                listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
-                self.draws,
-            )
+        with self._raising_on_all():
+            same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
+            names = [name for name in truth or plain if name not in same]
+            gradients = [name for name in names if name != LOSS and name not in before]
+            if not norm_of(truth or plain, gradients):
+                raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
+            if trainer.is_global_zero:
+                mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(
+                    str(trainer.precision).split("-")[0], set()
+                )
+                eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
+                if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
+                    eps = max(eps, 2.0**-10)  # of TF32
+                prefix = "model." if isinstance(self.module, _Stepping) else ""
+                tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
+                self.result = Verification(
+                    f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
+                    f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
+                    Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
+                    Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
+                    compare(plain, ours, truth, eps, names, gradients, prefix),
+                    max((count for _, count in tiles), default=None),
+                    listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
+                    self.draws,
+                )
         self.result = trainer.strategy.broadcast(self.result)
+
+    @contextmanager
+    def _raising_on_all(self) -> Iterator[None]:
+        """Raise on all ranks what one of them raises: the others would wait for it in the next collective."""
+        error, texts = None, [""] * self.trainer.world_size
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if len(texts) > 1:
+            dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else "")
+        if error:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                raise ValueError(f"Rank {rank} cannot run its step: {text}")
 
     def _read_batch(self) -> None:
         strategy = self.trainer.strategy
@@ -342,21 +368,24 @@ class _Comparison(Callback):
         module.trainer = self.trainer
         batch = copy.deepcopy(self.batch)
         batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        try:
-            module.configure_model()
-            own = module.state_dict()  # with the names of compiled submodules
-            module.load_state_dict({k: weights[plain_name(k)] if isinstance(v, Tensor) else v for k, v in own.items()})
-            _prepare(module.to(self.trainer.strategy.root_device, dtype))
-            torch.set_default_dtype(dtype)
-            with turned_off(module), isolate_rng():
-                loss = training_loss(module.training_step, module, batch)
-                module.backward(loss)
-        except Exception as error:
-            raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
-        finally:
-            torch.set_default_dtype(default)
+        with self._raising_on_all():
+            try:
+                module.configure_model()
+                own = module.state_dict()  # with the names of compiled submodules
+                module.load_state_dict(
+                    {k: weights[plain_name(k)] if isinstance(v, Tensor) else v for k, v in own.items()}
+                )
+                _prepare(module.to(self.trainer.strategy.root_device, dtype))
+                torch.set_default_dtype(dtype)
+                with turned_off(module), isolate_rng():
+                    loss = training_loss(module.training_step, module, batch)
+                    module.backward(loss)
+            except Exception as error:
+                raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
+            finally:
+                torch.set_default_dtype(default)
         trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+        gradients = {name: torch.zeros_like(p) if p.grad is None else _dense(p.grad) for name, p in trained.items()}
         if self.trainer.world_size > 1:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
@@ -369,12 +398,8 @@ class _Comparison(Callback):
 
     def _full(self) -> dict[str, Tensor]:
         """Return the state dict with full weights, on the CPU."""
-        model, gathered = self.trained if self._on_deepspeed else self.trainer.model, nullcontext()
-        if sharded := [p for p in self.trained.parameters() if hasattr(p, "ds_id")]:
-            import deepspeed
-
-            gathered = deepspeed.zero.GatheredParameters(sharded)
-        with gathered:
+        model = self.trained if self._on_deepspeed else self.trainer.model
+        with _gathered(self.trained):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
 
@@ -385,13 +410,37 @@ class _Comparison(Callback):
         return on_cuda and convolves and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
     def _random_state(self) -> Tensor:
-        device = self.trainer.strategy.root_device
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        device, host = self.trainer.strategy.root_device, torch.get_rng_state()
+        return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
 
     def _now(self) -> float:
         if self.trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self.trainer.strategy.root_device)
         return time.perf_counter()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient  # of nn.Embedding(sparse=True)
+
+
+def _gathered(model: nn.Module, change: bool = False) -> Any:
+    """All-gather the weights that ZeRO-3 shards, to read them, or to change them as the first rank does."""
+    sharded = [p for p in model.parameters() if hasattr(p, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if change else None)
+
+
+@torch.no_grad()
+def _fill_zeros(weights: Iterable[Tensor]) -> None:
+    """Replace zeros by small numbers: weights before zeros, as in a new LoRA adapter, have no gradient to compare."""
+    random = torch.Generator().manual_seed(0)  # replicas stay alike
+    for weight in weights:
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        noise = torch.normal(0.0, 0.01, own.shape, generator=random)
+        own.copy_(torch.where(own == 0, noise.to(own), own))
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str, Tensor]]:
