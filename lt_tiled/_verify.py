@@ -197,7 +197,7 @@ class _Gradients(torch.optim.Optimizer):
         weights = stepped_on(self)
         before = [weight.detach().clone() for weight in weights]
         for weight in weights:
-            weight.zero_() if weight.grad is None else weight.copy_(_dense(weight.grad))
+            weight.zero_() if weight.grad is None else weight.copy_(weight.grad)
         try:
             return gather()
         finally:
@@ -229,6 +229,10 @@ class _Comparison(Callback):
         patches = [patch for module in pl_module.modules() for patch in get_patches(module, Patch)]
         if not patches:
             raise ValueError(f"lt_tiled changes nothing in {name}: use one of its strategies or callbacks.")
+        if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in pl_module.modules()):
+            raise ValueError(
+                "Sparse gradients cannot be compared: verify with sparse=False, which has the same values."
+            )
         _force_tiles(patches)
         _prepare(pl_module)
         before = _buffers(pl_module)
@@ -385,7 +389,7 @@ class _Comparison(Callback):
             finally:
                 torch.set_default_dtype(default)
         trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-        gradients = {name: torch.zeros_like(p) if p.grad is None else _dense(p.grad) for name, p in trained.items()}
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
         if self.trainer.world_size > 1:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
@@ -417,10 +421,6 @@ class _Comparison(Callback):
         if self.trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self.trainer.strategy.root_device)
         return time.perf_counter()
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient  # of nn.Embedding(sparse=True)
 
 
 def _gathered(model: nn.Module, change: bool = False) -> Any:
