@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,15 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._training_step import first_batch, length_of, nothing, stepped_on, training_loss, with_length
+from lt_tiled._training_step import (
+    first_batch,
+    length_of,
+    nothing,
+    raising_on_all,
+    stepped_on,
+    training_loss,
+    with_length,
+)
 from lt_tiled._types import PositiveInt
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
@@ -230,16 +238,14 @@ class _Comparison(Callback):
         if not patches:
             raise ValueError(f"lt_tiled changes nothing in {name}: use one of its strategies or callbacks.")
         if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in pl_module.modules()):
-            raise ValueError(
-                "Sparse gradients cannot be compared: verify with sparse=False, which has the same values."
-            )
+            raise ValueError("Sparse gradients cannot be compared: verify with sparse=False, with the same values.")
         _force_tiles(patches)
         _prepare(pl_module)
         before = _buffers(pl_module)
         self.before = {name: (holder, key, b, b.clone()) for name, (holder, key, b) in before.items()}
         with isolate_rng():
             torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
-            with self._raising_on_all():
+            with raising_on_all(self.trainer.world_size):
                 self._read_batch()
             weights = self._full() if self.reference else {}
             with turned_off(pl_module):
@@ -251,16 +257,15 @@ class _Comparison(Callback):
             truth: dict[str, Tensor] = {}
             if self.reference and not self.draws:  # other precisions draw other random numbers
                 truth = self._step_in(dtype, weights)
-        with self._raising_on_all():
+        with raising_on_all(self.trainer.world_size):
             same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
             names = [name for name in truth or plain if name not in same]
             gradients = [name for name in names if name != LOSS and name not in before]
             if not norm_of(truth or plain, gradients):
                 raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
             if trainer.is_global_zero:
-                mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(
-                    str(trainer.precision).split("-")[0], set()
-                )
+                bits = str(trainer.precision).split("-")[0]
+                mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(bits, set())
                 eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
                 if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
                     eps = max(eps, 2.0**-10)  # of TF32
@@ -277,22 +282,6 @@ class _Comparison(Callback):
                     self.draws,
                 )
         self.result = trainer.strategy.broadcast(self.result)
-
-    @contextmanager
-    def _raising_on_all(self) -> Iterator[None]:
-        """Raise on all ranks what one of them raises: the others would wait for it in the next collective."""
-        error, texts = None, [""] * self.trainer.world_size
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        if len(texts) > 1:
-            dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else "")
-        if error:
-            raise error
-        for rank, text in enumerate(texts):
-            if text:
-                raise ValueError(f"Rank {rank} cannot run its step: {text}")
 
     def _read_batch(self) -> None:
         strategy = self.trainer.strategy
@@ -372,13 +361,12 @@ class _Comparison(Callback):
         module.trainer = self.trainer
         batch = copy.deepcopy(self.batch)
         batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        with self._raising_on_all():
+        with raising_on_all(self.trainer.world_size):
             try:
                 module.configure_model()
                 own = module.state_dict()  # with the names of compiled submodules
-                module.load_state_dict(
-                    {k: weights[plain_name(k)] if isinstance(v, Tensor) else v for k, v in own.items()}
-                )
+                own |= {name: weights[plain_name(name)] for name, v in own.items() if isinstance(v, Tensor)}
+                module.load_state_dict(own)
                 _prepare(module.to(self.trainer.strategy.root_device, dtype))
                 torch.set_default_dtype(dtype)
                 with turned_off(module), isolate_rng():
