@@ -64,7 +64,8 @@ def verify(
 ) -> Verification:
     """Compare a training step of a model without and with lt_tiled, and return what differs by how much.
 
-    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own.
+    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own, and zeros
+    of trained weights are replaced by small numbers, because they would stop gradients.
 
     Args:
         model: A LightningModule, or any module.
@@ -136,8 +137,7 @@ def _run(
         kept = [p for p in model.parameters() if p.requires_grad or isinstance(p, FlatParameter)]
         if not kept:
             raise ValueError("All weights are frozen, so there are no gradients to compare: train at least one weight.")
-        with _gathered(trained, change=True):  # before DeepSpeed copies the weights
-            _fill_zeros(p for p in kept if p.requires_grad)
+        _fill_zeros(p for p in kept if p.requires_grad)  # before DeepSpeed copies the weights
         comparison.optimizer = _Gradients(kept)
         return comparison.optimizer
 
@@ -391,7 +391,7 @@ class _Comparison(Callback):
     def _full(self) -> dict[str, Tensor]:
         """Return the state dict with full weights, on the CPU."""
         model = self.trained if self._on_deepspeed else self.trainer.model
-        with _gathered(self.trained):
+        with _gathered(self.trained.parameters()):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
 
@@ -411,9 +411,9 @@ class _Comparison(Callback):
         return time.perf_counter()
 
 
-def _gathered(model: nn.Module, change: bool = False) -> Any:
-    """All-gather the weights that ZeRO-3 shards, to read them, or to change them as the first rank does."""
-    sharded = [p for p in model.parameters() if hasattr(p, "ds_id")]
+def _gathered(weights: Iterable[Tensor], change: bool = False) -> Any:
+    """All-gather weights that ZeRO-3 shards, to read them, or to change them as the first rank does."""
+    sharded = [p for p in weights if hasattr(p, "ds_id")]
     if not sharded:
         return nullcontext()
     import deepspeed
@@ -426,9 +426,10 @@ def _fill_zeros(weights: Iterable[Tensor]) -> None:
     """Replace zeros by small numbers: weights before zeros, as in a new LoRA adapter, have no gradient to compare."""
     random = torch.Generator().manual_seed(0)  # replicas stay alike
     for weight in weights:
-        own = weight.to_local() if isinstance(weight, DTensor) else weight
-        noise = torch.normal(0.0, 0.01, own.shape, generator=random)
-        own.copy_(torch.where(own == 0, noise.to(own), own))
+        with _gathered([weight], change=True):  # one by one: all may not fit on a device
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            noise = torch.normal(0.0, 0.01, own.shape, generator=random)
+            own.copy_(torch.where(own == 0, noise.to(own), own))
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str, Tensor]]:
