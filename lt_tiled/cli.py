@@ -46,7 +46,7 @@ class CommandsTrainer(Trainer):
 class TiledCLI(LightningCLI):
     """Adds the commands ``plan``, ``verify`` and ``export``, which :func:`main` runs.
 
-    ``plan``, which makes modules without memory, and ``verify`` get no Trainer, because they make their own or none.
+    ``plan``, which makes modules without memory, and ``verify`` get no Trainer: they take its arguments.
 
     Args:
         command: The command that runs, if it is known: no parsers are built for the others, because that is slow.
