@@ -1,12 +1,15 @@
-"""Training steps outside of a training loop: the first batch, other sequence lengths, the loss."""
+"""Training steps outside of a training loop: the first batch, other sequence lengths, the loss, errors of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,9 +21,16 @@ from lt_tiled.errors import SimulationError
 
 
 def first_batch(module: LightningModule, datamodule: LightningDataModule | None, index: int = 0) -> Any:
-    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU."""
+    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU.
+
+    Raises:
+        SimulationError: If there is none.
+    """
     loader = (module if datamodule is None else datamodule).train_dataloader()
-    *_, (batch, _, _) = islice(CombinedLoader(loader, "max_size_cycle"), index + 1)
+    batches = deque(islice(CombinedLoader(loader, "max_size_cycle"), index + 1), maxlen=1)
+    if not batches:
+        raise SimulationError("train_dataloader() yields no batch: add data, or make batch_size smaller.")
+    batch, _, _ = batches.pop()
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
         overridden = datamodule is not None and is_overridden(hook, datamodule)
         batch = getattr(datamodule if overridden else module, hook)(batch, 0)
@@ -79,6 +89,23 @@ def training_loss(run: Callable[..., Any], module: LightningModule, batch: Any) 
         step = f"{type(module).__name__}.training_step"
         raise SimulationError(f"{step} returned {type(loss).__name__} and no loss: use automatic optimization.")
     return loss
+
+
+@contextmanager
+def raising_on_all(ranks: int) -> Iterator[None]:
+    """Raise on all ranks what one of them raises: the others would wait for it in the next collective."""
+    error, texts = None, [""] * ranks
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if ranks > 1:
+        dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else "")
+    if error:
+        raise error
+    for rank, text in enumerate(texts):
+        if text:
+            raise ValueError(f"Rank {rank} cannot run its step: {text}")
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,9 +27,18 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._training_step import first_batch, length_of, nothing, stepped_on, training_loss, with_length
+from lt_tiled._training_step import (
+    first_batch,
+    length_of,
+    nothing,
+    raising_on_all,
+    stepped_on,
+    training_loss,
+    with_length,
+)
 from lt_tiled._types import PositiveInt
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
@@ -55,7 +64,8 @@ def verify(
 ) -> Verification:
     """Compare a training step of a model without and with lt_tiled, and return what differs by how much.
 
-    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own.
+    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own, and zeros
+    of trained weights are replaced by small numbers, because they would stop gradients.
 
     Args:
         model: A LightningModule, or any module.
@@ -124,7 +134,10 @@ def _run(
     def configure_optimizers() -> torch.optim.Optimizer:
         model: Any = run.model
         # The state dict has the parts of flat weights: those of frozen ones must not be taken for gradients.
-        kept = (p for p in model.parameters() if p.requires_grad or isinstance(p, FlatParameter))
+        kept = [p for p in model.parameters() if p.requires_grad or isinstance(p, FlatParameter)]
+        if not kept:
+            raise ValueError("All weights are frozen, so there are no gradients to compare: train at least one weight.")
+        _fill_zeros(p for p in kept if p.requires_grad)  # before DeepSpeed copies the weights
         comparison.optimizer = _Gradients(kept)
         return comparison.optimizer
 
@@ -224,44 +237,50 @@ class _Comparison(Callback):
         patches = [patch for module in pl_module.modules() for patch in get_patches(module, Patch)]
         if not patches:
             raise ValueError(f"lt_tiled changes nothing in {name}: use one of its strategies or callbacks.")
+        if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in pl_module.modules()):
+            raise ValueError("Sparse gradients cannot be compared: verify with sparse=False, with the same values.")
         _force_tiles(patches)
         _prepare(pl_module)
         before = _buffers(pl_module)
         self.before = {name: (holder, key, b, b.clone()) for name, (holder, key, b) in before.items()}
         with isolate_rng():
             torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
-            self._read_batch()
+            with raising_on_all(self.trainer.world_size):
+                self._read_batch()
             weights = self._full() if self.reference else {}
             with turned_off(pl_module):
                 plain, untiled = self._measure()
             ours, tiled = self._measure()
             kinds = {weight.dtype for weight in pl_module.parameters()}
             dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
+            self.draws = trainer.strategy.reduce_boolean_decision(self.draws, all=False)
             truth: dict[str, Tensor] = {}
             if self.reference and not self.draws:  # other precisions draw other random numbers
                 truth = self._step_in(dtype, weights)
-        same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
-        names = [name for name in truth or plain if name not in same]
-        gradients = [name for name in names if name != LOSS and name not in before]
-        if not norm_of(truth or plain, gradients):
-            raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-        if trainer.is_global_zero:
-            mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(str(trainer.precision).split("-")[0], set())
-            eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
-            if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
-                eps = max(eps, 2.0**-10)  # of TF32
-            prefix = "model." if isinstance(self.module, _Stepping) else ""
-            tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
-            self.result = Verification(
-                f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
-                f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
-                Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
-                Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
-                compare(plain, ours, truth, eps, names, gradients, prefix),
-                max((count for _, count in tiles), default=None),
-                listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
-                self.draws,
-            )
+        with raising_on_all(self.trainer.world_size):
+            same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
+            names = [name for name in truth or plain if name not in same]
+            gradients = [name for name in names if name != LOSS and name not in before]
+            if not norm_of(truth or plain, gradients):
+                raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
+            if trainer.is_global_zero:
+                bits = str(trainer.precision).split("-")[0]
+                mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(bits, set())
+                eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
+                if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
+                    eps = max(eps, 2.0**-10)  # of TF32
+                prefix = "model." if isinstance(self.module, _Stepping) else ""
+                tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
+                self.result = Verification(
+                    f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
+                    f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
+                    Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
+                    Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
+                    compare(plain, ours, truth, eps, names, gradients, prefix),
+                    max((count for _, count in tiles), default=None),
+                    listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
+                    self.draws,
+                )
         self.result = trainer.strategy.broadcast(self.result)
 
     def _read_batch(self) -> None:
@@ -342,19 +361,21 @@ class _Comparison(Callback):
         module.trainer = self.trainer
         batch = copy.deepcopy(self.batch)
         batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        try:
-            module.configure_model()
-            own = module.state_dict()  # with the names of compiled submodules
-            module.load_state_dict({k: weights[plain_name(k)] if isinstance(v, Tensor) else v for k, v in own.items()})
-            _prepare(module.to(self.trainer.strategy.root_device, dtype))
-            torch.set_default_dtype(dtype)
-            with turned_off(module), isolate_rng():
-                loss = training_loss(module.training_step, module, batch)
-                module.backward(loss)
-        except Exception as error:
-            raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
-        finally:
-            torch.set_default_dtype(default)
+        with raising_on_all(self.trainer.world_size):
+            try:
+                module.configure_model()
+                own = module.state_dict()  # with the names of compiled submodules
+                own |= {name: weights[plain_name(name)] for name, v in own.items() if isinstance(v, Tensor)}
+                module.load_state_dict(own)
+                _prepare(module.to(self.trainer.strategy.root_device, dtype))
+                torch.set_default_dtype(dtype)
+                with turned_off(module), isolate_rng():
+                    loss = training_loss(module.training_step, module, batch)
+                    module.backward(loss)
+            except Exception as error:
+                raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
+            finally:
+                torch.set_default_dtype(default)
         trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
         if self.trainer.world_size > 1:
@@ -369,12 +390,8 @@ class _Comparison(Callback):
 
     def _full(self) -> dict[str, Tensor]:
         """Return the state dict with full weights, on the CPU."""
-        model, gathered = self.trained if self._on_deepspeed else self.trainer.model, nullcontext()
-        if sharded := [p for p in self.trained.parameters() if hasattr(p, "ds_id")]:
-            import deepspeed
-
-            gathered = deepspeed.zero.GatheredParameters(sharded)
-        with gathered:
+        model = self.trained if self._on_deepspeed else self.trainer.model
+        with _gathered(self.trained.parameters()):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             return {name: v.detach().cpu().clone() for name, v in state.items() if isinstance(v, Tensor)}
 
@@ -385,13 +402,34 @@ class _Comparison(Callback):
         return on_cuda and convolves and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
     def _random_state(self) -> Tensor:
-        device = self.trainer.strategy.root_device
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        device, host = self.trainer.strategy.root_device, torch.get_rng_state()
+        return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
 
     def _now(self) -> float:
         if self.trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self.trainer.strategy.root_device)
         return time.perf_counter()
+
+
+def _gathered(weights: Iterable[Tensor], change: bool = False) -> Any:
+    """All-gather weights that ZeRO-3 shards, to read them, or to change them as the first rank does."""
+    sharded = [p for p in weights if hasattr(p, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if change else None)
+
+
+@torch.no_grad()
+def _fill_zeros(weights: Iterable[Tensor]) -> None:
+    """Replace zeros by small numbers: weights before zeros, as in a new LoRA adapter, have no gradient to compare."""
+    random = torch.Generator().manual_seed(0)  # replicas stay alike
+    for weight in weights:
+        with _gathered([weight], change=True):  # one by one: all may not fit on a device
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            noise = torch.normal(0.0, 0.01, own.shape, generator=random)
+            own.copy_(torch.where(own == 0, noise.to(own), own))
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str, Tensor]]:

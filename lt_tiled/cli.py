@@ -35,7 +35,7 @@ from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
 
 
-class PlanningTrainer(Trainer):
+class CommandsTrainer(Trainer):
     """A Trainer with the other commands as methods, from which the command line takes their arguments and help."""
 
     plan = staticmethod(run_plan)
@@ -44,7 +44,9 @@ class PlanningTrainer(Trainer):
 
 
 class TiledCLI(LightningCLI):
-    """Adds the commands ``plan``, which makes modules without memory, and ``verify``. Both get no Trainer.
+    """Adds the commands ``plan``, ``verify`` and ``export``, which :func:`main` runs.
+
+    ``plan``, which makes modules without memory, and ``verify`` get no Trainer: they take its arguments.
 
     Args:
         command: The command that runs, if it is known: no parsers are built for the others, because that is slow.
@@ -159,7 +161,7 @@ def main(args: ArgsType = None) -> None:
             command=command,
             args=args,
             parser_class=Parser,
-            trainer_class=PlanningTrainer,
+            trainer_class=CommandsTrainer,
             trainer_defaults={"callbacks": [TilingReport()]},
             parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
             save_config_callback=SaveRunConfig,

@@ -86,6 +86,10 @@ class Verification:
         figures = f"error {worst.tiled:.1e} of {worst.allowed:.1e} allowed"
         if self.passed:
             others = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
+            if self.tiles is None:
+                others = (
+                    "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing, is verified"
+                )
             return f"pass: the largest {figures}, in {worst.path}{others}"
         if all(row.passed for row in self.rows):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"

@@ -14,26 +14,20 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import lt_tiled
-from benchmarks.verified import verified
+from benchmarks.verified import verified, wrong_gradients
 from lt_tiled import TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling, verify
+from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TiledMLP
 from lt_tiled.cli import main
+from lt_tiled.errors import SimulationError
 from lt_tiled.loss.autograd import _TiledLoss
 from lt_tiled.side_effects import Buffers
-from lt_tiled.tiling.autograd import TiledFunction
 from lt_tiled.verification import Row, Step, Verification
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
 from tests.lit import LitTiny, replaced
-from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.models import WIDE, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.world import World
-
-_true_backward = TiledFunction.backward
-
-
-def too_large(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """A backward pass with gradients that are 1 % too large."""
-    return tuple(None if g is None else g * 1.01 for g in _true_backward(ctx, *gradients))
 
 
 def step(model: Any, ids: Tensor) -> Tensor:
@@ -57,17 +51,17 @@ def test_architectures(name: str) -> None:
     assert not row[-2], "something was not tiled"
 
 
-def test_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient() -> None:
     """A tiled function whose gradient is 1 % too large fails, and the module with the error is named."""
     net = TinyLM()
     assert verify(net, IDS, step=step).passed
-    monkeypatch.setattr(TiledFunction, "backward", staticmethod(too_large))
-    result = verify(net, IDS, step=step)
+    with wrong_gradients():
+        result = verify(net, IDS, step=step)
+        assert not verify(net, IDS, step=step, reference=False).passed
     assert not result.passed
     assert result.worst.path.startswith(("blocks.*.mlp.", "blocks.*.norm2"))
     assert 0.009 < result.worst.tiled < 0.03  # two blocks are wrong
     assert f"fail: {result.worst.path}, error {result.worst.tiled:.1e} of " in result.verdict
-    assert not verify(net, IDS, step=step, reference=False).passed
 
 
 def only_32_bits(model: Any, ids: Tensor) -> Tensor:
@@ -140,10 +134,18 @@ def test_models_that_amplify_rounding() -> None:
     assert ["64-true" in result.verdict for result in results] == [True, False, False]
 
 
+def test_nothing_to_tile() -> None:
+    """A run without tiles passes, and says that no tiling was verified."""
+    chosen = TiledSingleDeviceStrategy(tiling=False, checkpointing=True)
+    result = verify(TinyLM(), IDS, step=step, strategy=chosen)
+    assert (result.passed, result.tiles) == (True, None)
+    assert "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing" in result.verdict
+
+
 LABELLED = {"input_ids": IDS, "labels": IDS}
 
 
-def test_frozen_and_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_and_tied_weights() -> None:
     """LoRA on tied weights: the norm is that of the adapters' gradients, and large frozen weights hide no error."""
     model = tiny_llama(tie_word_embeddings=True)
     nn.init.normal_(model.model.embed_tokens.weight, std=100)
@@ -152,8 +154,18 @@ def test_frozen_and_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.passed, str(result)
     assert result.tiled.norm == pytest.approx(norm_of(adapted))
     assert {row.path.split(".")[-2] for row in result.rows if row.path != "loss"} == {"lora_A", "lora_B"}
-    monkeypatch.setattr(TiledFunction, "backward", staticmethod(too_large))
-    assert verify(adapted, LABELLED, reference=False).worst.tiled > 0.009
+    with wrong_gradients():
+        assert verify(adapted, LABELLED, reference=False).worst.tiled > 0.009
+
+
+def test_zero_weights() -> None:
+    """The weights before zeros, those of a new LoRA adapter, are compared too: a wrong gradient there fails."""
+    adapted: Any = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["gate_proj"]))
+    assert verify(adapted, LABELLED).passed
+    with wrong_gradients():
+        failed = [row.path for row in verify(adapted, LABELLED).rows if not row.passed]
+    assert any("lora_A" in path for path in failed)
+    assert not any(weight.any() for name, weight in adapted.named_parameters() if "lora_B" in name)
 
 
 def norm_of(model: Any) -> float:
@@ -355,6 +367,8 @@ def test_figures() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"step": step, "frozen": True}, "All weights are frozen"),
+        ({"step": step, "sparse": True}, "verify with sparse=False"),
         ({"step": lambda model, ids: model(ids)[0, 0, 0] * 0}, "The step has no gradients"),
         ({}, "TinyLM returns no loss for the batch"),
         ({"step": step, "strategy": "auto"}, "lt_tiled changes nothing in TinyLM"),
@@ -362,9 +376,12 @@ def test_figures() -> None:
     ],
 )
 def test_what_cannot_be_verified(arguments: dict[str, Any], message: str) -> None:
-    """A step without a loss, without gradients, without lt_tiled or without a higher precision raises."""
+    """A step without a loss, dense gradients, weights to train, lt_tiled or a higher precision raises."""
+    net = TinyLM().requires_grad_("frozen" not in arguments)
+    net.embed.sparse = "sparse" in arguments
+    arguments = {name: value for name, value in arguments.items() if name not in ("frozen", "sparse")}
     with pytest.raises(ValueError, match=message):
-        verify(TinyLM(), IDS, **arguments)
+        verify(net, IDS, **arguments)
 
 
 def test_callbacks_and_modules() -> None:
@@ -376,13 +393,9 @@ def on_engine(engine: str, wrong_rank: int | None) -> bool:
     """Whether sequences of its own pass on a rank."""
     offloaded = TiledDeepSpeedStrategy(stage=2, offload_optimizer=True) if engine == "offload" else None
     chosen = offloaded or strategy(lt_tiled, engine)
-    if dist.get_rank() == wrong_rank:
-        TiledFunction.backward = staticmethod(too_large)  # type: ignore[method-assign]
-    try:
-        ids = draw((2, 24 + 6 * dist.get_rank()), dist.get_rank())
+    ids = draw((2, 24 + 6 * dist.get_rank()), dist.get_rank())
+    with wrong_gradients() if dist.get_rank() == wrong_rank else nullcontext():
         return verify(TinyLM(), ids, step=step, strategy=chosen, devices=dist.get_world_size()).passed
-    finally:
-        TiledFunction.backward = staticmethod(_true_backward)  # type: ignore[method-assign]
 
 
 def on_engines(cells: list[tuple[str, int | None]]) -> list[bool]:
@@ -392,12 +405,46 @@ def on_engines(cells: list[tuple[str, int | None]]) -> list[bool]:
 def partly_frozen() -> tuple[float, float]:
     """The norm that is shown for a model with a large frozen unit of flat weights, and the true one."""
     net, ids = TinyLM(), draw((2, 24), 0)
+    for weight in net.parameters():
+        weight.data += 0.01 * (weight.data == 0)  # zeros are not verified as they are
     nn.init.normal_(net.blocks[0].requires_grad_(False).mlp.up.weight, std=100)
     chosen = strategy(lt_tiled, "fsdp_flat")
     result = verify(net, ids, step=step, strategy=chosen, devices=2, reference=False)
     step(net, ids).backward()
     true = sum(float(p.grad.double().square().sum()) for p in net.parameters() if p.grad is not None) ** 0.5
     return result.tiled.norm, true
+
+
+class Zeros(nn.Linear):
+    """Begins with zeros."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class LitZeros(LitTiny):
+    """Makes MLPs in ``configure_model`` whose last weights are zero: the gradients of the others are, too."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            for block in self.net.blocks:
+                block.mlp.down = Zeros(WIDE, H, bias=False)
+
+
+def zeros_on(engines: list[str]) -> list[tuple[bool, bool]]:
+    """Whether an MLP that begins with zeros passes, and with wrong gradients of the weights before the zeros."""
+
+    def passes(engine: str) -> bool:
+        result = verify(LitZeros(), draw((2, 24), dist.get_rank()), strategy=strategy(lt_tiled, engine), devices=2)
+        return {row.path: row.passed for row in result.rows}["net.blocks.*.mlp.gate"]
+
+    results = []
+    for engine in engines:
+        right = passes(engine)
+        with wrong_gradients():
+            results.append((right, passes(engine)))
+    return results
 
 
 def sharing() -> bool:
@@ -411,6 +458,7 @@ def test_engines(world: World) -> None:
     cells = [("fsdp_flat", None), ("fsdp2", None), ("ddp", None), ("ddp", 1)]
     assert world(on_engines, cells) == [[True, True, True, False]] * 2
     assert world(sharing) == [True, True]
+    assert world(zeros_on, ["fsdp_flat", "fsdp2"]) == [[(True, False)] * 2] * 2
 
 
 def test_frozen_flat_weights(world: World) -> None:
@@ -419,18 +467,50 @@ def test_frozen_flat_weights(world: World) -> None:
         assert norm == pytest.approx(true, rel=1e-5)
 
 
-def without_gradients() -> str:
-    """What a rank says of a step that gives no weight a gradient."""
-    try:
-        verify(TinyLM(), IDS, step=lambda model, ids: model(ids).sum() * 0, strategy="tiled_ddp", devices=2)
-    except ValueError as error:
-        return str(error)
-    return ""
+def without_gradients(model: Any, ids: Tensor) -> Tensor:
+    return model(ids).sum() * 0
+
+
+def only_32_bits_on_one(model: Any, ids: Tensor) -> Tensor:
+    return (only_32_bits if dist.get_rank() else step)(model, ids)
+
+
+def drawing_on_one(model: Any, ids: Tensor) -> Tensor:
+    return step(model, ids) * (torch.rand(()) if dist.get_rank() else 1)
+
+
+class Empty(LitTiny):
+    """Has no data on the second rank."""
+
+    def train_dataloader(self) -> Any:
+        return [] if dist.get_rank() else super().train_dataloader()
+
+
+def errors() -> list[str]:
+    """What a rank says of steps that cannot be compared, or not on one rank."""
+    on_ranks: dict[str, Any] = {"strategy": "tiled_ddp", "devices": 2}
+    runs: list[Any] = [
+        lambda: verify(TinyLM(), IDS, step=without_gradients, **on_ranks),
+        lambda: verify(TinyLM(), IDS, step=only_32_bits_on_one, **on_ranks),
+        lambda: run_verify({**on_ranks, "accelerator": "cpu"}, Empty()),
+        lambda: verify(TinyLM(), IDS, step=drawing_on_one, **on_ranks).reference,
+    ]
+    said = []
+    for run in runs:
+        try:
+            said.append(run())
+        except (ValueError, SimulationError) as error:
+            said.append(str(error))
+    return said
 
 
 def test_errors_on_ranks(world: World) -> None:
-    """All ranks raise where there is nothing to compare: none waits for the result of the first."""
-    assert all("The step has no gradients" in error for error in world(without_gradients))
+    """All ranks raise what one raises, and leave out the reference if the step of one draws: none waits for another."""
+    for nothing, kernel, data, reference in world(errors):
+        assert "The step has no gradients" in nothing
+        assert "does not run in torch.float64 (no kernel): pass reference=False" in kernel
+        assert "yields no batch" in data
+        assert reference == "the untiled step"
 
 
 def in_half() -> tuple[bool, float]:
@@ -452,6 +532,7 @@ def in_half() -> tuple[bool, float]:
 def test_deepspeed(deepspeed_world: World) -> None:
     """ZeRO-2 with the optimizer in CPU memory and ZeRO-3 pass; an error on one rank of ZeRO-3 fails on all."""
     assert deepspeed_world(on_engines, [("offload", None), ("zero3", None), ("zero3", 1)]) == [[True, True, False]] * 2
+    assert deepspeed_world(zeros_on, ["zero3"]) == [[(True, False)]] * 2
 
 
 def test_loss_scales(deepspeed_world: World) -> None:
@@ -472,15 +553,14 @@ trainer:
 """
 
 
-def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     """``lt-tiled verify`` prints the table and ends with 0 if the configuration passes, and with 1 if it fails."""
     Path("my.yaml").write_text(CONFIG)
     main(["verify", "--config", "my.yaml", "--seq=20"])
     text = capsys.readouterr().out
     assert "LitTiny, 20 tokens, 32-true, TiledDDPStrategy" in text
     assert "\npass: the largest error " in text
-    monkeypatch.setattr(TiledFunction, "backward", staticmethod(too_large))
-    with pytest.raises(SystemExit) as stop:
+    with wrong_gradients(), pytest.raises(SystemExit) as stop:
         main(["verify", "--config", "my.yaml", "--reference=false"])
     assert stop.value.code == 1
     text = capsys.readouterr().out
