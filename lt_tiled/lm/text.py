@@ -100,16 +100,16 @@ class _Resumable(DataLoader[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         # This begins with the first batch: Lightning makes iterators before it sets the epoch, and does not use all.
-        state = self._loaded or {"batches": 0}
-        if self._loaded and not state["batches"] and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        state = self._loaded
+        if state and not state["batches"] and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             return  # Lightning goes on in the epoch that has ended, and would take one batch of the next for it
         self._loaded = None
         if isinstance(self.sampler, DistributedSampler):
-            epoch = self.sampler.epoch  # Lightning counts one that max_steps has ended again when it goes on
-            self._ahead = state.get("epoch", epoch + self._ahead) - epoch
-            self._epoch = epoch + self._ahead
+            if state:  # Lightning counts an epoch that max_steps has stopped again when it goes on
+                self._ahead = state["epoch"] - self.sampler.epoch
+            self._epoch = self.sampler.epoch + self._ahead
             self.sampler.set_epoch(self._epoch)
-        yield from islice(super().__iter__(), state["batches"], None)
+        yield from islice(super().__iter__(), state["batches"] if state else 0, None)
 
 
 class TextFiles(Sequences):

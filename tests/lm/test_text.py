@@ -207,9 +207,7 @@ def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch)
     assert len(run(None, "step=12.ckpt", max_steps=14, batch_size=2)) == 2
     with monkeypatch.context() as patched:
         patched.setenv("PL_GLOBAL_SEED", "1")
-        with pytest.raises(
-            ValueError, match=r"with seed=0\. With seed=1 .*: resume with seed=0, or from"
-        ):
+        with pytest.raises(ValueError, match=r"with seed=0\. With seed=1 .*: resume with seed=0, or from"):
             run(None, "step=3.ckpt", max_steps=14)
     Path("a.txt").write_bytes(bytes(range(120)))
     with pytest.raises(ValueError, match=r"with sequences=12\. With sequences=13 "):
