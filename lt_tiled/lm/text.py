@@ -74,11 +74,13 @@ class _Resumable(DataLoader[dict[str, Tensor]]):
     _epoch = _ahead = 0
     _loaded: Mapping[str, int] | None = None
 
-    def _shape(self) -> dict[str, int]:
+    def _shape(self) -> dict[str, Any]:
         """Return what decides which batches come first."""
         ranks, seed = getattr(self.sampler, "num_replicas", 1), getattr(self.sampler, "seed", 0)
-        size = {"seq_len": self.seq_len, "batch_size": self.batch_size or 0, "ranks": ranks, "seed": seed}
-        return {**size, "sequences": len(self.dataset)}  # type: ignore[arg-type]  # it is a StackDataset
+        sequences = len(self.dataset)  # type: ignore[arg-type]  # it is a StackDataset
+        shape = {"seq_len": self.seq_len, "batch_size": self.batch_size, "ranks": ranks, "seed": seed}
+        make_plain(shape)
+        return {**shape, "sequences": sequences}
 
     def state_dict(self) -> Mapping[str, int]:
         if self._loaded is not None:  # no batch has been given since

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from lt_tiled._types import PositiveInt
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.text import has_tokenizer, read_text
 from tests.lit import trainer
@@ -180,6 +181,14 @@ def test_resumed_after_an_epoch(text: None, workers: int) -> None:
     found = run(ModelCheckpoint(".", "last"), max_epochs=1, num_workers=workers)
     found += run(None, "last.ckpt", max_epochs=2, num_workers=workers)
     assert found == run(None, max_epochs=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_of_the_command_line(text: None) -> None:
+    """The checkpoint of a run with the command line's numbers, which are of own types, is loaded with weights only."""
+    run(ModelCheckpoint(".", "last"), max_steps=3, seq_len=PositiveInt(8), batch_size=PositiveInt(1))
+    state = torch.load("last.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert state == [{"epoch": 0, "batches": 3, "seq_len": 8, "batch_size": 1, "ranks": 1, "seed": 0, "sequences": 12}]
 
 
 class Kept(OnExceptionCheckpoint):
