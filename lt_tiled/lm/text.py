@@ -48,7 +48,7 @@ class Sequences(LightningDataModule):
         data, seed = self._data("train"), int(os.environ.get("PL_GLOBAL_SEED", 0))
         sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None
         loader = _Resumable(data, shuffle=None if alone else True, sampler=sampler, **self._options())
-        loader.trainer = self.trainer
+        loader.trainer, loader.seq_len = self.trainer, self.seq_len
         return loader
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -70,27 +70,48 @@ class _Resumable(DataLoader[dict[str, Tensor]]):
     """Goes on after the last batch of a checkpoint. With another one, Lightning begins the epoch again."""
 
     trainer: Any = None
-    _given = _skipped = 0
+    seq_len = 0
+    _epoch = _ahead = 0
+    _loaded: Mapping[str, int] | None = None
 
-    def state_dict(self) -> dict[str, int]:
-        ended = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # after fewer with limit_train_batches
-        return {"epoch": getattr(self.sampler, "epoch", 0) + ended, "batches": 0 if ended else self._given}
+    def _shape(self) -> dict[str, Any]:
+        """Return what decides which batches come first."""
+        ranks, seed = getattr(self.sampler, "num_replicas", 1), getattr(self.sampler, "seed", 0)
+        sequences = len(self.dataset)  # type: ignore[arg-type]  # it is a StackDataset
+        shape = {"seq_len": self.seq_len, "batch_size": self.batch_size, "ranks": ranks, "seed": seed}
+        make_plain(shape)
+        return {**shape, "sequences": sequences}
+
+    def state_dict(self) -> Mapping[str, int]:
+        if self._loaded is not None:  # no batch has been given since
+            return self._loaded
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        done = progress.current.processed  # the step that raises is repeated
+        ended = progress.is_last_batch and done == progress.current.ready  # after fewer with limit_train_batches
+        return {"epoch": self._epoch + ended, "batches": 0 if ended else done, **self._shape()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._skipped = state["batches"]
-        if isinstance(self.sampler, DistributedSampler):
-            self.sampler.set_epoch(state["epoch"])  # workers read ahead before Lightning does this
+        for name, now in self._shape().items():
+            if state["batches"] and state[name] != now:
+                raise ValueError(
+                    f"The checkpoint was saved after {state['batches']} batches of an epoch with {name}={state[name]}."
+                    f" With {name}={now} other batches would be left: resume with {name}={state[name]}, or from a"
+                    " checkpoint of the end of an epoch."
+                )
+        self._loaded = state
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        skipped, self._skipped, self._given = self._skipped, 0, 0
-        batches = enumerate(super().__iter__(), 1)
-        for self._given, _ in islice(batches, skipped):
-            pass
-        return self._counted(batches)
-
-    def _counted(self, batches: Iterator[tuple[int, dict[str, Tensor]]]) -> Iterator[dict[str, Tensor]]:
-        for self._given, batch in batches:
-            yield batch
+        # This begins with the first batch: Lightning makes iterators before it sets the epoch, and does not use all.
+        state = self._loaded
+        if state and not state["batches"] and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            return  # Lightning goes on in the epoch that has ended, and would take one batch of the next for it
+        self._loaded = None
+        if isinstance(self.sampler, DistributedSampler):
+            if state:  # Lightning counts an epoch that max_steps has stopped again when it goes on
+                self._ahead = state["epoch"] - self.sampler.epoch
+            self._epoch = self.sampler.epoch + self._ahead
+            self.sampler.set_epoch(self._epoch)
+        yield from islice(super().__iter__(), state["batches"] if state else 0, None)
 
 
 class TextFiles(Sequences):
@@ -134,20 +155,23 @@ class TextFiles(Sequences):
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
-        self.tokenizer, self.max_bytes, self.held_out = tokenizer, max_bytes, held_out
+        self.tokenizer = self._used = tokenizer
+        self.max_bytes, self.held_out = max_bytes, held_out
         self.trust_remote_code = trust_remote_code
 
     def setup(self, stage: str) -> None:
-        module = getattr(self.trainer, "lightning_module", None)
-        if self.tokenizer is None and isinstance(module, CausalLM) and (path := module.hparams["path"]) is not None:
+        module, tokenizer = getattr(self.trainer, "lightning_module", None), self.tokenizer
+        if tokenizer is None and isinstance(module, CausalLM) and (path := module.hparams["path"]) is not None:
             if has_tokenizer(path):
-                inform(f"the tokens of the text are those of the tokenizer in {path}")
-                self.tokenizer, self._cut_at = path, 0
+                tokenizer = path
             elif (known := module.vocab_size) != 256:
                 raise ValueError(
                     f"The model in path={path!r} has {known} tokens and no tokenizer, and the data would be bytes: set"
                     " tokenizer of lt_tiled.lm.TextFiles to a local directory with the tokenizer of the model."
                 )
+        if tokenizer != self._used:
+            inform(f"the tokens of the text are {f'those of the tokenizer in {tokenizer}' if tokenizer else 'bytes'}")
+            self._used, self._cut_at = tokenizer, 0
         super().setup(stage)
 
     def cut(self) -> list[Mapping[str, Tensor]]:
@@ -171,17 +195,18 @@ class TextFiles(Sequences):
         return [{"input_ids": part} for part in windows.split([count - 2 * held, held, held])]
 
     def _tokenize(self, text: bytes) -> Tensor:
-        if self.tokenizer is None:
+        if self._used is None:
+            self.vocab_size = 256
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        tokenizer = load_tokenizer(self.tokenizer, self.trust_remote_code)
+        tokenizer = load_tokenizer(self._used, self.trust_remote_code)
         self.vocab_size = vocab_size(tokenizer)
         ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
 
 def has_tokenizer(directory: str) -> bool:
-    """Return whether a directory has a tokenizer, as ``save_pretrained`` writes it."""
-    return (Path(directory) / "tokenizer_config.json").is_file()
+    """Return whether a directory has a tokenizer: what ``save_pretrained`` writes, or its vocabulary alone."""
+    return any((Path(directory) / f"tokenizer{end}").is_file() for end in ("_config.json", ".json", ".model"))
 
 
 def vocab_size(tokenizer: Any) -> int:

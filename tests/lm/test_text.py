@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from lt_tiled._types import PositiveInt
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.lm.text import read_text
+from lt_tiled.lm.text import has_tokenizer, read_text
 from tests.lit import trainer
 from tests.processes import LIMIT
 from tests.world import World
@@ -46,11 +49,10 @@ def test_text_for_a_local_model(tokens: int, tokenizer: bool, vocab_size: int | 
     """A text for a local model is tokenized by the tokenizer in its directory. Without one, it is bytes for a model of
     256 tokens, and others raise before the first step.
     """
-    LlamaConfig(vocab_size=tokens).save_pretrained("model")
     if tokenizer:
-        words = Tokenizer(models.WordLevel({"[UNK]": 0, "tile": 499}, unk_token="[UNK]"))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained("model")
+        save_words("model", 499)
+    else:
+        LlamaConfig(vocab_size=tokens).save_pretrained("model")
     Path("a.txt").write_text("tile " * 40)
     data = TextFiles("a.txt", seq_len=5)
     data.setup("fit")  # with no model, as bytes
@@ -64,15 +66,53 @@ def test_text_for_a_local_model(tokens: int, tokenizer: bool, vocab_size: int | 
         assert windows(data, "val")[0].tolist() == ([499] * 5 if tokenizer else list(b"tile "))
 
 
-class Noting(LightningModule):
-    """Notes the epoch, the number and the first token of each sequence."""
+def save_words(directory: str, tile: int) -> None:
+    """Save a tokenizer of words, and the configuration of a model, to a directory."""
+    LlamaConfig(vocab_size=512).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "tile": tile}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(directory)
 
-    def __init__(self) -> None:
+
+def test_text_for_another_model() -> None:
+    """A text that is used for another model is cut by the tokenizer of that model, or into bytes for a model without a
+    path.
+    """
+    save_words("a", 499)
+    save_words("b", 7)
+    Path("a.txt").write_text("tile " * 40)
+    data = TextFiles("a.txt", seq_len=5)
+    for model, vocab_size, tokens in (
+        (CausalLM(path="a"), 500, [499] * 5),
+        (CausalLM(path="b"), 8, [7] * 5),
+        (LightningModule(), 256, list(b"tile ")),
+    ):
+        data.trainer = SimpleNamespace(lightning_module=model)  # type: ignore[assignment]
+        data.setup("fit")
+        assert data.vocab_size == vocab_size
+        assert windows(data, "val")[0].tolist() == tokens
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
+def test_tokenizer_of_one_file(tmp_path: Path, file: str) -> None:
+    """A directory with one of the files that a tokenizer may have is taken for one."""
+    assert not has_tokenizer(str(tmp_path))
+    (tmp_path / file).touch()
+    assert has_tokenizer(str(tmp_path))
+
+
+class Noting(LightningModule):
+    """Notes the epoch, the number and the first token of each sequence, and raises after so many."""
+
+    def __init__(self, failing: int = -1) -> None:
         super().__init__()
+        self.failing = failing
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen: list[tuple[int, ...]] = []
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        if len(self.seen) == self.failing:
+            raise ArithmeticError("the step failed")
         self.seen.append((self.current_epoch, index, *batch["input_ids"][:, 0].tolist()))
         return self.weight * 1
 
@@ -80,36 +120,115 @@ class Noting(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+def run(callback: Callback | None, ckpt_path: str | None = None, failing: int = -1, **options: Any) -> list[Any]:
+    """Train on ``a.txt`` and return what was noted, with options of the data and of the Trainer."""
+    own = {name: options.pop(name) for name in ("paths", "seq_len", "batch_size", "num_workers") if name in options}
+    data, module = TextFiles(**{"paths": "a.txt", "seq_len": 8, "held_out": 0.01, **own}), Noting(failing)
+    options = {"strategy": "auto", "max_steps": -1, "limit_val_batches": 0, **options}
+    with suppress(ArithmeticError):
+        trainer(callbacks=callback, enable_checkpointing=callback is not None, **options).fit(
+            module, data, ckpt_path=ckpt_path
+        )
+    return module.seen
+
+
+def firsts(seen: list[tuple[int, ...]]) -> list[int]:
+    """Return the first tokens of what was noted."""
+    return [tokens[0] for _, _, *tokens in seen]
+
+
 def resume(folder: str, workers: int, saved: list[int], devices: int, batches: int | None = None) -> None:
     """Train 14 steps, in epochs of so many batches; then the rest of them from each checkpoint."""
-    found: list[list[tuple[int, ...]]] = []
     saves = f"{folder}/{workers}_{batches}"
-    for step in (0, *saved):
-        module, data = Noting(), TextFiles(f"{folder}/a.txt", seq_len=8, num_workers=workers, held_out=0.01)
-        saving = ModelCheckpoint(saves, "{step}", save_top_k=-1, every_n_train_steps=1, save_weights_only=False)
-        options = {"max_steps": 14, "limit_train_batches": batches, "limit_val_batches": 0}
-        options["enable_checkpointing"] = not step
-        run = trainer("ddp" if devices > 1 else "auto", devices=devices, callbacks=[] if step else [saving], **options)
-        run.fit(module, data, ckpt_path=f"{saves}/step={step}.ckpt" if step else None)
-        found.append(module.seen)
-        assert found[-1] == found[0][step:]
+    saving = ModelCheckpoint(saves, "{step}", save_top_k=-1, every_n_train_steps=1)
+    options: dict[str, Any] = {"max_steps": 14, "limit_train_batches": batches, "num_workers": workers}
+    options["paths"] = f"{folder}/a.txt"
+    options |= {"strategy": "ddp", "devices": devices} if devices > 1 else {}
+    all_steps = run(saving, **options)
+    for step in saved:
+        assert run(None, f"{saves}/step={step}.ckpt", **options) == all_steps[step:]
+
+
+@pytest.fixture
+def text() -> None:
+    Path("a.txt").write_bytes(bytes(range(112)))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_resumed_in_an_epoch(tmp_path: Path) -> None:
+def test_resumed_in_an_epoch(text: None) -> None:
     """A run that is resumed in the middle of an epoch, or at its end, gets the batches that an undisturbed one gets;
     with worker processes, too.
     """
-    (tmp_path / "a.txt").write_bytes(bytes(range(112)))
-    resume(str(tmp_path), 0, [3, 12], 1)
-    resume(str(tmp_path), 2, [13], 1)
-    resume(str(tmp_path), 0, [3, 10, 13], 1, batches=10)
+    resume(".", 0, [3, 12], 1)
+    resume(".", 2, [13], 1)
+    resume(".", 0, [3, 10, 13], 1, batches=10)
 
 
-def test_resumed_in_an_epoch_on_two_ranks(world: World, tmp_path: Path) -> None:
-    """So do the ranks of a distributed run."""
-    (tmp_path / "a.txt").write_bytes(bytes(range(112)))
-    world(resume, str(tmp_path), 0, [5, 8], 2, 5)
+@pytest.mark.filterwarnings("ignore")
+def test_resumed_again_and_again(text: None) -> None:
+    """So does a run that ``max_steps`` stops twice in an epoch, and then with the end of the next one."""
+    found: list[int] = []
+    for end in (5, 7, 24, 30):
+        last = f"{len(found)}/last.ckpt" if found else None
+        found += firsts(run(ModelCheckpoint(str(end), "last"), last, max_steps=end))
+    assert found == firsts(run(None, max_steps=30))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_after_an_epoch(text: None, workers: int) -> None:
+    """So does a run of ``max_epochs`` that goes on with another epoch."""
+    found = run(ModelCheckpoint(".", "last"), max_epochs=1, num_workers=workers)
+    found += run(None, "last.ckpt", max_epochs=2, num_workers=workers)
+    assert found == run(None, max_epochs=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_of_the_command_line(text: None) -> None:
+    """The checkpoint of a run with the command line's numbers, which are of own types, is loaded with weights only."""
+    run(ModelCheckpoint(".", "last"), max_steps=3, seq_len=PositiveInt(8), batch_size=PositiveInt(1))
+    state = torch.load("last.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert state == [{"epoch": 0, "batches": 3, "seq_len": 8, "batch_size": 1, "ranks": 1, "seed": 0, "sequences": 12}]
+
+
+class Kept(OnExceptionCheckpoint):
+    """Its checkpoint stays when the Trainer ends."""
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("failing", [3, 11])
+def test_saved_in_a_step(text: None, failing: int) -> None:
+    """A checkpoint of a step that raised, the last one of its epoch too, repeats the batch of this step."""
+    found = run(Kept("."), max_steps=14, failing=failing)
+    assert len(found) == failing
+    assert found + run(None, "on_exception.ckpt", max_steps=14) == run(None, max_steps=14)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batches that are not those of the checkpoint a run raises in the middle of an epoch, and not at its end."""
+    run(ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1), max_steps=12)
+    for name, now, before in (("seq_len", 4, 8), ("batch_size", 2, 1)):
+        with pytest.raises(ValueError, match=rf"after 3 batches of an epoch with {name}={before}\. With {name}={now} "):
+            run(None, "step=3.ckpt", max_steps=14, **{name: now})
+    assert len(run(None, "step=12.ckpt", max_steps=14, batch_size=2)) == 2
+    with monkeypatch.context() as patched:
+        patched.setenv("PL_GLOBAL_SEED", "1")
+        with pytest.raises(ValueError, match=r"with seed=0\. With seed=1 .*: resume with seed=0, or from"):
+            run(None, "step=3.ckpt", max_steps=14)
+    Path("a.txt").write_bytes(bytes(range(120)))
+    with pytest.raises(ValueError, match=r"with sequences=12\. With sequences=13 "):
+        run(None, "step=3.ckpt", max_steps=14)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_resumed_in_an_epoch_on_two_ranks(world: World, text: None) -> None:
+    """So do the ranks of a distributed run. One rank alone raises."""
+    world(resume, os.getcwd(), 0, [5, 8], 2, 5)
+    with pytest.raises(ValueError, match=r"with ranks=2\. With ranks=1 "):
+        run(None, "0_5/step=3.ckpt", max_steps=14)
 
 
 def test_default_corpus_is_the_standard_library() -> None:
