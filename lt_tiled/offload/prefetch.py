@@ -125,7 +125,7 @@ class Prefetcher:
         for index, near in enumerate(nearest):
             try:
                 near.loading = near.loading or near.load()
-            except torch.OutOfMemoryError:  # nobody needs it yet
+            except torch.OutOfMemoryError:  # none of them is needed yet
                 nearest, self.depth = nearest[:index], max(1, index)
                 break
         self._loading = weakref.WeakSet(nearest)
