@@ -357,12 +357,12 @@ class _Comparison(Callback):
 
     def _step_in(self, dtype: torch.dtype, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the step of a plain copy in another precision. Loss and gradients are averaged over the ranks."""
-        module, default = copy.deepcopy(self.module), torch.get_default_dtype()
-        module.trainer = self.trainer
-        batch = copy.deepcopy(self.batch)
-        batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        default = torch.get_default_dtype()
         with raising_on_all(self.trainer.world_size):
             try:
+                module, batch = copy.deepcopy((self.module, self.batch))
+                batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+                module.trainer = self.trainer
                 module.configure_model()
                 own = module.state_dict()  # with the names of compiled submodules
                 own |= {name: weights[plain_name(name)] for name, v in own.items() if isinstance(v, Tensor)}
@@ -376,8 +376,8 @@ class _Comparison(Callback):
                 raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
             finally:
                 torch.set_default_dtype(default)
-        trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+            trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
         if self.trainer.world_size > 1:
             for gradient in gradients.values():
                 dist.all_reduce(gradient)
@@ -424,8 +424,8 @@ def _gathered(weights: Iterable[Tensor], change: bool = False) -> Any:
 @torch.no_grad()
 def _fill_zeros(weights: Iterable[Tensor]) -> None:
     """Replace zeros by small numbers: weights before zeros, as in a new LoRA adapter, have no gradient to compare."""
-    random = torch.Generator().manual_seed(0)  # replicas stay alike
-    for weight in weights:
+    for index, weight in enumerate(weights):
+        random = torch.Generator().manual_seed(index)  # replicas stay alike
         with _gathered([weight], change=True):  # one by one: all may not fit on a device
             own = weight.to_local() if isinstance(weight, DTensor) else weight
             noise = torch.normal(0.0, 0.01, own.shape, generator=random)

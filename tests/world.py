@@ -131,7 +131,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
         os.environ.clear()  # of what the job set, such as Lightning's seed, which the next job would read
         os.environ.update(environment)
         for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD and group.size() == 1:  # of a mesh of FSDP2: each has threads that poll
+            if group.size() == 1 < size:  # of a mesh of FSDP2: each has threads that poll
                 dist.destroy_process_group(group)
         gc.collect()
         gc.freeze()  # what jobs imported: engines collect garbage when they start

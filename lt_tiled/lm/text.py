@@ -44,12 +44,12 @@ class Sequences(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return batches in an order that depends on the seed and the epoch alone, so that a resumed run goes on."""
-        alone = getattr(self.trainer, "world_size", 1) == 1  # else Lightning gives each rank such a sampler
+        # With several ranks, Lightning and Fabric give each such a sampler.
+        alone = self.trainer is not None and self.trainer.world_size == 1
         data, seed = self._data("train"), int(os.environ.get("PL_GLOBAL_SEED", 0))
         sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None
-        loader = _Resumable(data, shuffle=None if alone else True, sampler=sampler, **self._options())
-        loader.trainer, loader.seq_len = self.trainer, self.seq_len
-        return loader
+        given: dict[str, Any] = {"trainer": self.trainer, "seq_len": self.seq_len}
+        return _Resumable(data, shuffle=None if alone else True, sampler=sampler, **given, **self._options())
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return DataLoader(self._data("val"), **self._options())
@@ -69,10 +69,14 @@ class Sequences(LightningDataModule):
 class _Resumable(DataLoader[dict[str, Tensor]]):
     """Goes on after the last batch of a checkpoint. With another one, Lightning begins the epoch again."""
 
-    trainer: Any = None
-    seq_len = 0
-    _epoch = _ahead = 0
+    _epoch = 0
+    _ahead = 0
+    """The epoch minus Lightning's count, which has an epoch that ``max_steps`` stopped once more when it goes on."""
     _loaded: Mapping[str, int] | None = None
+
+    def __init__(self, *args: Any, trainer: Any = None, seq_len: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trainer, self.seq_len = trainer, seq_len  # arguments, because Lightning builds the loader again
 
     def _shape(self) -> dict[str, Any]:
         """Return what decides which batches come first."""
@@ -85,9 +89,9 @@ class _Resumable(DataLoader[dict[str, Tensor]]):
     def state_dict(self) -> Mapping[str, int]:
         if self._loaded is not None:  # no batch has been given since
             return self._loaded
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        done = progress.current.processed  # the step that raises is repeated
-        ended = progress.is_last_batch and done == progress.current.ready  # after fewer with limit_train_batches
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # its last batch is earlier with limit_train_batches
+        done = progress.current.processed
+        ended = progress.is_last_batch and done == progress.current.ready  # a step that raised is repeated
         return {"epoch": self._epoch + ended, "batches": 0 if ended else done, **self._shape()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -102,14 +106,18 @@ class _Resumable(DataLoader[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         # This begins with the first batch: Lightning makes iterators before it sets the epoch, and does not use all.
+        loop = self.trainer and self.trainer.fit_loop
+        if loop:
+            loop._load_combined_loader_states()  # which Lightning omits if configure_optimizers asked for the steps
         state = self._loaded
-        if state and not state["batches"] and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
-            return  # Lightning goes on in the epoch that has ended, and would take one batch of the next for it
+        if state and not state["batches"] and loop.epoch_loop.batch_progress.current.ready:
+            return  # Lightning goes on in the epoch that has ended: it gets no batch, and the next iterator the state
         self._loaded = None
-        if isinstance(self.sampler, DistributedSampler):
-            if state:  # Lightning counts an epoch that max_steps has stopped again when it goes on
-                self._ahead = state["epoch"] - self.sampler.epoch
-            self._epoch = self.sampler.epoch + self._ahead
+        if loop and isinstance(self.sampler, DistributedSampler):
+            counted = loop.epoch_progress.current.processed
+            if state:
+                self._ahead = state["epoch"] - counted
+            self._epoch = counted + self._ahead
             self.sampler.set_epoch(self._epoch)
         yield from islice(super().__iter__(), state["batches"] if state else 0, None)
 
@@ -206,7 +214,8 @@ class TextFiles(Sequences):
 
 def has_tokenizer(directory: str) -> bool:
     """Return whether a directory has a tokenizer: what ``save_pretrained`` writes, or its vocabulary alone."""
-    return any((Path(directory) / f"tokenizer{end}").is_file() for end in ("_config.json", ".json", ".model"))
+    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+    return any((Path(directory) / file).is_file() for file in files)
 
 
 def vocab_size(tokenizer: Any) -> int:

@@ -83,7 +83,7 @@ class Prefetcher:
 
     Args:
         depth: How many tensors to load ahead, or ``"auto"``: one, and one more after each stall, within
-            :data:`MAX_BYTES`.
+            :data:`MAX_BYTES`. Fewer from then on where the memory of the device ends.
     """
 
     def __init__(self, depth: int | Literal["auto"]) -> None:

@@ -53,7 +53,7 @@ class Ledger(TorchDispatchMode):
         self.now = self.peak = 0
         """Bytes."""
         self.flops = 0
-        """As :class:`Flops` counts them: each mode takes time for each operation."""
+        """As :class:`Flops` counts them. A second mode would take time for each operation."""
         self.clock = self.peak_at = 0
         self.allocations: list[Allocation] = []
         self._live: dict[int, Allocation] = {}

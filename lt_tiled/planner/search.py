@@ -184,12 +184,14 @@ def longest(
             # Weights bound the peak of short sequences, and memory grows linearly behind that: the line between both
             # ends meets the limit too early, and the line of the activations of the upper end too late.
             slope = (high.peak - low.peak) / (high.tokens - low.tokens)
-            least, most = low.tokens + (memory - low.peak) / slope, float(high.tokens - granule)
-            if per_token := _per_token(high):
-                most = min(most, high.tokens - (high.peak - memory) / per_token)
-            if most - low.tokens <= CLOSE * low.tokens:
+            least, per_token = low.tokens + (memory - low.peak) / slope, _per_token(high)
+            most = high.tokens - (high.peak - memory) / per_token if per_token else 0.0
+            if most < (1 - CLOSE / 2) * least:  # it grows faster, as scores of attention with dropout do
+                guess = (low.tokens + high.tokens) / 2
+            elif most - low.tokens <= CLOSE * low.tokens:
                 break
-            guess = least if most - least <= CLOSE * least else most
+            else:
+                guess = min(least if most - least <= CLOSE * least else most, high.tokens - granule)
         tried = planned(max(low.tokens + granule, int(guess) // granule * granule))
         low, high = (tried, high) if tried.peak <= memory else (low, tried)
     return low

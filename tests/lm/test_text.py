@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lt_tiled._types import PositiveInt
@@ -117,6 +118,7 @@ class Noting(LightningModule):
         return self.weight * 1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches > 0  # as schedules do: Lightning makes the loader
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
@@ -181,6 +183,29 @@ def test_resumed_after_an_epoch(text: None, workers: int) -> None:
     found = run(ModelCheckpoint(".", "last"), max_epochs=1, num_workers=workers)
     found += run(None, "last.ckpt", max_epochs=2, num_workers=workers)
     assert found == run(None, max_epochs=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_resumed_in_the_last_epoch(text: None) -> None:
+    """So does a run of ``max_epochs`` from a checkpoint in the middle of an epoch."""
+    saving = ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1)
+    found = run(saving, max_epochs=2)
+    for step in (5, 17):
+        assert run(None, f"step={step}.ckpt", max_epochs=2) == found[step:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loader_that_lightning_builds_again(text: None) -> None:
+    """A run that overfits a few batches saves checkpoints under a strategy of several ranks, too."""
+    options = {"overfit_batches": 2, "max_steps": 3, "strategy": "ddp", "accelerator": "cpu", "devices": 1}
+    assert len(run(ModelCheckpoint(".", "last"), **options)) == 3
+
+
+def test_loader_without_a_trainer(text: None) -> None:
+    """Fabric gives each rank a sampler of its own, which it does not where the loader has one."""
+    data = TextFiles(paths="a.txt", seq_len=8, held_out=0.01)
+    data.setup("fit")
+    assert not isinstance(data.train_dataloader().sampler, DistributedSampler)
 
 
 @pytest.mark.filterwarnings("ignore")

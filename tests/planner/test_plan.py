@@ -135,6 +135,14 @@ def test_longest() -> None:
         longest(base, 4 * MIB)
 
 
+def test_longest_with_scores_of_attention() -> None:
+    """Where memory grows with the square of the sequence length, the longest sequence is found, too."""
+    base = job(module=lambda: CausalLM({**SMALL, "num_hidden_layers": 1, "attention_dropout": 0.1}))
+    memory = plan(base, 4096).peak + MIB
+    found = longest(base, memory, tokens=1024)
+    assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak
+
+
 def test_longest_beside_large_weights() -> None:
     """Just above what the optimizer takes at any length, the longest sequence is found, too, and in few steps."""
     base = job(module=lambda: CausalLM({**LLAMA, "hidden_size": 512, "intermediate_size": 4096}))
