@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.modules.patch import Patch, get_patches, place_of
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
 from lt_tiled.tiling.recompute import (
@@ -467,7 +468,9 @@ def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
     before = [{name: (v, snapshot(v, objects=True)) for name, v in part.__dict__.items()} for part in parts]
     yield
     for part, then in zip(parts, before, strict=True):
-        now = ((name, value) for name, value in part.__dict__.items() if name != "_buffers")
+        # Patches learn from each call, of another thread too.
+        ignored = {"_buffers", *(place_of(type(patch), patch.method) for patch in get_patches(part, Patch))}
+        now = ((name, value) for name, value in part.__dict__.items() if name not in ignored)
         changed = [name for name, value in now if name not in then or not is_unchanged(value, *then[name])]
         if changed:
             raise NotPositionWiseError(
