@@ -119,9 +119,9 @@ def mlp_flops(model: nn.Module, name: str, size: Size) -> int:
     tile_with(name, mlp, size.shards)
     x = torch.randn(1, size.tokens, size.hidden, requires_grad=True)
     checkpoint(mlp, x, use_reentrant=False).sum().backward()
-    with Flops() as flops:
+    with Flops() as counted:
         checkpoint(mlp, x, use_reentrant=False).sum().backward()
-    return int(flops.total)
+    return int(counted.flops)
 
 
 def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
@@ -139,7 +139,7 @@ def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
         through += out.numel() // out.shape[-1]
 
     handles = [layer.mlp.up_proj.register_forward_hook(count) for layer in model.model.layers]  # type: ignore[union-attr]
-    with Flops() as flops:
+    with Flops() as counted:
         loss_of(model, ids).backward()
     for handle in handles:
         handle.remove()
@@ -148,4 +148,4 @@ def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
         loss = loss_of(model, ids)
         saved = meter.now
         loss.backward()
-    return flops.total, through, meter.peak, saved
+    return counted.flops, through, meter.peak, saved

@@ -302,11 +302,12 @@ class _Comparison(Callback):
         if on_cuda:
             base = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        with Flops() as counted, nullcontext(Ledger()) if on_cuda else Ledger(only=device.type) as ledger:
+        counted = Flops() if on_cuda else Ledger(only=device.type)
+        with counted:
             self._step()
-        peak = torch.cuda.max_memory_allocated(device) - base if on_cuda else ledger.peak
+        peak = counted.peak if isinstance(counted, Ledger) else torch.cuda.max_memory_allocated(device) - base
         values, seconds = self._step(read=True)
-        return values, (counted.total, peak, seconds)
+        return values, (counted.flops, peak, seconds)
 
     def _step(self, read: bool = False) -> tuple[dict[str, Tensor], float]:
         """Run a step of the engine. Return its loss, gradients and buffers if they are read, and the duration."""

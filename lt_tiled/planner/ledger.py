@@ -163,14 +163,14 @@ class Flops(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.total += flops_of(func, args, kwargs, result)
+        self.flops += flops_of(func, args, kwargs, result)
         return result
 
 

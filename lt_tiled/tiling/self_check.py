@@ -15,7 +15,7 @@ from types import CellType, FrameType, GeneratorType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -465,18 +465,22 @@ def _attributes_restored(call: TiledCall) -> Iterator[None]:
 def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
     """Refuse a module that changes its attributes, such as counters and lists: each tile would do so once."""
     parts = list(call.work.parts())
-    before = [{name: (v, snapshot(v, objects=True)) for name, v in part.__dict__.items()} for part in parts]
+    before = [{name: (v, snapshot(v, objects=True)) for name, v in _attributes(part).items()} for part in parts]
     yield
     for part, then in zip(parts, before, strict=True):
-        # Patches learn from each call, of another thread too.
-        ignored = {"_buffers", *(place_of(type(patch), patch.method) for patch in get_patches(part, Patch))}
-        now = ((name, value) for name, value in part.__dict__.items() if name not in ignored)
+        now = _attributes(part).items()
         changed = [name for name, value in now if name not in then or not is_unchanged(value, *then[name])]
         if changed:
             raise NotPositionWiseError(
                 f"{call.patch.name} changes {type(part).__name__}.{changed[0]} in its forward, which would be changed"
                 f" once for each tile, and again in the recompute. Return it as an output instead. {REMEDY}"
             )
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module but its buffers, and patches, which learn from calls in other threads too."""
+    ignored = {"_buffers", *(place_of(type(patch), patch.method) for patch in get_patches(part, Patch))}
+    return {name: value for name, value in part.__dict__.items() if name not in ignored}
 
 
 @contextmanager

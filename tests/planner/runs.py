@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.planner.job import make_job
+from lt_tiled.planner import simulate
+from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.ledger import Ledger
+from lt_tiled.planner.search import plan
 from tests.lit import trainer
 
 LLAMA = {
@@ -126,3 +130,17 @@ def predicted(strategy: Any, devices: int = 1, module: type[CausalLM] = CausalLM
         .simulate()
         .peak
     )
+
+
+def assert_two_stand_for_all(job: Job, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that a simulation of two tiles of each size has the parts, the peak and the FLOPs of one of all."""
+
+    def figures() -> Any:
+        run = plan(job, tokens).simulation
+        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
+
+    *two, few = figures()
+    monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
+    *every, many = figures()
+    assert two == every
+    assert few < many

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ from transformers import BatchEncoding
 from lt_tiled import Checkpointing, TiledDDPStrategy, TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.planner import simulate
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import draw_lengths, draw_step
 from lt_tiled.planner.search import Plan, cheapest, describe, longest, plan
 from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
-from tests.planner.runs import LLAMA, MIXTRAL, SMALL, measured
+from tests.planner.runs import LLAMA, MIXTRAL, SMALL, assert_two_stand_for_all, measured
 
 MIB = 2**20
 PLANNED = {**LLAMA, "num_hidden_layers": 2}
@@ -100,16 +98,7 @@ def test_flops_are_exact() -> None:
 def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation that runs two tiles of each size has the parts, the peak and the FLOPs of one that runs all."""
     base = job(TiledSingleDeviceStrategy(tiling=Tiling(7)), lambda: CausalLM({**config, "num_hidden_layers": 1}))
-
-    def figures() -> Any:
-        run = plan(base, tokens).simulation
-        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
-
-    *two, few = figures()
-    monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
-    *every, many = figures()
-    assert two == every
-    assert few < many
+    assert_two_stand_for_all(base, tokens, monkeypatch)
 
 
 def test_offloaded_bytes_and_bandwidth() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from lt_tiled import SequenceParallel, TiledDDPStrategy, TiledModelParallelStrat
 from lt_tiled.cli import main
 from lt_tiled.errors import DoesNotFitError
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.planner import simulate
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.search import cheapest, longest, plan
-from tests.planner.runs import LLAMA
+from tests.planner.runs import LLAMA, assert_two_stand_for_all
 from tests.planner.test_command import SMALL, planned
 from tests.test_cli import QUICKSTART, ROOT, config
 
@@ -69,16 +67,7 @@ def test_two_head_tiles_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation that runs two of four head tiles has the parts, the peak and the FLOPs of one that runs all."""
     strategy = TiledDDPStrategy(tiling=None, sequence_parallel=SequenceParallel(2, head_tiles=4))
     base = job(strategy, devices=2, num_attention_heads=8, num_key_value_heads=4)
-
-    def figures() -> Any:
-        run = plan(base, TOKENS).simulation
-        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
-
-    *two, few = figures()
-    monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
-    *every, many = figures()
-    assert two == every
-    assert few < many
+    assert_two_stand_for_all(base, TOKENS, monkeypatch)
 
 
 def test_a_size_that_does_not_divide() -> None:
