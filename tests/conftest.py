@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,73 +16,8 @@ import torch
 from tests.processes import guard
 from tests.world import World
 
-TESTS = Path(__file__).parent
 ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "on_ranks"}
 """Fixtures that run ranks."""
-SLOW = (
-    "benchmarks/",
-    "callbacks/test_memory_monitor.py::test_accumulation",
-    "callbacks/test_memory_monitor.py::test_picture_and_prediction",
-    "callbacks/test_sequence_length_finder.py::test_memory_that_really_ends",
-    "docs/",
-    "engines/test_launch.py",
-    "engines/test_setup.py::test_one_device",
-    "examples/",
-    "lm/test_causal.py::test_flex_attention",
-    "lm/test_causal.py::test_trains_any_architecture",
-    "lm/test_export.py::test_transformers_loads",
-    "lm/test_text.py::test_resumed_in_an_epoch",
-    "loss/test_functional.py::test_auto_tiles_do_not_raise_the_peak",
-    "offload/test_blocks.py::test_bit_identical",
-    "offload/test_processes.py",
-    "planner/test_command.py",
-    "planner/test_floor.py",
-    "planner/test_plan.py",
-    "planner/test_prediction.py",
-    "planner/test_repeats.py",
-    "planner/test_sharing.py",
-    "property/",
-    "sequence_parallel/test_data.py::test_evaluation",
-    "sequence_parallel/test_data.py::test_resumed",
-    "sequence_parallel/test_engines.py",
-    "sequence_parallel/test_memory.py::test_head_tiles",
-    "strategies/test_fabric.py::test_compiled",
-    "strategies/test_strategies.py::test_compiled_lightning_module",
-    "test_bad_input.py::test_a_model_that",
-    "test_bad_input.py::test_the_first_step",
-    "test_bad_input.py::test_weights",
-    "test_bad_input.py::test_what_is_no_checkpoint",
-    "test_cli.py::test_compile_options",
-    "test_cli.py::test_configs_differ_in_the_strategy_alone",
-    "test_cli.py::test_every_config_on_two_cpu_ranks",
-    "test_cli.py::test_help_shows_all_arguments",
-    "test_cli.py::test_list_of_targets",
-    "test_cli.py::test_offload_configs",
-    "test_cli.py::test_own_",
-    "test_cli.py::test_quickstart",
-    "test_cli.py::test_short_forms",
-    "test_cli.py::test_tiled_loss",
-    "test_import.py",
-    "test_private_names.py::test_each",
-    "test_release.py",
-    "test_verify.py::test_a_wrong",
-    "test_verify.py::test_architectures",
-    "test_verify.py::test_command",
-    "test_verify.py::test_compiled",
-    "test_verify.py::test_figures",
-    "test_verify.py::test_frozen",
-    "test_verify.py::test_loss",
-    "test_verify.py::test_tied",
-    "test_world.py",
-    "tiling/test_architectures.py",
-    "tiling/test_between.py::test_interrupted",
-    "tiling/test_compiled.py",
-    "tiling/test_costs.py::test_hugging_face",
-    "tiling/test_deferred.py::test_architectures_cost_nothing_more",
-    "tiling/test_deferred.py::test_compiled_as_a_whole",
-    "tiling/test_modes.py::test_compiled",
-)
-"""Starts of the names of tests outside the quick tier: they start processes, or take seconds."""
 
 
 def pytest_configure() -> None:
@@ -97,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples", type=int, help="draw this many random examples for each property-based test (tests/property)"
     )
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -114,17 +52,32 @@ def _freeze() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tier, and skip the GPU tests on a machine without a GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tiers, leave the rest of the tables to ``-m full``, and order the tests.
+
+    Those that wait begin, so that short ones fill the time in which the last of them run.
+    """
     for item in items:
         assert isinstance(item, pytest.Function)
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-            continue
-        name = f"{os.path.relpath(item.path, TESTS)}::{item.name}"
-        if not ON_RANKS & set(item.fixturenames) and not name.startswith(SLOW):
+        elif not _in_default_tier(item):
+            item.add_marker("full")
+        elif not ON_RANKS & set(item.fixturenames) and not item.get_closest_marker("slow"):
             item.add_marker("quick")
+    if not config.option.markexpr and not any("::" in argument for argument in config.args):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+
+
+def _in_default_tier(item: pytest.Function) -> bool:
+    """Whether a test has no table, or is a row of it that ``@pytest.mark.table`` names by a regular expression."""
+    table = item.get_closest_marker("table")
+    return not table or any(re.fullmatch(rows, item.callspec.id) for rows in table.args)
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,10 @@ from types import ModuleType
 from tests.processes import LIMIT, ROOT, RUNS, alive, kill
 
 FORKS = mp.get_context("forkserver")
-# DeepSpeed imports torch's inductor.
-FORKS.set_forkserver_preload(["lt_tiled.cli", "transformers.models.llama.modeling_llama", "torch._inductor.compile_fx"])
+# DeepSpeed's engines import torch's inductor.
+FORKS.set_forkserver_preload(
+    ["lt_tiled.cli", "transformers.models.llama.modeling_llama", "deepspeed", "torch._inductor.compile_fx", "peft"]
+)
 
 
 class Forked:

@@ -29,6 +29,7 @@ def ends(capsys: pytest.CaptureFixture[str], code: int, text: str, *args: str) -
     return stopped(capsys, code, "--config=run.yaml", *args)
 
 
+@pytest.mark.table("not causal|zero|activation")
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
@@ -58,6 +59,7 @@ def test_a_model_that_cannot_be_built(right: str, wrong: str, message: str, caps
     assert ends(capsys, 1, text).startswith(message)
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     """A model whose file of weights is damaged is one line with its path."""
     Path("model").mkdir()
@@ -78,6 +80,7 @@ def of_another_model(path: str) -> None:
     torch.save(state, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -187,6 +190,7 @@ WATCHED = RUN.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [

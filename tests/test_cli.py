@@ -44,6 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 STRATEGY = ("--model=CausalLM", "--data=TextFiles", "--trainer.strategy=TiledDDPStrategy")
 
 
+@pytest.mark.slow
 def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     """``tiling: 8`` and ``checkpointing: true`` work as well as the full forms, and both are overridden by
     ``tiling.num_shards``.
@@ -73,6 +74,7 @@ def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert config(capsys, *STRATEGY[:2], "--trainer.strategy=tiled_ddp")["trainer"]["strategy"] == "tiled_ddp"
 
 
+@pytest.mark.slow
 def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
     """Targets are a name or a list of names."""
     for value, expected in (("MLP", "MLP"), ("[MLP, 'layers.*.mlp']", ["MLP", "layers.*.mlp"])):
@@ -82,6 +84,7 @@ def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
         assert init["tiling"]["targets"] == expected
 
 
+@pytest.mark.slow
 def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
     """``compile`` is a truth value or arguments of ``torch.compile``."""
     for value, expected in (
@@ -94,6 +97,7 @@ def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert init["tiling"]["compile"] == expected
 
 
+@pytest.mark.slow
 def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
     """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``; with it ``targets`` may be
     empty.
@@ -117,6 +121,7 @@ PARENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARENTS)
 def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The help of a strategy shows its own and its parent's arguments, and leads on to the fields of the policies with
@@ -449,6 +454,7 @@ def test_debug_is_no_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--debug" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
     """Two steps of the quickstart on two ranks, the second of which it starts itself: tiles, validation, a checkpoint,
     and one table.
@@ -474,6 +480,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert set(keys) == {f"model.{key}" for key in plain}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["disk", "cpu", "cpu_disk"])
 def test_offload_configs(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The offload configs differ from the quickstart in where the block inputs go, and each parses to its tiers."""
@@ -489,6 +496,7 @@ def test_offload_configs(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
+@pytest.mark.table("fsdp2|deepspeed_zero3_disk")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_differ_in_the_strategy_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every config names the quickstart's model and data, copies neither, and shows all of its strategy's arguments
@@ -515,6 +523,7 @@ def printed_by(folder: str, *args: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.table("quickstart|fsdp2|deepspeed_zero3_disk")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureRequest) -> None:
     """``--trainer.accelerator=cpu --trainer.devices=2`` runs every config: it trains in tiles, validates, saves, and
@@ -541,6 +550,7 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
         assert re.search(r"written to disk in all: \d+\.\d MiB", printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["validate", "predict"])
 def test_own_model_and_data(command: str, caplog: pytest.LogCaptureFixture) -> None:
     """``validate`` and ``predict`` run a model and data of the user's own, found by their import path."""
@@ -571,6 +581,7 @@ def test_a_config_is_not_written_over() -> None:
     assert yaml.safe_load(Path("config_of_run.yaml").read_text())["trainer"]["max_steps"] == 1
 
 
+@pytest.mark.slow
 def test_own_configs(capsys: pytest.CaptureFixture[str]) -> None:
     """``--config configs/...`` is the package's own where there is no such file, and no other argument is touched."""
     assert (

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys, lightning.pytorch, lightning.fabric  # torchmetrics loads matplotlib if it is installed
 before = set(sys.modules)

@@ -295,6 +295,7 @@ def test_canary(name: str) -> None:
     assert CANARIES[name]()
 
 
+@pytest.mark.slow
 def test_each_private_name_has_a_canary() -> None:
     """A private name in the package that the package does not define itself is in ``CANARIES``."""
     modules = [

@@ -13,6 +13,8 @@ import pytest
 import lt_tiled
 from tests.processes import LIMIT
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,6 +42,7 @@ def test_version(wheel: Path) -> None:
     }
 
 
+@pytest.mark.table
 def test_quickstart_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """In an empty folder, with nothing of the repository, the README's quickstart command trains and shows what was
     tiled.

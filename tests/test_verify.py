@@ -42,6 +42,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.table("Llama|Gemma 2|T5|BERT")
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-2", "Mixtral", "T5", "BERT", "ViT", "OPT", "CLIP", "ALBERT"])
 def test_architectures(name: str) -> None:
     """Architectures of all kinds pass, in several tiles if they have an MLP to tile."""
@@ -51,6 +52,7 @@ def test_architectures(name: str) -> None:
     assert not row[-2], "something was not tiled"
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient() -> None:
     """A tiled function whose gradient is 1 % too large fails, and the module with the error is named."""
     net = TinyLM()
@@ -145,6 +147,7 @@ def test_nothing_to_tile() -> None:
 LABELLED = {"input_ids": IDS, "labels": IDS}
 
 
+@pytest.mark.slow
 def test_frozen_and_tied_weights() -> None:
     """LoRA on tied weights: the norm is that of the adapters' gradients, and large frozen weights hide no error."""
     model = tiny_llama(tie_word_embeddings=True)
@@ -174,6 +177,7 @@ def norm_of(model: Any) -> float:
     return float(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None)) ** 0.5
 
 
+@pytest.mark.slow
 def test_tied_weights() -> None:
     """Weights that are tied count once in the norm."""
     model = tiny_llama(tie_word_embeddings=True)
@@ -304,6 +308,7 @@ def test_hooks_on_gradients() -> None:
     assert result.tiled.norm > 0.1
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """Compiled submodules, and a compiled model, are verified under their own names."""
     net = TinyLM()
@@ -326,6 +331,7 @@ def policy_loss(model: Any, ids: Tensor) -> Tensor:
 _true_loss = _TiledLoss.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", [True, False])
 def test_loss(monkeypatch: pytest.MonkeyPatch, reference: bool) -> None:
     """A wrong loss with right gradients fails, with and without the reference; a loss of zero passes."""
@@ -351,6 +357,7 @@ def test_the_model_stays(tmp_path: Path) -> None:
     assert replaced(net) == 0
 
 
+@pytest.mark.slow
 def test_figures() -> None:
     """The two steps have the same loss and gradient norm; activation checkpointing shows in FLOPs and live bytes."""
     result = verify(TinyLM(), draw((2, 256), 0), step=step)
@@ -553,6 +560,7 @@ trainer:
 """
 
 
+@pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     """``lt-tiled verify`` prints the table and ends with 0 if the configuration passes, and with 1 if it fails."""
     Path("my.yaml").write_text(CONFIG)

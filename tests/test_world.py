@@ -16,6 +16,8 @@ import torch.distributed as dist
 from tests.processes import LIMIT, ROOT, Script, kill
 from tests.world import RanksFailed, World
 
+pytestmark = pytest.mark.slow
+
 
 def total(value: int) -> float:
     t = torch.tensor(float(value + dist.get_rank()))
@@ -80,6 +82,7 @@ def descendants(process: int) -> list[int]:
     return children + [below for child in children for below in descendants(child)]
 
 
+@pytest.mark.table("9")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_pytest(number: signal.Signals, tmp_path: Path) -> None:
     """When pytest is killed, its four ranks, its scripts, their children in other sessions, and its helpers end too."""

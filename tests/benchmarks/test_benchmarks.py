@@ -29,6 +29,8 @@ from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sequence_parallel import Worlds, exact_costs, gradients
 from benchmarks.sheet import Sheet
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -80,6 +82,7 @@ def test_endurance_sees_a_leak(name: str) -> None:
     assert verdicts(sheet, "at the end").count(False) == 1
 
 
+@pytest.mark.table
 def test_a_kill_and_what_it_leaves(tmp_path: Path) -> None:
     """Ranks that a signal ends leave nothing, and their losses are the undisturbed run's; another loss is seen."""
     soak = Soak("ddp", tmp_path, Random(0))
@@ -168,6 +171,7 @@ def worlds() -> Iterator[Worlds]:
         yield worlds
 
 
+@pytest.mark.table
 def test_sequence_parallelism_is_right(worlds: Worlds) -> None:
     """lt_tiled has the gradients of one process under every engine and mask; DeepSpeed under ZeRO-3, and neither twice
     as large nor for packed documents.

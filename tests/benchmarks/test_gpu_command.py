@@ -22,6 +22,8 @@ from lt_tiled import Tiling
 from lt_tiled.lm import CausalLM
 from tests.processes import LIMIT
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MISSING = ("deepspeed", "peft", "jsonargparse", "matplotlib", "rich", "xxhash", "tensorboard", "torchao")
 PROGRAM = """
@@ -171,6 +173,7 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.text(found["Liger"]) == "not measured: No module named 'triton'"
 
 
+@pytest.mark.table
 def test_without_optional_packages(tmp_path: Path) -> None:
     """With torch, Lightning and transformers alone, ``import lt_tiled`` and the command work, without ZeRO-3."""
     for entry in Path(torch.__file__).parents[1].iterdir():

@@ -28,6 +28,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
     return [row for row in found if row["lt_tiled/peak_memory"]]
 
 
+@pytest.mark.table("TiledDDPStrategy")
 @pytest.mark.parametrize("strategy", [TiledSingleDeviceStrategy, TiledDDPStrategy])
 def test_picture_and_prediction(strategy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The picture is drawn, its measured peak is within 2 % of the predicted one, and a line tells both."""
@@ -135,6 +136,7 @@ def test_a_module_that_cannot_be_predicted(tmp_path: Path, caplog: pytest.LogCap
     assert (tmp_path / "a.png").exists()
 
 
+@pytest.mark.slow
 def test_accumulation(tmp_path: Path) -> None:
     """With several batches for each step of the optimizer, the picture is of a batch on which it steps, and the
     prediction holds.

@@ -161,6 +161,7 @@ print("found", finder.found)
 """
 
 
+@pytest.mark.table
 def test_memory_that_really_ends() -> None:
     """In a process whose memory is limited, the allocator's own errors are recovered from, and the run trains on what
     was found.

@@ -13,6 +13,8 @@ from tests.docs.documents import DOCUMENTS, ROOT, Block, blocks, name_of
 from tests.forks import Forked
 from tests.processes import LIMIT
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120", "TERM": "dumb"}
 LIMITS = ("limit_train_batches=1", "limit_val_batches=1", "val_check_interval=1.0", "max_epochs=1")
 
@@ -64,6 +66,9 @@ def _script(parts: list[Block]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.table(
+    "README|docs/(start/(trainer|fabric)|settings|verify|coming_from|models|benchmarks|recipes/.*8b|recipes/large.*)"
+)
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d)], ids=name_of)
 def test_code_blocks(document: Path) -> None:
     """The commands, the Python and the configurations of a document run, and print what it says that they print."""

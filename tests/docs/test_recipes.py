@@ -12,6 +12,8 @@ from lt_tiled.cli import main
 from tests.docs.documents import ROOT, Block, blocks
 from tests.docs.test_links import slug
 
+pytestmark = pytest.mark.slow
+
 PAGES = [ROOT / "docs" / "recipes" / name for name in ("llama_8b.md", "large_models.md")]
 RECIPES = [
     (page, before, after)
@@ -34,6 +36,7 @@ def row(page: Path, command: Block) -> str:
     return found
 
 
+@pytest.mark.table(".*(24gb|zero3).*")
 @pytest.mark.parametrize(("page", "command", "printed"), RECIPES, ids=[plain(c.code)[:72] for _, c, _ in RECIPES])
 def test_predictions(page: Path, command: Block, printed: Block, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe's command prints its lines with these figures, for the complete model, and its row of the index has the

@@ -73,6 +73,7 @@ def flops(engine: str, shards: int | None) -> int:
     return counter.flops
 
 
+@pytest.mark.table("ddp|fsdp2|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_flops(engine: str, on_ranks: OnRanks) -> None:
     """A step in tiles has no more FLOPs than the untiled step, in blocks with and without a norm after the MLP, and
@@ -83,6 +84,7 @@ def test_flops(engine: str, on_ranks: OnRanks) -> None:
     assert tiled == on_ranks.once(flops, "ddp", 4)
 
 
+@pytest.mark.table("(ddp|fsdp2|zero3)-True|(fsdp|zero1)-False")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_collectives(engine: str, checkpointed: bool, on_ranks: OnRanks) -> None:

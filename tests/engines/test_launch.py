@@ -15,6 +15,8 @@ from tests.engines.cells import in_trainer
 from tests.engines.conftest import OnRanks
 from tests.forks import Forked
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = ("python", str(Path(__file__).with_name("program.py")))
 TORCHRUN = ("python", "-m", "torch.distributed.run")
 
@@ -44,6 +46,7 @@ def run(directory: Path, *commands: tuple[str, ...]) -> tuple[list[int], str]:
     return [code for code in codes if code is not None], printed.read_text()
 
 
+@pytest.mark.table("lightning.*")
 @pytest.mark.parametrize(
     ("launcher", "engine", "failing"),
     [("lightning", "fsdp2", "zero2"), ("torchrun", "zero3", "fsdp"), ("two nodes", "fsdp2", None)],

@@ -43,6 +43,7 @@ def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
     return found
 
 
+@pytest.mark.table("ddp|fsdp2|fsdp_flat|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses(on_ranks: OnRanks, engine: str) -> None:
     """Three steps have the losses of whole logits, with labels ignored unevenly over tiles and ranks."""
@@ -50,6 +51,7 @@ def test_losses(on_ranks: OnRanks, engine: str) -> None:
     assert on_ranks(losses, engine, True, False) == [pytest.approx(values, rel=1e-5) for values in true]
 
 
+@pytest.mark.table("ddp|zero3")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_tied_embeddings(on_ranks: OnRanks, engine: str) -> None:
     """The same where the head's weight is the embedding's."""

@@ -17,6 +17,7 @@ NEAR = 2e-6
 """The relative difference that rounding may cause in a loss after a few optimizer steps in fp32."""
 
 
+@pytest.mark.table(".*-loss|.*-ddp-.*")
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("loop", LOOPS)
@@ -41,6 +42,7 @@ def test_losses_are_the_untiled_ones(loop: str, engine: str, mode: str, on_ranks
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.table("trainer-.*")
 @pytest.mark.parametrize("engine", SHARDED)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_engines_agree(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:

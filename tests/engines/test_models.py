@@ -64,6 +64,7 @@ def losses(
     return found, bool(rows) and all(row.tiles > 1 for row in rows), compiled
 
 
+@pytest.mark.table("Llama-zero3|BERT-fsdp|Gemma 2-(fsdp2|zero2)|Mixtral-(fsdp_flat|zero3)")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
@@ -77,6 +78,7 @@ def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
         assert all_tiled
 
 
+@pytest.mark.table("ddp|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_recorded_router_logits(on_ranks: OnRanks, engine: str) -> None:
     """With recorded router logits, and the auxiliary loss of them, the losses are the untiled ones too."""
@@ -115,6 +117,7 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, bool(tiled) and all(tiled)
 
 
+@pytest.mark.table("Qwen.*-all trains|Gemma.*-frozen.*")
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trains", "frozen tower, LoRA on some layers"])
 @pytest.mark.parametrize("kind", ["Qwen 3-VL", "Gemma 3 (image and text)"])
 def test_images_on_one_rank(world: World, kind: str, frozen: bool) -> None:
@@ -159,6 +162,7 @@ def test_norms_and_mlps_as_units(world: World, wrap: str) -> None:
     assert world(with_units, wrap, TILED)[0] == pytest.approx(world(with_units, wrap, None)[0], rel=1e-5)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
     """With compiled tiles the losses are the untiled ones under an engine of each kind, and none falls back to
@@ -172,6 +176,7 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
         assert compiled
 
 
+@pytest.mark.table("zero3-Gemma 2|(fsdp2|fsdp_flat|zero2)-Llama")
 @pytest.mark.parametrize("kind", ["Llama", "Gemma 2"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -> None:

@@ -39,6 +39,7 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
         assert after.disk_bytes > 0
 
 
+@pytest.mark.table("(ddp|fsdp2|zero2|zero3)-accumulation|(fsdp|fsdp_flat|zero1|zero3)-clipping")
 @pytest.mark.parametrize(
     "kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=["accumulation", "clipping"]
 )
@@ -110,6 +111,7 @@ def train_model(
     return losses, tiles
 
 
+@pytest.mark.table("(ddp|fsdp2|zero3)-lora|(fsdp|zero1|zero3)-unused|(fsdp2|zero2|zero3)-frozen")
 @pytest.mark.parametrize("build", [frozen, unused, lora])
 @pytest.mark.parametrize("engine", WHOLE_WEIGHTS)
 def test_models(engine: str, build: Callable[[], nn.Module], on_ranks: OnRanks, tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ def fit_losses(engine: str, model: type[LitTiny], options: dict[str, Any]) -> li
     return module.losses
 
 
+@pytest.mark.table("hybrid|cpu offload|by hand")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -393,6 +394,7 @@ def tensor_parallel_losses(mode: str, directory: str) -> tuple[list[float], list
     return losses, tiles
 
 
+@pytest.mark.table("tiled")
 @pytest.mark.parametrize("mode", ["tiled", "checkpointed", "disk"])
 def test_tensor_parallel_plan(mode: str, world: World, tmp_path: Path) -> None:
     """A tiled MLP whose projections are split over the ranks has the losses of one that is not tiled."""
@@ -496,6 +498,7 @@ def one_rank() -> Iterator[World]:
     world.close()
 
 
+@pytest.mark.table("ddp|fsdp2|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_device(engine: str, one_rank: World, tmp_path: Path) -> None:
     """Every engine runs on one device, ZeRO-3 too, with the losses of plain training."""

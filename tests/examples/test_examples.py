@@ -20,6 +20,8 @@ from lt_tiled.lm import TextFiles
 from tests.forks import Forked
 from tests.processes import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Run:
@@ -111,6 +113,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     return run_both("vision_language.py", directory, args, tiled=[], untiled=["--untiled"])
 
 
+@pytest.mark.table("lora|gpt")
 @pytest.mark.parametrize("example", ["lora", "gpt", "llava"])
 def test_losses(example: str, request: pytest.FixtureRequest) -> None:
     """The loss goes down, and each that is printed is the untiled run's."""
@@ -141,6 +144,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.table("lora|gpt")
 @pytest.mark.parametrize("example", REPORTS)
 def test_report(example: str, request: pytest.FixtureRequest) -> None:
     """The table names all that was tiled and checkpointed, MLPs and norms in two tiles, nothing of an untiled run."""
@@ -175,6 +179,7 @@ def test_weights_of_gpt(gpt: tuple[Run, Run], tmp_path: Path) -> None:
     assert distance(torch.load(tmp_path / "whole")["model"], torch.load(untiled.output)["model"]) <= 1e-4
 
 
+@pytest.mark.table
 def test_weights_of_llava(llava: tuple[Run, Run]) -> None:
     """The checkpoint of the two sharded ranks has the weights of the untiled DDP run."""
     tiled, untiled = (torch.load(run.output)["state_dict"] for run in llava)

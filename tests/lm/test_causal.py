@@ -38,6 +38,7 @@ def data() -> TextFiles:
     return TextFiles("a.txt", seq_len=64, batch_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [LLAMA, {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}],
@@ -216,6 +217,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         CausalLM(LLAMA)
 
 
+@pytest.mark.table("options1")
 @pytest.mark.parametrize("options", [None, {"backend": "aot_eager"}])
 def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
     """Flex attention gives the logits of ``sdpa``, with compile options or without, and a line says that it is going to
@@ -234,6 +236,7 @@ def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog:
     assert "compiles flex attention at its first use" in caplog.text
 
 
+@pytest.mark.table
 def test_flex_attention_uses_its_options(data: TextFiles) -> None:
     """The backend of ``attn_compile`` compiles flex attention, and validation has the perplexity of ``sdpa``."""
     used = []
@@ -254,6 +257,7 @@ def test_flex_attention_uses_its_options(data: TextFiles) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_flex_attention_trains(data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
     """On a GPU, flex attention with options and compiled tiles train: the losses are those of ``sdpa`` and plain

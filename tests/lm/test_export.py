@@ -50,6 +50,7 @@ def logits(directory: str) -> Tensor:
         return AutoModelForCausalLM.from_pretrained(directory)(IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lora", "merge"), [(None, False), (LORA, False), (LORA, True)])
 def test_transformers_loads_what_is_exported(lora: Any, merge: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """A model, an adapter, and a model with the adapter merged give the logits of the trained model, and have its

@@ -156,6 +156,7 @@ def text() -> None:
     Path("a.txt").write_bytes(bytes(range(112)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_resumed_in_an_epoch(text: None) -> None:
     """A run that is resumed in the middle of an epoch, or at its end, gets the batches that an undisturbed one gets;

@@ -52,6 +52,7 @@ def run(model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> dict[str,
 HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 
 
+@pytest.mark.table("Llama|GPT-2|Gemma 2|BERT|T5|Mixtral|DeepSeek V3|Cohere|Jamba|Mamba|Whisper|LLaVA")
 @pytest.mark.parametrize("name", [name for name, a in ARCHITECTURES.items() if a.model.endswith(HEADS)])
 def test_architectures(name: str) -> None:
     """Loss and gradients are those of whole logits, which the model itself casts to float32; whole logits are absent,

@@ -67,6 +67,7 @@ def _without(everything: bool, tiling: Tiling | None) -> tuple[list[float], list
     return train(None if everything else Checkpointing(), tiling)[:2]
 
 
+@pytest.mark.table(".*-plain|{'offload': 'cpu'}-tiled")
 @pytest.mark.parametrize("tiling", [None, Tiling(4)], ids=["plain", "tiled"])
 @pytest.mark.parametrize("fields", TIERS, ids=str)
 def test_bit_identical(fields: dict[str, Any], tiling: Tiling | None) -> None:

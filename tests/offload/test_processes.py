@@ -16,6 +16,8 @@ from tests.forks import Forked
 from tests.models import TinyLM, lm_loss
 from tests.processes import Script, finish
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 
 

@@ -10,6 +10,8 @@ import yaml
 from lt_tiled.cli import main
 from tests.test_cli import QUICKSTART, ROOT, config
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--model.init_args.config.num_hidden_layers=1"
 """For searches, which plan many times."""
 
@@ -71,6 +73,7 @@ def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+@pytest.mark.table
 def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` prints the longest length, and both pictures are drawn."""
     text = planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--plot=step.svg", "--plot_lengths=lengths.png")

@@ -12,6 +12,8 @@ from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.search import plan
 
+pytestmark = pytest.mark.slow
+
 LAYERS, TOKENS = 4, 2**20
 SIZES = {"vocab_size": 256, "num_hidden_layers": LAYERS, "max_position_embeddings": TOKENS}
 LLAMA = {**SIZES, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -60,6 +62,7 @@ def floor(config: dict[str, Any]) -> int:
     return 2 * TOKENS * (2 * (hidden + 2 * queries + 2 * keys) + (LAYERS - 1) * hidden)
 
 
+@pytest.mark.table("Llama 3|GPT-2")
 @pytest.mark.parametrize("name", MODELS)
 def test_floor(name: str) -> None:
     """By default settings the live bytes of a step's activations are at most these times the floor."""

@@ -25,6 +25,8 @@ from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.planner.runs import LLAMA, MIXTRAL, SMALL, assert_two_stand_for_all, measured
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 PLANNED = {**LLAMA, "num_hidden_layers": 2}
 
@@ -94,6 +96,7 @@ def test_flops_are_exact() -> None:
     assert tiled == recompute
 
 
+@pytest.mark.table("config0-8190")
 @pytest.mark.parametrize(("config", "tokens"), [(LLAMA, 8190), (LLAMA, 8291), (MIXTRAL, 8291)])
 def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation that runs two tiles of each size has the parts, the peak and the FLOPs of one that runs all."""
@@ -124,6 +127,7 @@ def test_longest() -> None:
         longest(base, 4 * MIB)
 
 
+@pytest.mark.table
 def test_longest_with_scores_of_attention() -> None:
     """Where memory grows with the square of the sequence length, the longest sequence is found, too."""
     base = job(module=lambda: CausalLM({**SMALL, "num_hidden_layers": 1, "attention_dropout": 0.1}))
@@ -243,6 +247,7 @@ def test_own_module() -> None:
     assert base.simulate(96).peak > base.simulate().peak
 
 
+@pytest.mark.table("bf16-true.*|16-mixed.*")
 @pytest.mark.parametrize(
     ("precision", "weights", "autocast"),
     [

@@ -15,6 +15,8 @@ from tests.engines.conftest import OnRanks
 from tests.planner.runs import MIXTRAL, MODELS, SMALL, TWO, Adapted, measured, predicted
 from tests.world import World
 
+pytestmark = pytest.mark.slow
+
 NEAR = 0.02
 TILES = Tiling(3, self_check=False)
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -26,6 +28,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.table("disk|plain")
 @pytest.mark.parametrize("name", ALONE)
 def test_single_device(name: str) -> None:
     """On one device, the prediction is within 2 % of what a real step holds, for each feature."""
@@ -64,6 +67,7 @@ def of_engine(engine: str, tiled: bool) -> int:
     return measured(partial(made, engine, tiled), config=SMALL, tiled_loss=3 if tiled else False)
 
 
+@pytest.mark.table("(ddp|fsdp|fsdp2|zero2)-plain|zero3-tiled")
 @pytest.mark.parametrize("tiled", [False, True], ids=["plain", "tiled"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2", "zero2", "zero3"])
 def test_engines(on_ranks: OnRanks, engine: str, tiled: bool) -> None:
@@ -113,6 +117,7 @@ def measured_others(engines: str) -> dict[str, int]:
     return others(engines, measured)
 
 
+@pytest.mark.table("single")
 @pytest.mark.parametrize("engines", ["single", "ddp fsdp2", "zero2 zero3"])
 def test_other_models(on_ranks: OnRanks, engines: str) -> None:
     """For ten models of other kinds, the prediction is within 2 % of what a real step holds, on each engine."""
@@ -139,6 +144,7 @@ def of_shared(size: int, name: str) -> int:
     return measured(partial(sharing, size, name), config=TWO, tiled_loss=3)
 
 
+@pytest.mark.table("head tiles.*")
 @pytest.mark.parametrize(("name", "size"), [("all", 4), ("attention kept", 2), ("head tiles", 2)])
 def test_shared_sequences(four_ranks: World, name: str, size: int) -> None:
     """Where two or four of four ranks share each sequence, the prediction is within 2 % of what a real step holds.

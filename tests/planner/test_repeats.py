@@ -22,6 +22,8 @@ from lt_tiled.planner.repeats import EDGE
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from tests.planner.runs import LLAMA, MODELS, Adapted
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {**LLAMA, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6}
 KINDS = {**LAYERS, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 10}
 KINDS["layer_types"] = ["sliding_attention", "full_attention"] * 5
@@ -71,6 +73,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.table("plain.*|shared")
 @pytest.mark.parametrize("name", CASES)
 def test_repeated_blocks(name: str) -> None:
     """A plan that repeats blocks has the peak, parts, FLOPs and offloaded bytes of one that simulates them all, and it
@@ -82,6 +85,7 @@ def test_repeated_blocks(name: str) -> None:
     assert len(few.allocations) < len(every.allocations)
 
 
+@pytest.mark.table("qwen3|falcon")
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "phi", "phi3", "gpt_neox", "olmo2", "falcon"])
 def test_dense_models_repeat(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A plan of a dense model, of other kinds than those above, does not fall back to simulating every block."""

@@ -20,6 +20,8 @@ from tests.planner.runs import LLAMA, assert_two_stand_for_all
 from tests.planner.test_command import SMALL, planned
 from tests.test_cli import QUICKSTART, ROOT, config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 8192
 
 
@@ -84,6 +86,7 @@ def test_longest() -> None:
     assert longest(base, memory, shared, granule=1024, tokens=8192).tokens >= 8192
 
 
+@pytest.mark.table
 def test_cheapest() -> None:
     """Ranks share a sequence only if it does not fit otherwise, as few as possible, and no more than query heads."""
     base = job(TiledDDPStrategy(), devices=8)

@@ -224,6 +224,7 @@ def shared_stages(folder: str, engine: str) -> dict[str, Any]:
     return all_stages(folder, strategy(lt_tiled, engine, sequence_parallel=2), 2)
 
 
+@pytest.mark.table("ddp|fsdp2")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_evaluation(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Losses that are logged, perplexities of validation and test, and predicted log-probabilities are those of one
@@ -298,6 +299,7 @@ def trained(lit: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in lit.parameters() if p.requires_grad])
 
 
+@pytest.mark.table("accumulated|LoRA")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, world: World) -> None:
     """Accumulated and clipped gradients, and those of LoRA, train the weights of one process."""
@@ -351,6 +353,7 @@ def resumed(folder: str, engine: str, first: int, second: int, steps: int) -> tu
     return lit.losses, ""
 
 
+@pytest.mark.table("ddp-1-2|fsdp2-2-1|zero2-1-2")
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_resumed_after_an_epoch(
@@ -363,6 +366,7 @@ def test_resumed_after_an_epoch(
         assert len(losses) == 4 * second // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_resumed_in_an_epoch(

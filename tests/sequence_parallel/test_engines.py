@@ -24,6 +24,8 @@ from tests.lit import trainer
 from tests.sequence_parallel.models import GPT, causal, ids
 from tests.world import World
 
+pytestmark = pytest.mark.slow
+
 NEAR = 2e-6
 """The relative error of losses and logits after three optimizer steps in float32."""
 TOKENS, STEPS = 25, 3
@@ -141,6 +143,7 @@ def one_process(name: str) -> tuple[list[float], Tensor]:
         return losses, loss_and_logits(name, net, batches(1)[0], labels=False)
 
 
+@pytest.mark.table(".*-trainer-disk|(ddp|zero3)-fabric-disk|ddp-trainer-plain|fsdp2-fabric-plain|zero3-fabric-heads")
 @pytest.mark.parametrize(("loop", "mode"), [(loop, mode) for loop in MODES for mode in MODES[loop]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -165,6 +168,7 @@ def clipped(engine: str, size: int) -> tuple[list[float], Tensor]:
     return lit.losses, lit.logits
 
 
+@pytest.mark.table("ddp|fsdp2")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> None:
     """Two groups of two ranks with Lightning's sampler and clipped gradients train as plain DDP on two ranks."""
@@ -207,6 +211,7 @@ def hybrid(engine: str) -> list[float]:
     return losses
 
 
+@pytest.mark.table("fsdp2")
 @pytest.mark.parametrize("engine", HYBRID)
 def test_hybrid_sharding(engine: str, four_ranks: World) -> None:
     """Weights that two ranks shard and two replicate train as one process does, whoever shares a sequence."""

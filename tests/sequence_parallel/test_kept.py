@@ -19,6 +19,7 @@ CHECKPOINTED: dict[str, Any] = {"checkpointing": True}
 EVERYTHING: dict[str, Any] = {"checkpointing": "disk", "tiling": Tiling(3, self_check=False)}
 
 
+@pytest.mark.table("llama-.*-attention|(gemma 3|packed)-.*-exchange")
 @pytest.mark.parametrize("keep", ["exchange", "attention"])
 @pytest.mark.parametrize(
     ("name", "policies"),
@@ -65,6 +66,7 @@ def test_frozen_blocks(world: World) -> None:
         assert error < 1e-12
 
 
+@pytest.mark.table("packed|hand-written")
 @pytest.mark.parametrize("name", ["llama", "packed", "padded left", "hand-written"])
 def test_reads_of_values(name: str, world: World) -> None:
     """A step reads no more values on the host, where a GPU would be waited for, than without sequence parallelism."""

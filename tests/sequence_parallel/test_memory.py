@@ -15,6 +15,7 @@ from tests.sequence_parallel.runs import peaks
 from tests.world import World
 
 
+@pytest.mark.table("head tiles")
 @pytest.mark.parametrize(
     ("options", "most"), [({}, 1.05), ({"head_tiles": 4, "keep": "attention"}, 1.01)], ids=["all heads", "head tiles"]
 )
@@ -25,6 +26,7 @@ def test_a_quarter_of_the_tokens(options: dict[str, Any], most: float, four_rank
         assert shared <= most * alone
 
 
+@pytest.mark.slow
 def test_head_tiles() -> None:
     """With ``n`` head tiles the peak of attention is ``4 + 10 / n`` times its hidden states: four of all heads (input,
     output, and their gradients), and of one tile three projections, what is attended, its gradient, those of the

@@ -99,6 +99,7 @@ def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> t
         attention.attend = attend
 
 
+@pytest.mark.table("Llama|GPT-2|BERT|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 def test_shared(name: str, world: World) -> None:
     """The loss and all gradients of two ranks are those of one, and attention exchanged heads for tokens."""
@@ -108,6 +109,7 @@ def test_shared(name: str, world: World) -> None:
         assert error < max(NEAR, ARCHITECTURES[name].error)
 
 
+@pytest.mark.table("Mamba|T5|BLOOM|Swin|GPT-OSS|Falcon|Qwen 3-VL|Llama 3.2.*|wav2vec.*")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""

@@ -12,6 +12,7 @@ from tests.sequence_parallel.runs import errors
 from tests.world import World
 
 
+@pytest.mark.table(".*-4")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_plain(name: str, size: int, four_ranks: World) -> None:
@@ -20,6 +21,7 @@ def test_plain(name: str, size: int, four_ranks: World) -> None:
         assert found[name] < CASES[name].error
 
 
+@pytest.mark.table("(gemma 3|hand-written)-disk|mixtral-checkpointed|packed-tiled")
 @pytest.mark.parametrize(
     "policies",
     [

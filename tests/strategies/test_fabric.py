@@ -137,6 +137,7 @@ def test_offload(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_compiled_model() -> None:
     """A compiled model that goes through ``fabric.setup`` is tiled inside and trains as without."""
     plain, _, _ = train("auto")

@@ -52,6 +52,7 @@ def adapted(model: nn.Module, **fields: Any) -> Any:
     return found
 
 
+@pytest.mark.table(".*-before")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_parity(name: str, after: bool) -> None:

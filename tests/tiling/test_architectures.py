@@ -17,6 +17,8 @@ from lt_tiled.report import Report, pattern
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.meters import LiveBytes
 
+pytestmark = pytest.mark.slow
+
 TILES = Tiling(num_shards=3)
 """Three tiles of most inputs are not of one size."""
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -40,6 +42,27 @@ def found_in(model: nn.Module) -> dict[str, str]:
 
 
 WITH_MLP = [name for name, architecture in ARCHITECTURES.items() if architecture.finds]
+KINDS = [
+    "Llama",
+    "GPT-2",
+    "Gemma 2",
+    "BERT",
+    "T5",
+    "Mixtral",
+    "GPT-OSS",
+    "DeepSeek V3",
+    "Cohere",
+    "Jamba",
+    "ViT",
+    "Swin",
+    "Whisper",
+    "wav2vec 2.0",
+    "LLaVA",
+    "Falcon",
+    "OPT",
+    "ALBERT",
+]
+"""One architecture of each kind of structure."""
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITH_MLP])
@@ -52,6 +75,7 @@ def test_no_mlp(name: str) -> None:
     assert [set(vars(m)) for m in model.modules()] == before
 
 
+@pytest.mark.table("|".join(KINDS))
 @pytest.mark.parametrize("name", WITH_MLP)
 def test_tiled(name: str) -> None:
     """``auto`` finds the MLPs. With activation checkpointing, the loss and all gradients of the tiled model are the

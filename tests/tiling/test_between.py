@@ -193,6 +193,7 @@ def test_threads() -> None:
     assert [id(p) for p in m.parameters()] == [id(p) for p in weights]
 
 
+@pytest.mark.slow
 def test_interrupted_anywhere() -> None:
     """Ctrl-C at every eleventh line of a step leaves the weights in place, and the next step is right."""
     torch.manual_seed(0)

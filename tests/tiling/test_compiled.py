@@ -16,6 +16,8 @@ from lt_tiled.tiling.patched import tiled_patches
 from tests.models import GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import gradients, randn, reference, spread, toggled_gradients, worst
 
+pytestmark = pytest.mark.slow
+
 
 class Graphs:
     """A backend of ``torch.compile`` that keeps the graphs it is given, and runs them as they are."""
@@ -81,6 +83,7 @@ def test_the_backward_computes_no_value_that_it_does_not_read() -> None:
     assert graphs.products == [3, 8]
 
 
+@pytest.mark.table
 def test_inductor_with_dropout() -> None:
     """Under inductor, dropout draws the same masks in the compiled recompute: the gradient is the slope of the loss
     with one seed.

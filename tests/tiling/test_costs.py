@@ -35,6 +35,7 @@ def test_checkpointed_block_costs_nothing_more(mlp: type[nn.Module]) -> None:
     assert [flops(lambda: step(block, x, checkpointed=True)) for _ in range(2)] == [untiled] * 2
 
 
+@pytest.mark.slow
 def test_hugging_face_model_costs_nothing_more() -> None:
     """FLOPs of a checkpointed Llama with its MLPs tiled are 1.00 times those of the checkpointed one."""
     model = tiny_llama()

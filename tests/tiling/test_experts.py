@@ -29,6 +29,7 @@ def run(model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> dict[str,
     return {"loss": output.loss.detach().double(), **found, **logits}
 
 
+@pytest.mark.table("(Mixtral|GPT-OSS)-.*|DeepSeek V3-eager")
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
@@ -43,6 +44,7 @@ def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
     assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-5
 
 
+@pytest.mark.table("Mixtral|GPT-OSS")
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """With ``output_router_logits=True`` the recorded logits, the auxiliary loss and the gradients are the untiled

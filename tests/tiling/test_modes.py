@@ -36,6 +36,7 @@ def tiled(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "compile"), COMPILERS)
 def test_compiled(device: str, compile: Any) -> None:
     """Compiled tiles, as CUDA graphs too, have the gradients of the untiled module in each of several steps."""
