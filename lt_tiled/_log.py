@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -15,6 +16,16 @@ if not logging.root.hasHandlers():
     _logger.propagate = False
 
 _logged: set[str] = set()
+
+
+def quiet_libraries() -> None:
+    """Leave out, by name, what libraries print about themselves and neither a user nor lt_tiled can change."""
+    # transformers imports torchao where it is installed: torchao logs each CUDA library that a machine cannot load, and
+    # torch that torchao registers enums.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # Lightning 2.6 uses what torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 
 
 def inform(message: str, *, once: str | None = None, level: int = logging.INFO) -> None:

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
+from lt_tiled._log import quiet_libraries
 from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.lm.export import export
@@ -138,6 +139,7 @@ def main(args: ArgsType = None) -> None:
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
     """
+    quiet_libraries()
     given = [str(arg) for arg in (sys.argv[1:] if args is None else args if isinstance(args, list) else [])]
     debug = "--debug" in given or os.environ.get("LT_TILED_DEBUG") == "1"
     given = _with_own_configs([arg for arg in given if arg != "--debug"])

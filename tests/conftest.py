@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lt_tiled._log import quiet_libraries
 from tests.processes import guard
 from tests.world import World
 
@@ -22,6 +23,7 @@ ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "o
 
 def pytest_configure() -> None:
     guard()
+    quiet_libraries()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread for each process: ranks and scripts share the cores
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms; read before the first product
     torch.set_num_threads(1)

@@ -241,7 +241,6 @@ def steps(model: nn.Module) -> dict[str, Tensor]:
     return {**model.state_dict(), **gradients, "output": second.detach()}
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers(kind: type[Base], nested: bool) -> None:
@@ -423,7 +422,6 @@ def test_blocks_without_changes_save_nothing(monkeypatch: pytest.MonkeyPatch) ->
             y.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_part() -> None:
     """A block that changes buffers next to a compiled part is right."""
 

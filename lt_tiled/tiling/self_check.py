@@ -418,6 +418,8 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
             f"{module} is not position-wise: its {what} has the shape {list(whole.shape)}, and {list(tiled.shape)} from"
             f" tiles. {REMEDY}"
         )
+    if whole.is_complex():
+        whole, tiled = torch.view_as_real(whole), torch.view_as_real(tiled)
     wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
     difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(max(floor, 1e-30)))
     if not difference <= bound and bool(whole.isfinite().all()):

@@ -157,7 +157,6 @@ def text() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_resumed_in_an_epoch(text: None) -> None:
     """A run that is resumed in the middle of an epoch, or at its end, gets the batches that an undisturbed one gets;
     with worker processes, too.
@@ -167,7 +166,6 @@ def test_resumed_in_an_epoch(text: None) -> None:
     resume(".", 0, [3, 10, 13], 1, batches=10)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_resumed_again_and_again(text: None) -> None:
     """So does a run that ``max_steps`` stops twice in an epoch, and then with the end of the next one."""
     found: list[int] = []
@@ -177,7 +175,6 @@ def test_resumed_again_and_again(text: None) -> None:
     assert found == firsts(run(None, max_steps=30))
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_after_an_epoch(text: None, workers: int) -> None:
     """So does a run of ``max_epochs`` that goes on with another epoch."""
@@ -186,7 +183,6 @@ def test_resumed_after_an_epoch(text: None, workers: int) -> None:
     assert found == run(None, max_epochs=2)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_resumed_in_the_last_epoch(text: None) -> None:
     """So does a run of ``max_epochs`` from a checkpoint in the middle of an epoch."""
     saving = ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -195,7 +191,6 @@ def test_resumed_in_the_last_epoch(text: None) -> None:
         assert run(None, f"step={step}.ckpt", max_epochs=2) == found[step:]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_loader_that_lightning_builds_again(text: None) -> None:
     """A run that overfits a few batches saves checkpoints under a strategy of several ranks, too."""
     options = {"overfit_batches": 2, "max_steps": 3, "strategy": "ddp", "accelerator": "cpu", "devices": 1}
@@ -209,7 +204,6 @@ def test_loader_without_a_trainer(text: None) -> None:
     assert not isinstance(data.train_dataloader().sampler, DistributedSampler)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_numbers_of_the_command_line(text: None) -> None:
     """The checkpoint of a run with the command line's numbers, which are of own types, is loaded with weights only."""
     run(ModelCheckpoint(".", "last"), max_steps=3, seq_len=PositiveInt(8), batch_size=PositiveInt(1))
@@ -223,7 +217,6 @@ class Kept(OnExceptionCheckpoint):
     def teardown(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("failing", [3, 11])
 def test_saved_in_a_step(text: None, failing: int) -> None:
     """A checkpoint of a step that raised, the last one of its epoch too, repeats the batch of this step."""
@@ -232,7 +225,6 @@ def test_saved_in_a_step(text: None, failing: int) -> None:
     assert found + run(None, "on_exception.ckpt", max_steps=14) == run(None, max_steps=14)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With batches that are not those of the checkpoint a run raises in the middle of an epoch, and not at its end."""
     run(ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1), max_steps=12)
@@ -249,7 +241,6 @@ def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch)
         run(None, "step=3.ckpt", max_steps=14)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_resumed_in_an_epoch_on_two_ranks(world: World, text: None) -> None:
     """So do the ranks of a distributed run. One rank alone raises."""
     world(resume, os.getcwd(), 0, [5, 8], 2, 5)

@@ -459,7 +459,6 @@ UNMOVABLE: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
 @pytest.mark.parametrize("select", ["auto", ["other", "x"], [0, 1], "all"], ids=str)
 @pytest.mark.parametrize("kind", UNMOVABLE)
 def test_what_cannot_be_moved_stays(kind: str, select: Any) -> None:

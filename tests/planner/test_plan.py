@@ -198,7 +198,7 @@ class Peeking(LitTiny):
     def configure_model(self) -> None:
         super().configure_model()
         self.net.blocks[1].register_forward_hook(
-            lambda module, args, output: output if float(output.sum()) > 0 else output * 2
+            lambda module, args, output: output if float(output.detach().sum()) > 0 else output * 2
         )
 
 

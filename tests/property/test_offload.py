@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled import Checkpointing, prepare
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 WIDTH = 6
 
 

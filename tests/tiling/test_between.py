@@ -23,8 +23,6 @@ from lt_tiled.tiling.state import TiledPatch
 from tests.models import GatedMLP, H
 from tests.parity import FP32, gradients, randn, reference, spread, worst
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
-
 
 class Scaled(GatedMLP):
     """A gated MLP with a buffer, a frozen weight, a number, an activation and a plain tensor."""

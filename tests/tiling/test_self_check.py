@@ -87,6 +87,19 @@ def test_opaque_output_is_refused() -> None:
         tile(Opaque(), num_shards=4)(randn(1, 40, H))
 
 
+class MixesPhases(nn.Module):
+    """Mixes tokens in the imaginary part of its output alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x - x.mean(-2, keepdim=True))
+
+
+def test_imaginary_parts_are_compared() -> None:
+    """A module whose complex output mixes tokens in the imaginary part alone is refused."""
+    with pytest.raises(NotPositionWiseError, match="MixesPhases is not position-wise"):
+        tile(MixesPhases(), num_shards=4)(randn(1, 40, H))
+
+
 def test_batch_norm_is_refused_when_it_is_patched() -> None:
     """Batch statistics depend on all tokens in training: refused at once, with the path."""
     module = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
