@@ -167,7 +167,8 @@ def test_packed_documents_train_as_alone(attention: str, error: float) -> None:
         results.append([loss, *(p.grad.clone() for p in model.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=error)
-    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-6)
+    # The metric sums about 32 losses of 5.5 in float32: an error of 32 * 5.5 * 2**-24.
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("assistant_only", [False, True])
