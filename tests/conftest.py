@@ -83,11 +83,12 @@ SLOW = (
 """Starts of the names of tests outside the quick tier: they start processes, or take seconds."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     guard()
-    os.environ["OMP_NUM_THREADS"] = "1"  # one thread for each process: ranks and scripts share the cores
+    threads = config.getoption("--threads")
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of each process: ranks and scripts read it
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms; read before the first product
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,6 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples", type=int, help="draw this many random examples for each property-based test (tests/property)"
     )
+    parser.addoption("--threads", type=int, default=1, help="threads of each process, ranks and scripts among them")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,14 +1,25 @@
-"""Gradients against a reference, and their errors."""
+"""Gradients against a reference, and their errors.
+
+Rounding depends on the processor: its instruction set, its number of cores and its libraries decide in which order
+sums are formed. So no test compares it with a number. ``less_accurate`` holds one step's gradients against the untiled
+step's error, and ``near`` holds losses against untiled runs that differ by the order of sums.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from tests.models import TinyLM, lm_loss
 
 FP32 = 1e-6
 """The relative error that fp32 gradients may have against float64."""
@@ -81,3 +92,103 @@ def toggled_gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         found.append(torch.autograd.grad(y.sum(), x)[0])
         assert module.training is not toggled
     return found[0], found[1]
+
+
+TIMES = 2
+"""How many times the untiled error a tiled one may be.
+
+Tiling rounds the same products and adds them in another order, which may double the error: one more rounding that is
+as large. Errors of a defect are larger: 16-bit sums over 64 tiles have 3 to 8 times the untiled error, and a gradient
+without its last tile has 10 times or more.
+"""
+
+
+def less_accurate(
+    found: dict[str, Tensor], untiled: dict[str, Tensor], true: dict[str, Tensor], dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[float, float]]:
+    """Return the values whose error against float64 is over ``TIMES`` that of the untiled step, and the two errors.
+
+    ``dtype`` is what both steps compute in. The untiled error counts as at least half of the dtype's epsilon, which is
+    the rounding of the result alone: the untiled loss may be exact by accident.
+    """
+    return more_than(errors(found, true), errors(untiled, true), dtype)
+
+
+def more_than(
+    found: dict[str, float], untiled: dict[str, float], dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[float, float]]:
+    """Return what ``less_accurate`` does, from errors instead of values."""
+    assert found.keys() == untiled.keys()
+    rounding = torch.finfo(dtype).eps / 2
+    return {
+        name: (error, untiled[name]) for name, error in found.items() if not error <= TIMES * max(untiled[name], rounding)
+    }
+
+
+class Reordered(TorchFunctionMode):
+    """Computes linear layers over flipped features, flipped tokens or both: the same values, but for rounding."""
+
+    def __init__(self, *flipped: str) -> None:
+        super().__init__()
+        self.flipped = flipped
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        if "features" in self.flipped:
+            x, weight = x.flip(-1), weight.flip(-1)
+        return func(x.flip(-2), weight, *bias).flip(-2) if "tokens" in self.flipped else func(x, weight, *bias)
+
+
+ORDERS = ((), ("features",), ("tokens",), ("features", "tokens"))
+SPREADS = 8
+"""How many times the spread of untiled runs a loss may be off.
+
+Three other orders of sums are a small sample of the spread, and tiles, ranks and recomputes round in more places. A
+defect is larger: without the gradient of one of four tiles, the second loss differs by over 1,000 times the spread.
+"""
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of most of the tests' runs."""
+    return torch.optim.SGD(parameters, 1.0, momentum=0.9)
+
+
+@functools.cache
+def roundings(
+    steps: int, build: Callable[[], nn.Module], optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+) -> float:
+    """Return how far losses of untiled float32 runs are apart, relative to them, if only the order of sums differs."""
+    runs: list[Tensor] = []
+    for flipped in ORDERS:
+        with torch.random.fork_rng(), Reordered(*flipped):
+            torch.manual_seed(0)
+            model, losses = build(), []
+            chosen = optimizer(model.parameters())
+            for step in range(steps):
+                ids = torch.randint(32, (4, 24), generator=torch.Generator().manual_seed(step))
+                output = model(ids)
+                loss = lm_loss(getattr(output, "logits", output), ids)
+                chosen.zero_grad()
+                loss.backward()
+                chosen.step()
+                losses.append(loss.detach().double())
+            runs.append(torch.stack(losses))
+    losses_of_all = torch.stack(runs)
+    assert losses_of_all.isfinite().all()
+    return float(((losses_of_all.amax(0) - losses_of_all.amin(0)) / losses_of_all.amin(0)).max())
+
+
+def near(
+    losses: list[float],
+    build: Callable[[], nn.Module] = TinyLM,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = momentum,
+) -> Any:
+    """Return what losses of float32 equal that differ from these by rounding alone.
+
+    They may be off by ``SPREADS`` times the spread of untiled runs with the same model and optimizer, in as many
+    steps, on this machine. The spread counts as at least float32's epsilon.
+    """
+    spread = roundings(len(losses) + 1, build, optimizer)  # validation follows the last step
+    return pytest.approx(losses, rel=SPREADS * max(spread, torch.finfo(torch.float32).eps))
