@@ -147,6 +147,14 @@ def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Make float64 the default dtype, whose rounding is below 1e-12 on any processor."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(scope="session")
 def _two_ranks() -> Iterator[World]:
     world = World(2)

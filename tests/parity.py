@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.models import TinyLM, lm_loss
 
-FP32 = 1e-6
-"""The relative error that fp32 gradients may have against float64."""
+EXACT = 1e-12
+"""The relative error that float64 gradients may have: thousands of roundings."""
+MIXED = 16 * torch.finfo(torch.float32).eps
+"""The same where parts of a float64 model compute in float32, such as the norms of transformers: 16 roundings."""
 
 
 def spread(value: Any) -> Tensor:
@@ -75,9 +77,10 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     return max(errors(found, true).values())
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A random input that wants a gradient."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """A random input that wants a gradient, of the default dtype if none is given, with values of float32."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return values.to(dtype or torch.get_default_dtype()).requires_grad_()
 
 
 def toggled_gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +124,9 @@ def more_than(
     assert found.keys() == untiled.keys()
     rounding = torch.finfo(dtype).eps / 2
     return {
-        name: (error, untiled[name]) for name, error in found.items() if not error <= TIMES * max(untiled[name], rounding)
+        name: (error, untiled[name])
+        for name, error in found.items()
+        if not error <= TIMES * max(untiled[name], rounding)
     }
 
 
@@ -155,29 +160,36 @@ def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 1.0, momentum=0.9)
 
 
-@functools.cache
-def roundings(
-    steps: int, build: Callable[[], nn.Module], optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-) -> float:
-    """Return how far losses of untiled float32 runs are apart, relative to them, if only the order of sums differs."""
-    runs: list[Tensor] = []
+def spread_of(train: Callable[[], list[float]]) -> float:
+    """Return how far the losses of untiled runs are apart, relative to them, if only the order of sums differs."""
+    runs = []
     for flipped in ORDERS:
         with torch.random.fork_rng(), Reordered(*flipped):
-            torch.manual_seed(0)
-            model, losses = build(), []
-            chosen = optimizer(model.parameters())
-            for step in range(steps):
-                ids = torch.randint(32, (4, 24), generator=torch.Generator().manual_seed(step))
-                output = model(ids)
-                loss = lm_loss(getattr(output, "logits", output), ids)
-                chosen.zero_grad()
-                loss.backward()
-                chosen.step()
-                losses.append(loss.detach().double())
-            runs.append(torch.stack(losses))
-    losses_of_all = torch.stack(runs)
-    assert losses_of_all.isfinite().all()
-    return float(((losses_of_all.amax(0) - losses_of_all.amin(0)) / losses_of_all.amin(0)).max())
+            runs.append(torch.tensor(train(), dtype=torch.float64))
+    losses = torch.stack(runs)
+    assert losses.isfinite().all()
+    return float(((losses.amax(0) - losses.amin(0)) / losses.amin(0)).max())
+
+
+@functools.cache
+def _spread(
+    steps: int, build: Callable[[], nn.Module], optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+) -> float:
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        model, losses = build(), []
+        chosen = optimizer(model.parameters())
+        for step in range(steps):
+            ids = torch.randint(32, (4, 24), generator=torch.Generator().manual_seed(step))
+            output = model(ids)
+            loss = lm_loss(getattr(output, "logits", output), ids)
+            chosen.zero_grad()
+            loss.backward()
+            chosen.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    return spread_of(train)
 
 
 def near(
@@ -190,5 +202,5 @@ def near(
     They may be off by ``SPREADS`` times the spread of untiled runs with the same model and optimizer, in as many
     steps, on this machine. The spread counts as at least float32's epsilon.
     """
-    spread = roundings(len(losses) + 1, build, optimizer)  # validation follows the last step
+    spread = _spread(len(losses) + 1, build, optimizer)  # validation follows the last step
     return pytest.approx(losses, rel=SPREADS * max(spread, torch.finfo(torch.float32).eps))
