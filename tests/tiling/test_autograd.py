@@ -689,11 +689,10 @@ def test_recorded_router_logits() -> None:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
+        "experts_implementation": "eager",
     }
     model = MixtralForCausalLM(
-        MixtralConfig(
-            **sizes, vocab_size=32, num_local_experts=4, output_router_logits=True, experts_implementation="eager"
-        )
+        MixtralConfig(**sizes, vocab_size=32, num_local_experts=4, output_router_logits=True)
     ).train()
     ids = torch.arange(48).view(2, 24) % 32
 
