@@ -225,6 +225,7 @@ def peak_in_logits(dtype: torch.dtype, **options: Any) -> float:
     return peak_bytes(lambda: differentiated(run(), [hidden, weight])) / (tile * vocab * dtype.itemsize)
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize(
     ("dtype", "options", "most"),
     [
@@ -242,6 +243,7 @@ def test_peak_in_tiles_of_logits(dtype: torch.dtype, options: dict[str, Any], mo
     assert 1 < peak_in_logits(dtype, **options) <= most
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_of_any_head(dtype: torch.dtype) -> None:
     """A head that is not one product holds its logits and a copy, in which the gradient is formed."""
@@ -536,6 +538,7 @@ def test_weights_without_dimensions() -> None:
     assert less_accurate(*map(named, (found, full(hidden, weight, scale), full(*exact))), torch.bfloat16) == {}
 
 
+@pytest.mark.low_precision
 def test_autocast_keeps_no_casts() -> None:
     """Of several losses in one autocast context, no copy of the weights outlives its loss."""
     hidden, weight, labels, _ = some(torch.float32)

@@ -12,6 +12,7 @@ from tests.parity import less_accurate
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("shards", [1, 16])
 @pytest.mark.parametrize("ignored", [0, 500])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -30,6 +31,7 @@ def test_errors(dtype: torch.dtype, ignored: int, shards: int) -> None:
     assert less_accurate(*map(named, (tiled, full, true)), dtype) == {}
 
 
+@pytest.mark.low_precision
 def test_peak_in_tiles_of_logits() -> None:
     """The most bytes that a bfloat16 loss allocates are less than two tiles of logits and the weight's gradients."""
     tokens, hidden_size, vocab, shards = 8192, 64, 65536, 8

@@ -352,6 +352,7 @@ def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
         assert offloader.pack(tensor, "block") is tensor
 
 
+@pytest.mark.low_precision
 def test_compress(make: Make) -> None:
     """``compress`` halves the bytes of float32, rounds also tensors still in flight, and keeps other dtypes."""
     offloader, tensor = make(compress=True), torch.randn(1000)
