@@ -21,12 +21,13 @@ ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "o
 """Fixtures that run ranks."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     guard()
     quiet_libraries()
-    os.environ["OMP_NUM_THREADS"] = "1"  # one thread for each process: ranks and scripts share the cores
+    threads = config.getoption("--threads")
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of each process: ranks and scripts read it
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms; read before the first product
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--examples", type=int, help="draw this many random examples for each property-based test (tests/property)"
     )
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+    parser.addoption("--threads", type=int, default=1, help="threads of each process, ranks and scripts among them")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -98,6 +100,14 @@ def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     os.environ.update(before)
     if torch.distributed.is_initialized():  # by a strategy of Lightning, which leaves it to the end of the process
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Make float64 the default dtype, whose rounding is below 1e-12 on any processor."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ class Forked:
     def __init__(self, *words: str, printed: Path, cwd: Path, finalize: bool = False, **env: str) -> None:
         self.token = uuid.uuid4().hex
         self.printed = printed
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), RUNS: os.environ[RUNS] + self.token, **env}
+        env = {"PYTHONPATH": str(ROOT), RUNS: os.environ[RUNS] + self.token, **env}
         self.process = FORKS.Process(target=_become, args=(words, str(printed), str(cwd), finalize, env), daemon=True)
         self.process.start()
 

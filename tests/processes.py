@@ -21,11 +21,11 @@ RUNS = "LT_TILED_TEST_RUNS"
 
 
 class Script(subprocess.Popen[str]):
-    """A command with one thread per rank, the repository on its path, and a session of its own."""
+    """A command with the repository on its path, and a session of its own."""
 
     def __init__(self, *command: str, cwd: Path | None = None, **env: str) -> None:
         self.token = uuid.uuid4().hex
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
         environment[RUNS] = os.environ.get(RUNS, "") + self.token
         pipe, both = subprocess.PIPE, subprocess.STDOUT
         super().__init__(command, cwd=cwd, env=environment, stdout=pipe, stderr=both, text=True, start_new_session=True)

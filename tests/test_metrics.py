@@ -112,6 +112,7 @@ def test_refused_batch() -> None:
         assert int(metric.count) == 0
 
 
+@pytest.mark.low_precision
 def test_sums_in_float32() -> None:
     """A perplexity that is made under Lightning's ``bf16-true``, where bfloat16 is the default dtype, counts in
     float32.

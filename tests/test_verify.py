@@ -358,6 +358,7 @@ def test_the_model_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.low_precision
 def test_figures() -> None:
     """The two steps have the same loss and gradient norm; activation checkpointing shows in FLOPs and live bytes."""
     result = verify(TinyLM(), draw((2, 256), 0), step=step)
@@ -542,6 +543,7 @@ def test_deepspeed(deepspeed_world: World) -> None:
     assert deepspeed_world(zeros_on, ["zero3"]) == [[(True, False)]] * 2
 
 
+@pytest.mark.low_precision
 def test_loss_scales(deepspeed_world: World) -> None:
     """DeepSpeed's loss scale settles before gradients in float16 are compared."""
     for passed, norm in deepspeed_world(in_half):

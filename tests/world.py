@@ -117,7 +117,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
     pipe.send((True, None))

@@ -11,10 +11,9 @@ import pytest
 
 from tests.engines.cells import ENGINES, MODES, SHARDED, in_fabric, in_trainer
 from tests.engines.conftest import OnRanks
+from tests.parity import near
 
 LOOPS = {"trainer": in_trainer, "fabric": in_fabric}
-NEAR = 2e-6
-"""The relative difference that rounding may cause in a loss after a few optimizer steps in fp32."""
 
 
 @pytest.mark.table(".*-loss|.*-ddp-.*")
@@ -32,8 +31,8 @@ def test_losses_are_the_untiled_ones(loop: str, engine: str, mode: str, on_ranks
     ):
         assert len(plain.losses) >= 3
         assert plain.losses[-1] != plain.losses[0]
-        assert tiled.losses == pytest.approx(plain.losses, rel=NEAR)
-        assert tiled.val_losses == pytest.approx(plain.val_losses, rel=NEAR)
+        assert tiled.losses == near(plain.losses)
+        assert tiled.val_losses == near(plain.val_losses)
         assert (plain.tiles, plain.blocks) == ([], 0)
         assert tiled.tiles == [shards[rank]] * 2
         assert tiled.blocks == (0 if mode == "tiled" else 2)
@@ -50,4 +49,4 @@ def test_engines_agree(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path
     alike = {"built": True} if loop == "trainer" else {"accumulate": False}  # zero.Init has initial weights of its own
     plain = on_ranks.once(partial(LOOPS[loop], **alike), "ddp", "untiled", "")
     sharded = on_ranks(partial(LOOPS[loop], **alike), engine, "loss", str(tmp_path))
-    assert [r.losses for r in sharded] == [pytest.approx(r.losses, rel=1e-5) for r in plain]
+    assert [r.losses for r in sharded] == [near(r.losses) for r in plain]

@@ -21,6 +21,7 @@ from lt_tiled.tiling.patched import tiled_patches
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import set_up, strategy
 from tests.engines.conftest import OnRanks
+from tests.parity import near
 from tests.world import World
 
 KINDS = ["Llama", "Gemma 2", "BERT", "Mixtral"]
@@ -74,7 +75,7 @@ def test_losses(on_ranks: OnRanks, engine: str, kind: str) -> None:
     untiled = on_ranks.once(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, TILED, {})
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
-        assert found == pytest.approx(true, rel=1e-5)
+        assert found == near(true)
         assert all_tiled
 
 
@@ -85,7 +86,7 @@ def test_recorded_router_logits(on_ranks: OnRanks, engine: str) -> None:
     untiled = on_ranks.once(losses, engine, "Mixtral", None, {"output_router_logits": True})
     tiled = on_ranks(losses, engine, "Mixtral", TILED, {"output_router_logits": True})
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
-        assert found == pytest.approx(true, rel=1e-5)
+        assert found == near(true)
         assert all_tiled
 
 
@@ -159,7 +160,7 @@ def with_units(wrap: str, tiling: Tiling | None) -> list[float]:
 @pytest.mark.parametrize("wrap", ["mlp", "feedforward_layernorm"])
 def test_norms_and_mlps_as_units(world: World, wrap: str) -> None:
     """An MLP, or the norms next to it, as FSDP units of their own: the losses are the untiled ones."""
-    assert world(with_units, wrap, TILED)[0] == pytest.approx(world(with_units, wrap, None)[0], rel=1e-5)
+    assert world(with_units, wrap, TILED)[0] == near(world(with_units, wrap, None)[0])
 
 
 @pytest.mark.table
@@ -171,7 +172,7 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
     untiled = on_ranks.once(losses, engine, "Llama", None, {})
     tiled = on_ranks(losses, engine, "Llama", Tiling(2, compile={"backend": "eager"}, self_check=False), {})
     for (true, *_), (found, all_tiled, compiled) in zip(untiled, tiled, strict=True):
-        assert found == pytest.approx(true, rel=1e-5)
+        assert found == near(true)
         assert all_tiled
         assert compiled
 
@@ -184,5 +185,5 @@ def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -
     untiled = on_ranks.once(losses, engine, kind, None, {})
     tiled = on_ranks(losses, engine, kind, TILED, {}, True)
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
-        assert found == pytest.approx(true, rel=1e-5)
+        assert found == near(true)
         assert all_tiled

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lt_tiled.lm import CausalLM
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
+from tests.parity import near
 
 LLAMA = {"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -34,7 +35,7 @@ def test_registered_names_train(name: str, on_ranks: OnRanks) -> None:
     for (losses, _), (named, replaced) in zip(
         plain, on_ranks(by_name, "zero" if "deepspeed" in name else "fsdp", name), strict=True
     ):
-        assert named == pytest.approx(losses, rel=1e-5)
+        assert named == near(losses)
         assert replaced == {6}
 
 

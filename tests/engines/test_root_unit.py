@@ -16,9 +16,8 @@ from lt_tiled import tiled_linear_cross_entropy
 from lt_tiled.callbacks import TiledMLP
 from tests.lit import Ids, LitTiny, replaced, trainer
 from tests.models import TinyLM, lm_loss
+from tests.parity import near
 from tests.world import World
-
-NEAR = {"rel": 1e-6, "abs": 1e-6}
 
 
 class HoldsWeights(LitTiny):
@@ -112,7 +111,7 @@ def test_trainer(kind: type[HoldsWeights], tied: bool, world: World) -> None:
     assert expected[0][-1] != expected[0][0]
     for *losses, predictions in world(on_fsdp2, kind, tied):
         for found, plain in zip(losses, expected, strict=False):
-            assert found == pytest.approx(plain, **NEAR)
+            assert found == near(plain)
         torch.testing.assert_close(predictions, expected[-1], rtol=1e-5, atol=1e-5)
 
 
@@ -156,6 +155,6 @@ def test_fabric(method: str, by_callback: bool, world: World) -> None:
     losses, val_losses, logits = steps("auto", 1, method)
     assert losses[-1] != losses[0]
     for found, val_found, predicted in world(in_fabric, method, by_callback):
-        assert found == pytest.approx(losses, **NEAR)
-        assert val_found == pytest.approx(val_losses, **NEAR)
+        assert found == near(losses)
+        assert val_found == near(val_losses)
         torch.testing.assert_close(predicted, logits, rtol=1e-5, atol=1e-5)

@@ -28,6 +28,7 @@ from tests.engines.cells import ENGINES, draw, in_fabric, in_trainer, policies, 
 from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import Block, GatedMLP, TinyLM, lm_loss
+from tests.parity import near
 from tests.world import World
 
 
@@ -186,7 +187,7 @@ def with_callback(engine: str, tiled: bool) -> list[float]:
 def test_callback(engine: str, on_ranks: OnRanks) -> None:
     """``TiledMLP`` tiles behind any other engine, after that has wrapped the model."""
     plain = on_ranks(with_callback, engine, False)
-    assert on_ranks(with_callback, engine, True) == [pytest.approx(losses, rel=2e-6) for losses in plain]
+    assert on_ranks(with_callback, engine, True) == [near(losses) for losses in plain]
 
 
 # Worked around
@@ -216,8 +217,8 @@ def test_fit_then_validate_then_fit(engine: str, on_ranks: OnRanks) -> None:
     for (losses, val_losses, _), (sharded, sharded_val, left) in zip(
         plain, on_ranks(fit_validate_fit, engine), strict=True
     ):
-        assert sharded == pytest.approx(losses, rel=1e-5)
-        assert sharded_val == pytest.approx(val_losses, rel=1e-5)
+        assert sharded == near(losses)
+        assert sharded_val == near(val_losses)
         assert left == 0
 
 
@@ -245,7 +246,7 @@ def test_two_fsdp_strategies(world: World) -> None:
 def test_parts_in_the_lightning_module(world: World) -> None:
     """A LightningModule that holds embedding, list of blocks and head itself trains under FSDP2 as under DDP."""
     plain = world(fit_losses, "ddp", Flat, {})
-    assert world(fit_losses, "fsdp2", Flat, {}) == [pytest.approx(losses, rel=1e-5) for losses in plain]
+    assert world(fit_losses, "fsdp2", Flat, {}) == [near(losses) for losses in plain]
 
 
 class WrapsByHand(LitTiny):
@@ -288,7 +289,7 @@ def fit_losses(engine: str, model: type[LitTiny], options: dict[str, Any]) -> li
 def test_fsdp_arguments(model: type[LitTiny], options: dict[str, Any], world: World) -> None:
     """FSDP's own arguments, and wrapping by hand, work on the CPU and give DDP's losses."""
     plain = world(fit_losses, "ddp", LitTiny, {})
-    assert world(fit_losses, "fsdp", model, options) == [pytest.approx(losses, rel=1e-5) for losses in plain]
+    assert world(fit_losses, "fsdp", model, options) == [near(losses) for losses in plain]
 
 
 class ByKeyword(nn.Module):
@@ -342,7 +343,7 @@ def test_arguments_by_keyword(engine: str, on_ranks: OnRanks) -> None:
     alone.
     """
     plain = on_ranks.once(keyword_losses, "ddp", "untiled")
-    assert on_ranks(keyword_losses, engine, "checkpointed") == [pytest.approx(losses, rel=1e-5) for losses in plain]
+    assert on_ranks(keyword_losses, engine, "checkpointed") == [near(losses) for losses in plain]
 
 
 def with_momentum(engine: str) -> list[float]:
@@ -366,7 +367,7 @@ def with_momentum(engine: str) -> list[float]:
 def test_optimizers_keep_their_state_under_fsdp2(world: World) -> None:
     """An optimizer that has stepped before ``fabric.setup`` goes on with its momentum, sharded."""
     plain = world(with_momentum, "ddp")
-    assert world(with_momentum, "fsdp2") == [pytest.approx(losses, rel=1e-5) for losses in plain]
+    assert world(with_momentum, "fsdp2") == [near(losses) for losses in plain]
 
 
 # Tensor parallelism
@@ -400,7 +401,7 @@ def test_tensor_parallel_plan(mode: str, world: World, tmp_path: Path) -> None:
     """A tiled MLP whose projections are split over the ranks has the losses of one that is not tiled."""
     plain = world(tensor_parallel_losses, "untiled", str(tmp_path))
     for (losses, _), (tiled, tiles) in zip(plain, world(tensor_parallel_losses, mode, str(tmp_path)), strict=True):
-        assert tiled == pytest.approx(losses, rel=1e-5)
+        assert tiled == near(losses)
         assert tiles == [4, 4]
 
 
@@ -504,8 +505,8 @@ def test_one_device(engine: str, one_rank: World, tmp_path: Path) -> None:
     """Every engine runs on one device, ZeRO-3 too, with the losses of plain training."""
     (plain,) = one_rank(partial(in_trainer, built=True), "ddp", "untiled", str(tmp_path))
     (tiled,) = one_rank(partial(in_trainer, built=True), engine, "disk", str(tmp_path))
-    assert tiled.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert tiled.losses == near(plain.losses)
     assert tiled.disk_bytes > 0
     (plain,) = one_rank(partial(in_fabric, accumulate=False), "ddp", "untiled", str(tmp_path))
     (tiled,) = one_rank(partial(in_fabric, accumulate=False), engine, "disk", str(tmp_path))
-    assert tiled.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert tiled.losses == near(plain.losses)

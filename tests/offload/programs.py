@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
-import time
+import threading
 
 import torch
 
@@ -13,6 +14,7 @@ from lt_tiled import Checkpointing, prepare
 from lt_tiled.offload import spill
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from tests.models import TinyLM, lm_loss
+from tests.processes import LIMIT
 
 
 def offloader(directory: str) -> Offloader:
@@ -21,18 +23,19 @@ def offloader(directory: str) -> Offloader:
 
 def write_for_ever(directory: str) -> None:
     """Pack and drop until the process is killed."""
-    o = offloader(directory)
-    print("writing", flush=True)
+    o, real = offloader(directory), os.pwritev
+    os.pwritev = lambda *a: print("writing", flush=True) or real(*a)
     while True:
         packed = [o.pack(torch.randn(2**20), "block") for _ in range(4)]
         del packed
 
 
 def exit_in_flight(directory: str) -> None:
-    """Leave the interpreter while slow writes run and others wait."""
-    o = offloader(directory)
+    """Leave the interpreter while writes run, which end only then, and others wait."""
+    o, leaving = offloader(directory), threading.Event()
     real = o.disk.spill._write
-    o.disk.spill._write = lambda *a: (time.sleep(0.3), real(*a))
+    o.disk.spill._write = lambda *a: (leaving.wait(LIMIT), real(*a))
+    atexit.register(leaving.set)
     packed = [o.pack(torch.randn(2**20), "block") for _ in range(2)]
     print(len(packed), "in flight", flush=True)
 
@@ -59,10 +62,10 @@ def dead_disk(directory: str) -> None:
     """Train on a disk that stops answering: a write stays in a system call that never returns."""
     reader, _ = os.pipe()
     spill.CLOSE_SECONDS = 0.5
-    o = offloader(directory)
-    os.pwritev = lambda *_: os.read(reader, 1)
+    o, stuck = offloader(directory), threading.Event()
+    os.pwritev = lambda *_: stuck.set() or os.read(reader, 1)
     packed = [o.pack(torch.randn(1000), "block") for _ in range(2)]
-    time.sleep(0.2)
+    stuck.wait(LIMIT)
     print(len(packed), "in flight", flush=True)
 
 

@@ -11,6 +11,7 @@ from lt_tiled.offload.geometry import Geometry, movable, raw_bytes
 BASE = torch.arange(240.0)
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
+from lt_tiled.offload.stats import OffloadStats, StallClock, stall
 from tests.offload.faults import each_call, fail, nothing, nth_call
 from tests.processes import LIMIT
 
@@ -81,6 +83,43 @@ def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> Offloade
     return packed
 
 
+@contextmanager
+def only_while_waited_for(offloader: Offloader, call: str) -> Iterator[None]:
+    """Let the disk read or write only while the offloader waits for it, as a disk does that is slower than the rest."""
+    spill, waits = offloader.disk.spill, threading.Event()
+    real, real_waiting = getattr(spill, call), offloader.clock.waiting
+
+    @contextmanager
+    def waiting(*args: Any) -> Iterator[None]:
+        with real_waiting(*args):
+            waits.set()
+            yield
+            waits.clear()
+
+    def gated(*args: Any) -> Any:
+        assert waits.wait(LIMIT)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spill, call, gated)
+        patch.setattr(offloader.clock, "waiting", waiting)
+        yield
+    waits.set()
+
+
+class Clock(StallClock):
+    """Counts the same time for each wait."""
+
+    def __init__(self, ms: float) -> None:
+        super().__init__()
+        self.ms = ms
+
+    @contextmanager
+    def waiting(self, device: torch.device, stats: OffloadStats, count: Any = stall) -> Iterator[None]:
+        yield
+        count(stats, self.ms)
+
+
 TIERS = [
     ("disk", {}),
     ("cpu", {}),
@@ -133,17 +172,16 @@ def test_in_flight_is_returned_from_memory(make: Make, monkeypatch: pytest.Monke
     assert torch.equal(offloader.unpack(packed), tensor)
 
 
-def test_slow_disk_costs_time_and_not_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_costs_time_and_not_memory(make: Make) -> None:
     """Behind a slow disk no more than the allowed number of tensors are alive at once, and the wait is counted."""
     offloader = make()
-    real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (time.sleep(0.02), real(*a)))
     packed, most = [], 0
-    for _ in range(12):
-        packed.append(offloader.pack(torch.randn(100), "block"))
-        most = max(most, sum(p.tensor is not None for p in packed))
-    assert most <= offloading.IN_FLIGHT
-    assert offloader.stats.stalled_ms > 20
+    with only_while_waited_for(offloader, "_write"):
+        for _ in range(12):
+            packed.append(offloader.pack(torch.randn(100), "block"))
+            most = max(most, sum(p.tensor is not None for p in packed))
+    assert most == offloading.IN_FLIGHT
+    assert offloader.stats.stalled_ms > 0
 
 
 def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,16 +211,17 @@ def test_prefetch_is_bounded(make: Make) -> None:
     assert sum(q.loading is not None for q in packed) == 0
 
 
-def test_auto_prefetch_looks_further_after_a_stall(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ms", "depth"), [(2 * prefetch.STALL_MS, prefetch.MAX_PREFETCH), (prefetch.STALL_MS / 2, 1)])
+def test_auto_prefetch_looks_further_after_a_stall(make: Make, ms: float, depth: int) -> None:
     """``prefetch="auto"`` starts with one tensor, and adds one after each stall, up to its limit."""
     offloader = make()
+    offloader.clock = Clock(ms)
     assert offloader.prefetcher.depth == 1
-    real = offloader.disk.spill._read
-    monkeypatch.setattr(offloader.disk.spill, "_read", lambda *a: (time.sleep(0.005), real(*a)))
     packed = [away(offloader, torch.randn(100)) for _ in range(20)]
-    for p in reversed(packed):
-        offloader.unpack(p)
-    assert 1 < offloader.prefetcher.depth <= prefetch.MAX_PREFETCH
+    with only_while_waited_for(offloader, "_read"):
+        for p in reversed(packed):
+            offloader.unpack(p)
+    assert offloader.prefetcher.depth == depth
     assert offloader.stats.prefetch_misses > 0
 
 
@@ -209,8 +248,7 @@ def test_large_tensors_are_not_loaded_ahead(
     """``prefetch="auto"`` loads nothing ahead beyond its bytes, whatever stalls; a number is obeyed."""
     monkeypatch.setattr(prefetch, "MAX_BYTES", 399)
     offloader = make(prefetch=depth)
-    real = offloader.disk.spill._read
-    monkeypatch.setattr(offloader.disk.spill, "_read", lambda *a: (time.sleep(0.005), real(*a)))
+    offloader.clock = Clock(2 * prefetch.STALL_MS)
     packed = [away(offloader, torch.randn(100)) for _ in range(6)]
     most = 0
     for p in reversed(packed):
@@ -226,13 +264,12 @@ def test_large_tensors_leave_one_by_one(make: Make, monkeypatch: pytest.MonkeyPa
     """
     monkeypatch.setattr(offloading, "BYTES_IN_FLIGHT", 399)
     offloader = make(keep_last=1)
-    real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (time.sleep(0.02), real(*a)))
     packed = []
-    for _ in range(6):
-        packed.append(offloader.pack(torch.randn(100), "block"))
-        assert sum(p.tensor is not None for p in packed) <= 2  # one that is kept, one that leaves
-    offloader.unpack(packed[-1])
+    with only_while_waited_for(offloader, "_write"):
+        for _ in range(6):
+            packed.append(offloader.pack(torch.randn(100), "block"))
+            assert sum(p.tensor is not None for p in packed) <= 2  # one that is kept, one that leaves
+        offloader.unpack(packed[-1])
     assert [p.tensor is not None for p in packed] == [False] * 5 + [True]
 
 
@@ -315,6 +352,7 @@ def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
         assert offloader.pack(tensor, "block") is tensor
 
 
+@pytest.mark.low_precision
 def test_compress(make: Make) -> None:
     """``compress`` halves the bytes of float32, rounds also tensors still in flight, and keeps other dtypes."""
     offloader, tensor = make(compress=True), torch.randn(1000)

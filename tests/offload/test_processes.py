@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,6 @@ def interrupted(program: str, scratch: Path, word: str) -> tuple[int, str]:
     assert process.stdout is not None
     while word not in (line := process.stdout.readline()):
         assert line, f"the program ended before it printed {word!r}"
-    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     (code,), (printed,) = finish([process])
     return code, printed
@@ -54,7 +52,6 @@ def test_killed_in_mid_write(scratch: Path, number: signal.Signals) -> None:
     else:
         process = fork("write_for_ever", scratch)
         process.wait_for("writing")
-        time.sleep(0.3)
         os.kill(process.process.pid, number)
         assert process.finish() == -number
     assert list(scratch.iterdir()) == []

@@ -23,8 +23,9 @@ from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.sequence_parallel import groups
 from tests.engines.cells import strategy
 from tests.lit import trainer
+from tests.parity import near, rounding
 from tests.sequence_parallel.models import GPT, causal, ids
-from tests.sequence_parallel.test_engines import MODELS, NEAR, Lit, batches, error, loss_and_logits
+from tests.sequence_parallel.test_engines import MODELS, Lit, batches, error, loss_and_logits
 from tests.world import World
 
 LLAMA = {
@@ -238,13 +239,13 @@ def test_evaluation(engine: str, request: pytest.FixtureRequest, tmp_path: Path)
         }
         assert torch.equal(both[0]["predicted"], both[1]["predicted"])
         assert both[0]["test_perplexity"] == pytest.approx(
-            float((-both[0]["predicted"].double().mean()).exp()), rel=NEAR
+            float((-both[0]["predicted"].double().mean()).exp()), rel=rounding()
         )
         return
     true = all_stages(str(tmp_path), "auto", 1)
     for found in both:
-        assert error(found.pop("predicted"), true["predicted"]) < NEAR
-        assert found == pytest.approx({k: v for k, v in true.items() if k != "predicted"}, rel=NEAR)
+        assert error(found.pop("predicted"), true["predicted"]) < rounding()
+        assert found == near({k: v for k, v in true.items() if k != "predicted"})
 
 
 def perplexity_of_groups(folder: str, size: int) -> float:
@@ -258,7 +259,7 @@ def perplexity_of_groups(folder: str, size: int) -> float:
 def test_perplexity_of_groups(four_ranks: World, world: World, tmp_path: Path) -> None:
     """Two groups of two ranks have the perplexity of two ranks without sequence parallelism."""
     assert four_ranks(perplexity_of_groups, str(tmp_path), 2) == pytest.approx(
-        2 * world(perplexity_of_groups, str(tmp_path), 1), rel=NEAR
+        2 * world(perplexity_of_groups, str(tmp_path), 1), rel=rounding()
     )
 
 
@@ -306,8 +307,8 @@ def test_options(name: str, world: World) -> None:
     losses, logged, weights = with_option(name, "auto")
     before = trained((Adapted if name == "LoRA" else Lit)("llama"))
     for found in world(with_option, name, "ddp"):
-        assert found[0] == pytest.approx(losses, rel=NEAR)
-        assert found[1] == pytest.approx(logged, rel=NEAR)
+        assert found[0] == near(losses)
+        assert found[1] == near(logged)
         assert error(found[2] - before, weights - before) < 1e-5
 
 
@@ -332,7 +333,7 @@ def test_no_sync(world: World) -> None:
         loss_and_logits("llama", net, x).backward()
     true = torch.cat([p.grad.flatten() for p in net.parameters()])
     for found in world(no_sync):
-        assert error(found, true) < NEAR
+        assert error(found, true) < rounding()
 
 
 # Checkpoints

@@ -21,13 +21,12 @@ import lt_tiled
 from lt_tiled import Checkpointing, SequenceParallel, Tiling
 from tests.engines.cells import ENGINES, set_up, sgd, strategy
 from tests.lit import trainer
+from tests.parity import near, rounding
 from tests.sequence_parallel.models import GPT, causal, ids
 from tests.world import World
 
 pytestmark = pytest.mark.slow
 
-NEAR = 2e-6
-"""The relative error of losses and logits after three optimizer steps in float32."""
 TOKENS, STEPS = 25, 3
 MODELS = {"llama": lambda: causal("llama")().float(), "hand-written": lambda: seeded(GPT)}
 MODES = {"trainer": ("plain", "tiled", "disk"), "fabric": ("plain", "heads", "disk")}
@@ -152,8 +151,8 @@ def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureR
     for found in world(each_model, loop, engine, mode, str(tmp_path)):
         for name, (losses, logits) in found.items():
             true, true_logits = one_process(name)
-            assert losses == pytest.approx(true, rel=NEAR)
-            assert error(logits, true_logits) < NEAR
+            assert losses == near(true)
+            assert error(logits, true_logits) < rounding()
             assert losses[0] != losses[-1]
 
 
@@ -175,8 +174,8 @@ def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> No
     four: World = request.getfixturevalue("four_deepspeed_ranks" if engine.startswith("zero") else "four_ranks")
     true = world(clipped, "plain", 1)
     for rank, (losses, logits) in enumerate(four(clipped, engine, 2)):
-        assert losses == pytest.approx(true[rank // 2][0], rel=NEAR)
-        assert error(logits, true[rank // 2][1]) < NEAR
+        assert losses == near(true[rank // 2][0])
+        assert error(logits, true[rank // 2][1]) < rounding()
     assert true[0][0] != true[1][0]
 
 
@@ -216,7 +215,7 @@ def hybrid(engine: str) -> list[float]:
 def test_hybrid_sharding(engine: str, four_ranks: World) -> None:
     """Weights that two ranks shard and two replicate train as one process does, whoever shares a sequence."""
     for losses in four_ranks(hybrid, engine):
-        assert losses == pytest.approx(one_process("llama")[0], rel=NEAR)
+        assert losses == near(one_process("llama")[0])
 
 
 def refused(engine: str, size: int) -> str:

@@ -20,6 +20,7 @@ from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
 from tests.architectures import ARCHITECTURES
 from tests.lit import replaced
 from tests.models import TinyLM, lm_loss
+from tests.parity import near
 
 
 def train(strategy: Any, **kwargs: Any) -> tuple[list[float], TinyLM, Fabric]:
@@ -43,7 +44,7 @@ def test_losses_are_the_stock_strategys(strategy: Any) -> None:
     """Losses are those of stock Fabric; the model is marked until the strategy releases it."""
     plain, _, _ = train("auto")
     losses, net, fabric = train(strategy)
-    assert losses == pytest.approx(plain, rel=1e-5)
+    assert losses == near(plain)
     assert replaced(net) == 6
     fabric.strategy.release()
     assert replaced(net) == 0
@@ -100,7 +101,7 @@ def test_callback() -> None:
     plain, _, _ = train("auto")
     callback = TiledMLP(num_shards=4)
     losses, net, _ = train("auto", callbacks=[callback])
-    assert losses == pytest.approx(plain, rel=1e-5)
+    assert losses == near(plain)
     assert callback.prepared is not None
     assert [row.tiles for row in callback.prepared.report().tiled] == [4, 4]
     callback.release()
@@ -146,5 +147,5 @@ def test_compiled_model() -> None:
     net = TinyLM()
     model = fabric.setup(torch.compile(net, backend="eager"))
     ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0))
-    assert float(lm_loss(model(ids), ids).detach()) == pytest.approx(plain[0], rel=1e-5)
+    assert float(lm_loss(model(ids), ids).detach()) == near(plain[0])
     assert replaced(net) == 6

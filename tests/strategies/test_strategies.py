@@ -27,6 +27,7 @@ from lt_tiled import (
 )
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import TinyLM
+from tests.parity import near
 
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
@@ -40,8 +41,8 @@ def test_losses_are_the_stock_strategys() -> None:
     plain, model = LitTiny(), LitTiny()
     trainer("auto").fit(plain)
     trainer(tiled()).fit(model)
-    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert model.val_losses == pytest.approx(plain.val_losses, rel=1e-5)
+    assert model.losses == near(plain.losses)
+    assert model.val_losses == near(plain.val_losses)
     assert model.forwards_replaced == {6}
     assert replaced(model) == 0
 
@@ -211,8 +212,8 @@ def test_checkpoints_load_either_way(tmp_path: Path) -> None:
         trainer(strategy, max_steps=6, max_epochs=3).fit(model, ckpt_path=file)
         resumed.append(model.losses)
     assert resumed[0]
-    assert resumed[1:] == [pytest.approx(resumed[0], rel=1e-5)] * 2
-    assert with_tiles.losses == pytest.approx(without.losses, rel=1e-5)
+    assert resumed[1:] == [near(resumed[0])] * 2
+    assert with_tiles.losses == near(without.losses)
 
 
 def test_model_summary() -> None:
@@ -255,7 +256,7 @@ def test_compiled_lightning_module() -> None:
         model.configure_model()
         trainer(strategy, limit_val_batches=0).fit(torch.compile(model, backend="eager"))
         losses.append(model.losses)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] == near(losses[0])
 
 
 def test_offload_through_a_strategy(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from lt_tiled import Tiling, tile, untile
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
-from tests.parity import FP32, gradients, randn, reference, worst
+from tests.parity import EXACT, gradients, randn, reference, worst
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
@@ -125,7 +127,7 @@ def test_deepcopy_computes_with_its_own_weights() -> None:
         for p in twin.parameters():
             p.mul_(2)
     true = reference(untile(copy.deepcopy(twin)), x)
-    assert worst(gradients(twin, x), true) < FP32
+    assert worst(gradients(twin, x), true) < EXACT
     assert all(p.grad is None for p in module.parameters())
     untile(module)
     assert "forward" in twin.__dict__
@@ -169,8 +171,8 @@ def test_a_replaced_forward_is_kept_and_restored() -> None:
     x = randn(1, 20, H)
     true = reference(module, x)
     tile(module, num_shards=4)
-    assert worst(gradients(module, x), true) < FP32
-    assert worst(gradients(copy.deepcopy(module), x), true) < FP32
+    assert worst(gradients(module, x), true) < EXACT
+    assert worst(gradients(copy.deepcopy(module), x), true) < EXACT
     untile(module)
     assert module.forward is theirs
 
@@ -194,7 +196,7 @@ def test_patching_again_below_another_forward() -> None:
     ours = module.forward
     module.forward = lambda x: ours(x)
     tile(untile(module), num_shards=5)
-    assert worst(gradients(module, x), true) < FP32
+    assert worst(gradients(module, x), true) < EXACT
     assert module.__dict__[TiledPatch.attribute].learned.largest == (20, 5)
 
 
@@ -223,7 +225,7 @@ def test_compiled_model() -> None:
     tile(model[1], num_shards=4)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
-        assert worst(gradients(model, x, call=compiled), true) < FP32
+        assert worst(gradients(model, x, call=compiled), true) < EXACT
     assert model[1].__dict__[TiledPatch.attribute].learned.largest == (38, 4)
 
 
@@ -236,7 +238,7 @@ def test_compiled_module_is_found_and_tiled() -> None:
     x = randn(1, 20, H)
     true = reference(mlp._orig_mod, x)
     tile(mlp._orig_mod, num_shards=4)
-    assert worst(gradients(mlp._orig_mod, x, call=mlp), true) < FP32
+    assert worst(gradients(mlp._orig_mod, x, call=mlp), true) < EXACT
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, "all"])

@@ -89,6 +89,7 @@ def test_each_token_runs_forward_twice() -> None:
     assert tokens == 2 * TOKENS
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_of_the_forward(dtype: torch.dtype) -> None:
     """The forward holds the output, and of one tile the three widened tensors that the module itself holds at once."""
@@ -104,6 +105,7 @@ def test_peak_of_the_forward(dtype: torch.dtype) -> None:
     assert peak == (output + one_tile) * x.element_size()
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_of_forward_and_backward(dtype: torch.dtype) -> None:
     """Forward and backward together hold the output and its gradient, the input's gradient, one tile, and the gradient

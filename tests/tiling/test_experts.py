@@ -13,7 +13,7 @@ from lt_tiled import Checkpointing, Tiling, prepare, tile
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.models import GatedMLP, H, RoutedMLP
-from tests.parity import gradients, randn, reference, spread, worst
+from tests.parity import MIXED, gradients, randn, reference, spread, worst
 
 MIXTURES = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "DeepSeek V3", "OLMoE", "Granite MoE"]
 RECORDED = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "OLMoE", "Granite MoE"]
@@ -59,7 +59,7 @@ def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.Log
         for _ in range(2):
             found = run(model, inputs, output_router_logits=True)
             assert found.keys() == true.keys()
-            assert worst(found, true) <= 1e-7
+            assert worst(found, true) <= MIXED
         tiled = Report.of(model).tiled
         assert any(row.path.endswith("experts") and row.tiles > 1 for row in tiled)
     assert "Below its router experts" in caplog.text

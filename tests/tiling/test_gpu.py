@@ -28,6 +28,7 @@ def test_dropout_on_a_gpu() -> None:
         assert worst(gradients(tiled, x), true) < 1e-12
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_on_a_gpu(dtype: torch.dtype) -> None:
     """The recompute runs under the device's autocast: input gradients are those of plain autograd over the same

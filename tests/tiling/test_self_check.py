@@ -18,7 +18,7 @@ from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
-from tests.parity import FP32, gradients, randn, reference, worst
+from tests.parity import EXACT, gradients, less_accurate, randn, reference, worst
 
 
 class Mean(GatedMLP):
@@ -107,6 +107,7 @@ def test_batch_norm_is_refused_when_it_is_patched() -> None:
         tile(module)
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("module", [GatedMLP(), PlainMLP(dropout=0.5), RoutedMLP(), nn.RMSNorm(H)])
 def test_token_wise_modules_pass(module: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,13 +343,14 @@ class Normalizes(AddsOwn):
         return gradient / gradient.norm(dim=-1, keepdim=True)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("function", [AddsOwn, Normalizes])
 def test_gradients_that_are_changed_per_token_pass(function: Any) -> None:
     """A custom Function that adds a gradient to each token, or gives nan where there is none, is accepted."""
     module, x = Then(lambda y, gate: function.apply(y) * gate), randn(2, 20, H)
     true = reference(module, x)
     tile(module, num_shards=4)
-    assert worst(gradients(module, x), true) < FP32
+    assert worst(gradients(module, x), true) < EXACT
 
 
 def test_a_gate_whose_gradient_mixes_is_refused() -> None:
@@ -497,8 +499,8 @@ def test_a_cache_that_is_filled_once_is_no_change() -> None:
 
     x = randn(1, 40, H)
     module = Keeps(how)
-    true = GatedMLP.forward(module, x)
-    assert torch.allclose(tile(module, num_shards=4)(x), true, rtol=1e-5, atol=1e-6)
+    untiled, true = GatedMLP.forward(module, x), GatedMLP.forward(copy.deepcopy(module).double(), x.double())
+    assert less_accurate({"y": tile(module, num_shards=4)(x)}, {"y": untiled}, {"y": true}) == {}
 
 
 RANDOM: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
@@ -562,13 +564,14 @@ SET_ANEW: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("build", [InBf16, *(lambda how=how: Keeps(how) for how in SET_ANEW.values())])
 def test_no_false_alarm(build: Callable[[], nn.Module]) -> None:
     """A module that computes in 16 bits inside, or sets an attribute anew to an equal value, is tiled."""
     torch.manual_seed(0)
     module, x = build(), randn(2, 100, H)
-    true = module(x)
-    assert torch.allclose(tile(module, num_shards=4)(x), true, atol=1e-2)
+    true, untiled = {"y": GatedMLP.forward(copy.deepcopy(module).double(), x.double())}, {"y": module(x)}
+    assert less_accurate({"y": tile(module, num_shards=4)(x)}, untiled, true, torch.bfloat16) == {}
 
 
 def test_the_mode_of_a_submodule_counts() -> None:
@@ -681,6 +684,7 @@ def _default_bfloat16() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.low_precision
 @pytest.mark.parametrize("tokens", [1, 2, 700, 2048])
 @pytest.mark.usefixtures("_default_bfloat16")
 def test_any_default_dtype(tokens: int) -> None:

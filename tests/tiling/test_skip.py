@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from lt_tiled import tile
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import GatedMLP, H, RoutedMLP
-from tests.parity import FP32, gradients, randn, reference, worst
+from tests.parity import EXACT, gradients, randn, reference, worst
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def packs(module: nn.Module) -> list[int | None]:
@@ -174,7 +176,7 @@ def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
     true = reference(m, x)
     tile(m, num_shards=4, self_check=module not in (WritesOutput, KeepsOutput))  # which it refuses
     for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+        assert worst(gradients(m, x), true) < EXACT
 
 
 def test_hooks_of_torch_see_real_values() -> None:
@@ -208,7 +210,7 @@ def test_a_graph_that_saves_more_than_it_did_is_run_again() -> None:
     plain.load_state_dict(m.state_dict())
     true = reference(plain, x)  # exp and log cancel
     tile(m, num_shards=4, self_check=False)
-    assert worst(gradients(m, x), true) < FP32
+    assert worst(gradients(m, x), true) < EXACT
     assert packs(m) == [None]
 
 
@@ -221,7 +223,7 @@ def test_experts_that_no_token_visits() -> None:
     true = reference(m, x)
     tile(m, num_shards=12)
     for _ in range(2):
-        assert worst(gradients(m, x), true) < FP32
+        assert worst(gradients(m, x), true) < EXACT
 
 
 @pytest.mark.parametrize("module", [GatedMLP, AddsInPlace])

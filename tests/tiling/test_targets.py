@@ -163,6 +163,7 @@ def test_the_rest_of_the_block() -> None:
         assert flops(run) == untiled
 
 
+@pytest.mark.low_precision
 def test_memory_of_the_rest_of_the_block() -> None:
     """Where the MLP is tiled, tiling the other norms too lowers the peak further (bfloat16, whose norms compute in
     float32).
