@@ -70,7 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("full")
         elif not ON_RANKS & set(item.fixturenames) and not item.get_closest_marker("slow"):
             item.add_marker("quick")
-    if not config.option.markexpr and not any("::" in argument for argument in config.args):
+    by_id = any("::" in argument for argument in config.args)
+    if not by_id:
+        _check_tables(items)
+    if not by_id and not config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
@@ -82,6 +85,17 @@ def _in_default_tier(item: pytest.Function) -> bool:
     """Whether a test has no table, or is a row of it that ``@pytest.mark.table`` names by a regular expression."""
     table = item.get_closest_marker("table")
     return not table or any(re.fullmatch(rows, item.callspec.id) for rows in table.args)
+
+
+def _check_tables(items: list[pytest.Item]) -> None:
+    """Raise if the default tier would run no row of a table, whose ids may have changed."""
+    rows: dict[str, list[bool]] = {}
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if (table := item.get_closest_marker("table")) and table.args:
+            rows.setdefault(f"{item.nodeid.partition('[')[0]}: table{table.args}", []).append(_in_default_tier(item))
+    if unmatched := [name for name, default in rows.items() if not any(default)]:
+        raise pytest.UsageError("No row matches " + "; ".join(unmatched))
 
 
 @pytest.fixture(autouse=True)
