@@ -308,7 +308,7 @@ def test_hooks_on_gradients() -> None:
     assert result.tiled.norm > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.table
 def test_compiled() -> None:
     """Compiled submodules, and a compiled model, are verified under their own names."""
     net = TinyLM()
@@ -537,6 +537,7 @@ def in_half() -> tuple[bool, float]:
         accelerator.supported_dtypes, accelerator.is_fp16_supported = before
 
 
+@pytest.mark.table
 def test_deepspeed(deepspeed_world: World) -> None:
     """ZeRO-2 with the optimizer in CPU memory and ZeRO-3 pass; an error on one rank of ZeRO-3 fails on all."""
     assert deepspeed_world(on_engines, [("offload", None), ("zero3", None), ("zero3", 1)]) == [[True, True, False]] * 2

@@ -65,6 +65,7 @@ def test_error_is_flat(everyone: list[Peer]) -> None:
     assert verdicts(sheet, "DeepSpeed") == [True, False, False]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("run", "count"), [(steps, 80), (cycles, 10)])
 def test_endurance(run: Any, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps, and preparations that are released, leave no memory, descriptor, thread, file or object behind."""

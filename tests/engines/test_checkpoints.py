@@ -79,7 +79,7 @@ def interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[f
     return whole.losses, first.losses + second.losses
 
 
-@pytest.mark.table("ddp|fsdp2 full|fsdp_flat sharded|zero3")
+@pytest.mark.table("fsdp2 full|zero3")
 @pytest.mark.parametrize("case", FORMATS)
 def test_resume_in_the_middle_of_an_epoch(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """A run that is interrupted after two of four batches has the losses of one that is not, optimizer state
@@ -155,6 +155,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
+@pytest.mark.table("ddp-fsdp2 full|zero3-ddp|fsdp2 full-fsdp full|fsdp_flat full-ddp")
 @pytest.mark.parametrize("saved_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full"])
 @pytest.mark.parametrize("loaded_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full", "zero3"])
 def test_load_with_another_engine(

@@ -73,7 +73,7 @@ def flops(engine: str, shards: int | None) -> int:
     return counter.flops
 
 
-@pytest.mark.table("ddp|fsdp2|zero3")
+@pytest.mark.table("ddp|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_flops(engine: str, on_ranks: OnRanks) -> None:
     """A step in tiles has no more FLOPs than the untiled step, in blocks with and without a norm after the MLP, and

@@ -83,6 +83,7 @@ def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("lengths.png").stat().st_size > 10_000
 
 
+@pytest.mark.table
 def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` keeps the settings that it was given, a number of tiles among them, and writes them."""
     planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
@@ -131,6 +132,7 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "single, num_shards=auto, activation checkpointing" in text
 
 
+@pytest.mark.table
 def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
     """Other settings of the first config do not remain next to what was found, and what a strategy's name stands for is
     kept.

@@ -136,6 +136,7 @@ def test_longest_with_scores_of_attention() -> None:
     assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak
 
 
+@pytest.mark.table
 def test_longest_beside_large_weights() -> None:
     """Just above what the optimizer takes at any length, the longest sequence is found, too, and in few steps."""
     base = job(module=lambda: CausalLM({**LLAMA, "hidden_size": 512, "intermediate_size": 4096}))
@@ -146,6 +147,7 @@ def test_longest_beside_large_weights() -> None:
     assert len(steps) <= 8
 
 
+@pytest.mark.table
 def test_cheapest() -> None:
     """Where memory is plenty nothing is set; as it falls the settings come in the order of what they cost; then there
     are none.
@@ -175,6 +177,7 @@ def test_cheapest() -> None:
         cheapest(base, MIB, tokens)
 
 
+@pytest.mark.table
 def test_found_settings_hold_in_a_run() -> None:
     """A real step with the settings that were found stays within the memory that they were found for."""
     memory, tokens = 15 * MIB, 2048

@@ -73,7 +73,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.table("plain.*|shared")
+@pytest.mark.table("plain.*")
 @pytest.mark.parametrize("name", CASES)
 def test_repeated_blocks(name: str) -> None:
     """A plan that repeats blocks has the peak, parts, FLOPs and offloaded bytes of one that simulates them all, and it

@@ -101,6 +101,7 @@ def test_cheapest() -> None:
         cheapest(base, least[2] // 2, TOKENS)
 
 
+@pytest.mark.table
 def test_found_sharing_is_taken_by_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find settings`` prints how many ranks share a sequence, and writes it for ``fit``."""
     strategy = ("--trainer.strategy=TiledDDPStrategy", "--devices=2")

@@ -142,7 +142,10 @@ def one_process(name: str) -> tuple[list[float], Tensor]:
         return losses, loss_and_logits(name, net, batches(1)[0], labels=False)
 
 
-@pytest.mark.table(".*-trainer-disk|(ddp|zero3)-fabric-disk|ddp-trainer-plain|fsdp2-fabric-plain|zero3-fabric-heads")
+@pytest.mark.table(
+    "(ddp|fsdp2|zero1|zero3)-trainer-disk|(fsdp|fsdp_flat|zero2)-fabric-disk|ddp-trainer-plain|"
+    "fsdp2-fabric-plain|zero3-fabric-heads"
+)
 @pytest.mark.parametrize(("loop", "mode"), [(loop, mode) for loop in MODES for mode in MODES[loop]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -167,7 +170,7 @@ def clipped(engine: str, size: int) -> tuple[list[float], Tensor]:
     return lit.losses, lit.logits
 
 
-@pytest.mark.table("ddp|fsdp2")
+@pytest.mark.table("ddp")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> None:
     """Two groups of two ranks with Lightning's sampler and clipped gradients train as plain DDP on two ranks."""
@@ -210,7 +213,7 @@ def hybrid(engine: str) -> list[float]:
     return losses
 
 
-@pytest.mark.table("fsdp2")
+@pytest.mark.table
 @pytest.mark.parametrize("engine", HYBRID)
 def test_hybrid_sharding(engine: str, four_ranks: World) -> None:
     """Weights that two ranks shard and two replicate train as one process does, whoever shares a sequence."""

@@ -12,7 +12,10 @@ from tests.sequence_parallel.runs import errors
 from tests.world import World
 
 
-@pytest.mark.table(".*-4")
+@pytest.mark.table(
+    "(llama( 7/7| 8/1)?|gemma 3|mixtral|packed|padded left|hand-written|sliding window)-4|"
+    "(fewer tokens than ranks|no labels|qwen 3|packed rows)-2"
+)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_plain(name: str, size: int, four_ranks: World) -> None:

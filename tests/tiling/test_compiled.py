@@ -104,6 +104,7 @@ def test_inductor_with_dropout() -> None:
     assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-6)
 
 
+@pytest.mark.table
 @pytest.mark.low_precision
 def test_a_whole_model() -> None:
     """A checkpointed Hugging Face model with compiled tiles has the untiled loss and gradients, with autocast too."""
