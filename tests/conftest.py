@@ -6,11 +6,13 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import second_device
 from tests.processes import guard
 from tests.world import World
 
@@ -100,7 +102,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt what the imports made from garbage collection, which tests call often."""
+    """Register the second device if a test uses it, and exempt what the imports made from garbage collection, which
+    tests call often.
+    """
+    if any(_on_second(item) for item in session.items) and not torch.cuda.is_available():
+        second_device.register()  # before the first backward pass of the process
     gc.collect()
     gc.freeze()
 
@@ -115,8 +121,10 @@ def _freeze() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tier, and skip the GPU tests on a machine without a GPU."""
+    """Mark the quick tier. Skip the GPU tests on a machine without a GPU, and those of the second device with one."""
     for item in items:
+        if _on_second(item) and torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="torch knows one accelerator in a process, here CUDA"))
         assert isinstance(item, pytest.Function)
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
@@ -125,6 +133,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = f"{os.path.relpath(item.path, TESTS)}::{item.name}"
         if not ON_RANKS & set(item.fixturenames) and not name.startswith(SLOW):
             item.add_marker("quick")
+
+
+def _on_second(item: pytest.Item) -> bool:
+    return getattr(item, "callspec", None) is not None and item.callspec.params.get("device") == second_device.NAME  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=["cpu", second_device.NAME, pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the CPU, a device without a GPU that is no CPU (``tests/second_device.py``), or the GPU if there is one.
+
+    Parametrize ``device`` with ``indirect=True`` to leave out some of them.
+    """
+    with second_device.attached() if request.param == second_device.NAME else nullcontext():
+        yield request.param
 
 
 @pytest.fixture(autouse=True)
