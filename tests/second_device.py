@@ -329,6 +329,7 @@ def register() -> None:
     every, aten, c10d = (torch.library.Library(namespace, "IMPL") for namespace in ("_", "aten", "c10d"))
     _LIBRARIES.extend((every, aten, c10d))
     every.fallback(_kernel, "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     own: dict[str, Any] = {"copy_": _copy_, "resize_": _resize_, "_local_scalar_dense": lambda t: _to_cpu(t).item()}
     own |= {"record_stream": lambda tensor, stream: None}
     for name in ("set_.source_Storage", "set_.source_Storage_storage_offset"):
