@@ -72,9 +72,9 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     return max(errors(found, true).values())
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A random input that wants a gradient."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """A random input that wants a gradient, the same on each device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
 
 
 def toggled_gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ must not register it. The device is available in ``attached()`` alone.
 What torch leaves to C++, and this device therefore does not have:
 
 - Backward passes on ``second:1``. The device guard of Python reports one device, so there is one thread.
-- Another current device than ``second:0``, for the same reason. Name the index.
+- ``tensor.to("second")`` to another index than 0, for the same reason: name the index.
 - Streams and events of its own. The guard returns one default stream for each call, on which all work is in order.
   ``tests/offload/streams.py`` checks the order of copies and computation instead.
 - The same parameters after ``module.to("second")``, which makes new ones, as for any ``PrivateUse1`` device.
@@ -144,8 +144,10 @@ class Signature:
         arguments, self.name = op._schema.arguments, op._schema.name.removeprefix("aten::")
         self.tensors = [str(a.type) == "Tensor" for a in arguments]
         self.outs = {a.name for a in arguments if a.is_out}
-        written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-        self.written = [(i, a.name) for i, a in enumerate(arguments) if written[i] and op._schema.returns]
+        written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        sets = [None if r.alias_info is None else r.alias_info.before_set for r in op._schema.returns]
+        self.returned = [(i, a.name) for s in sets for i, a in written if a.alias_info.before_set == s]
+        """The arguments that it returns: all that is returned, or none of it."""
         self.draws = torch.Tag.nondeterministic_seeded in op.tags
 
 
@@ -170,9 +172,9 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     for key, out in empty.items():
         new = _to_second(given[key], index)
         out.set_(new.untyped_storage(), 0, new.shape, new.stride())
-    if signature.written:
-        written = tuple(args[i] if i < len(args) else kwargs[name] for i, name in signature.written)
-        return written if len(written) > 1 else written[0]
+    if signature.returned:
+        same = tuple(args[i] if i < len(args) else kwargs[name] for i, name in signature.returned)
+        return same if len(same) > 1 else same[0]
     return _map(lambda value: _to_second(value, index) if isinstance(value, Tensor) else value, result)
 
 
@@ -190,8 +192,7 @@ def _index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} has {found}")
     if generators := [value for value in leaves if isinstance(value, torch.Generator)]:
         raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{generators[0].device}'")
-    device = kwargs.get("device")
-    return (next(iter(devices)) if device is None else torch.device(device)).index or 0
+    return _number(next(iter(devices)) if kwargs.get("device") is None else kwargs["device"])
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -269,6 +270,9 @@ class SecondModule(types.ModuleType):
     """What ``torch.get_device_module("second")`` returns."""
 
     attached = 0
+    _initialized = True
+    """Read by ``torch.utils.checkpoint``, which restores the generators of initialized devices alone."""
+    _current = 0
 
     def is_available(self) -> bool:
         return self.attached > 0
@@ -283,7 +287,16 @@ class SecondModule(types.ModuleType):
         return INDICES if self.attached else 0
 
     def current_device(self) -> int:
-        return 0
+        return self._current
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """Let the functions of this module, and factories, refer to another index."""
+        before, self._current = self._current, _number(device)
+        try:
+            yield
+        finally:
+            self._current = before
 
     def synchronize(self, device: Any = None) -> None:
         """Return at once: the device computes in order with the host."""
@@ -315,7 +328,8 @@ class SecondModule(types.ModuleType):
 
 
 def _number(device: Any) -> int:
-    return (device if isinstance(device, int | None) else torch.device(device).index) or 0
+    index = device if isinstance(device, int | None) else torch.device(device).index
+    return MODULE.current_device() if index is None else index
 
 
 MODULE = SecondModule(NAME)
