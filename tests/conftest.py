@@ -17,7 +17,7 @@ from tests.processes import guard
 from tests.world import World
 
 TESTS = Path(__file__).parent
-ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "on_ranks"}
+ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
 """Fixtures that run ranks."""
 SLOW = (
     "benchmarks/",
@@ -199,6 +199,14 @@ def four_ranks() -> Iterator[World]:
 def four_deepspeed_ranks() -> Iterator[World]:
     """Return four more ranks, for ZeRO-3 as in ``deepspeed_world``."""
     world = World(4)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def second_world() -> Iterator[World]:
+    """Return two more ranks, in which the second device is registered before their first backward pass."""
+    world = World(2)
     yield world
     world.close()
 
