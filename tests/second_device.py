@@ -52,15 +52,16 @@ _LIBRARIES: list[torch.library.Library] = []
 # Memory
 
 
+_LOCK = threading.RLock()  # a garbage collection while it is held may free storages
+
+
 class Memory:
     """The bytes of the storages on one index, now and at most."""
 
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-        self.lock = threading.RLock()  # a garbage collection in ``count`` may free storages
+    live = peak = 0
 
     def count(self, change: int) -> None:
-        with self.lock:
+        with _LOCK:
             self.live += change
             self.peak = max(self.peak, self.live)
 
@@ -111,28 +112,21 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 # Random numbers
 
-
-class Generators:
-    """One generator for each index, which random operators of the device draw from."""
-
-    def __init__(self) -> None:
-        self.all = [torch.Generator() for _ in range(INDICES)]
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def used(self, index: int) -> Iterator[None]:
-        """Let the CPU's kernels draw from the generator of the device."""
-        with self._lock:
-            host = torch.get_rng_state()
-            torch.set_rng_state(self.all[index].get_state())
-            try:
-                yield
-            finally:
-                self.all[index].set_state(torch.get_rng_state())
-                torch.set_rng_state(host)
+GENERATORS = [torch.Generator() for _ in range(INDICES)]
 
 
-GENERATORS = Generators()
+@contextmanager
+def _drawing(index: int) -> Iterator[None]:
+    """Let the CPU's kernels draw from the generator of the device."""
+    with _LOCK:
+        host = torch.get_rng_state()
+        torch.set_rng_state(GENERATORS[index].get_state())
+        try:
+            yield
+        finally:
+            GENERATORS[index].set_state(torch.get_rng_state())
+            torch.set_rng_state(host)
+
 
 # Kernels
 
@@ -167,7 +161,7 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
         given["device"] = "cpu"
     # A Python number arrives as such also where the operator takes a tensor: another overload takes the number.
     bare = any(tensor and isinstance(v, int | float) for tensor, v in zip(signature.tensors, args, strict=False))
-    with GENERATORS.used(index) if signature.draws else nullcontext():
+    with _drawing(index) if signature.draws else nullcontext():
         result = (op.overloadpacket if bare else op)(*_map(_to_cpu, args), **given)
     for key, out in empty.items():
         new = _to_second(given[key], index)
@@ -222,7 +216,7 @@ def _collective(op: Any, *args: Any) -> Any:
 
 _COLLECTIVES = (
     *("allreduce_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"),
-    *("alltoall_", "alltoall_base_", "broadcast_", "reduce_", "send", "recv_"),
+    *("alltoall_", "alltoall_base_", "broadcast_"),
 )
 
 
@@ -305,13 +299,13 @@ class SecondModule(types.ModuleType):
         return [torch.float16, torch.bfloat16]
 
     def get_rng_state(self, device: Any = NAME) -> Tensor:
-        return GENERATORS.all[_number(device)].get_state()
+        return GENERATORS[_number(device)].get_state()
 
     def set_rng_state(self, new_state: Tensor, device: Any = NAME) -> None:
-        GENERATORS.all[_number(device)].set_state(new_state)
+        GENERATORS[_number(device)].set_state(new_state)
 
     def manual_seed_all(self, seed: int) -> None:
-        for generator in GENERATORS.all:
+        for generator in GENERATORS:
             generator.manual_seed(seed)
 
     def memory_allocated(self, device: Any = None) -> int:

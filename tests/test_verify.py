@@ -143,6 +143,18 @@ def test_on_an_accelerator(device: str) -> None:
     assert result.untiled.peak == pytest.approx(allocator.max_memory_allocated() - at_first, rel=0.05)
 
 
+def noisy(model: Any, ids: Tensor) -> Tensor:
+    return step(model, ids) * (1 + torch.rand((), device=ids.device))
+
+
+def test_random_numbers_outside_of_the_tiles(device: str) -> None:
+    """The untiled step and the tiled one draw the same numbers of the device, in several steps."""
+    on = {"accelerator": accelerator(device), "devices": 1}
+    result = verify(TinyLM().to(device), IDS, step=noisy, **on)
+    assert result.draws
+    assert result.tiled.loss == pytest.approx(result.untiled.loss, rel=1e-5)
+
+
 def test_models_that_amplify_rounding() -> None:
     """If the untiled step is as far from the reference as the tiled one, the verdict says so, and what to do."""
     figures = Step(1.0, 1.0, 1, 1, 1.0)
