@@ -21,12 +21,12 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.counter = device, torch.get_device_module(device)
-        self.counts = hasattr(self.counter, "max_memory_allocated")  # not those of a CPU and of MPS
+        self.device = device
+        self.counts = hasattr(torch.get_device_module(device), "max_memory_allocated")  # not that of a CPU or of MPS
 
     def reset(self) -> None:
         if self.counts:
-            self.counter.reset_peak_memory_stats(self.device)
+            torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
         with suppress(OSError):
             _CLEAR.write_text("5")  # proc(5): resets the peak resident set size
@@ -34,7 +34,7 @@ class PeakMemory:
     def read(self) -> int:
         """Return the peak in bytes."""
         if self.counts:
-            return int(self.counter.max_memory_allocated(self.device))
+            return int(torch.get_device_module(self.device).max_memory_allocated(self.device))
         try:
             line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
             return int(line.split()[1]) * 1024
