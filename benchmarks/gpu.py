@@ -178,7 +178,8 @@ def own_process(part: str, end: float, tiny: bool) -> Iterator[tuple[str, Figure
 def run_tests(part: str, end: float, tiny: bool) -> Iterator[tuple[str, Figures]]:
     """Yield how many of the tests that need a GPU have passed so far, until all have run or ``end`` has come."""
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    files = [file for file, source in sources.items() if "mark.gpu" in source and file != MEASURED_ELSEWHERE]
+    on_gpu = [file for file, source in sources.items() if "mark.gpu" in source or "device: str" in source]
+    files = [file for file in on_gpu if file != MEASURED_ELSEWHERE]
     first = ("tests/loss", "tests/offload")
     files.sort(key=lambda file: ("compile" in sources[file], not file.startswith(first), file))  # compiling takes long
     options = ["-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts="]

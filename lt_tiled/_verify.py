@@ -42,10 +42,12 @@ from lt_tiled._training_step import (
 from lt_tiled._types import PositiveInt
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.memory import PeakMemory
 from lt_tiled.modules.find import plain_name, unwrapped, walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.sequence_parallel.self_check import rounds_products
 from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.recompute import RandomState, random_state_kept
 from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.verification import LOSS, Step, Verification, compare, listed, norm_of
 
@@ -243,7 +245,7 @@ class _Comparison(Callback):
         _prepare(pl_module)
         before = _buffers(pl_module)
         self.before = {name: (holder, key, b, b.clone()) for name, (holder, key, b) in before.items()}
-        with isolate_rng():
+        with isolate_rng(), random_state_kept(self.device):
             torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
             with raising_on_all(self.trainer.world_size):
                 self._read_batch()
@@ -296,16 +298,14 @@ class _Comparison(Callback):
         """Run three steps: one that settles, one for FLOPs and memory, one for time and what is compared."""
         from lt_tiled.planner.ledger import Flops, Ledger
 
-        device, base = self.trainer.strategy.root_device, 0
+        memory = PeakMemory(self.device)
         self._step()
-        on_cuda = device.type == "cuda"
-        if on_cuda:
-            base = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        counted = Flops() if on_cuda else Ledger(only=device.type)
+        memory.reset()
+        base = memory.read()
+        counted = Flops() if memory.counts else Ledger(only=self.device.type)
         with counted:
             self._step()
-        peak = counted.peak if isinstance(counted, Ledger) else torch.cuda.max_memory_allocated(device) - base
+        peak = counted.peak if isinstance(counted, Ledger) else memory.read() - base
         values, seconds = self._step(read=True)
         return values, (counted.flops, peak, seconds)
 
@@ -316,15 +316,15 @@ class _Comparison(Callback):
 
         def closure() -> Tensor:
             nonlocal loss, gradients, seconds
-            with isolate_rng():  # each step draws what the others draw
+            with isolate_rng(), random_state_kept(self.device):  # each step draws what the others draw
                 self._restore_buffers()
                 batch = copy.deepcopy(self.batch)  # which steps may change
-                before, start = self._random_state(), self._now()
+                before, start = RandomState.now(self.device), self._now()
                 loss = training_loss(strategy.training_step, self.trained, batch)
                 optimizer.zero_grad()
                 strategy.backward(loss, optimizer)
                 seconds = self._now() - start
-                self.draws |= read and not torch.equal(before, self._random_state())
+                self.draws |= read and not before.same_as(RandomState.now(self.device))
             if read and self._on_deepspeed:
                 from deepspeed.utils import safe_get_full_grad
 
@@ -368,9 +368,9 @@ class _Comparison(Callback):
                 own = module.state_dict()  # with the names of compiled submodules
                 own |= {name: weights[plain_name(name)] for name, v in own.items() if isinstance(v, Tensor)}
                 module.load_state_dict(own)
-                _prepare(module.to(self.trainer.strategy.root_device, dtype))
+                _prepare(module.to(self.device, dtype))
                 torch.set_default_dtype(dtype)
-                with turned_off(module), isolate_rng():
+                with turned_off(module), isolate_rng(), random_state_kept(self.device):
                     loss = training_loss(module.training_step, module, batch)
                     module.backward(loss)
             except Exception as error:
@@ -399,16 +399,15 @@ class _Comparison(Callback):
     def _rounds_convolutions(self) -> bool:
         """Whether the model has convolutions on a GPU, which are in TF32 by default."""
         convolves = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in self.trained.modules())
-        on_cuda = self.trainer.strategy.root_device.type == "cuda"
+        on_cuda = self.device.type == "cuda"
         return on_cuda and convolves and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
-    def _random_state(self) -> Tensor:
-        device, host = self.trainer.strategy.root_device, torch.get_rng_state()
-        return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.strategy.root_device  # type: ignore[no-any-return]
 
     def _now(self) -> float:
-        if self.trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.strategy.root_device)
+        torch.get_device_module(self.device).synchronize()
         return time.perf_counter()
 
 

@@ -1,4 +1,4 @@
-"""The peak memory of some work: of the GPU if there is one, otherwise of the process."""
+"""The peak memory of some work: of the accelerator if there is one, otherwise of the process."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Reads the peak memory since the last :meth:`reset`.
 
-    On CUDA this is ``torch.cuda.max_memory_allocated``. On a CPU it is the resident memory of the process: ``VmHWM`` on
-    Linux, which can be reset, and elsewhere the peak since the start of the process.
+    On an accelerator this is what its allocator counts, such as ``torch.cuda.max_memory_allocated``. On a CPU it is the
+    resident memory of the process: ``VmHWM`` on Linux, which can be reset, and elsewhere the peak since its start.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.counts = hasattr(torch.get_device_module(device), "max_memory_allocated")  # not that of a CPU or of MPS
 
     def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.counts:
+            torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
         with suppress(OSError):
             _CLEAR.write_text("5")  # proc(5): resets the peak resident set size
 
     def read(self) -> int:
         """Return the peak in bytes."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+        if self.counts:
+            return int(torch.get_device_module(self.device).max_memory_allocated(self.device))
         try:
             line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
             return int(line.split()[1]) * 1024
@@ -42,7 +43,7 @@ class PeakMemory:
 
     def describe(self, peak: int) -> str:
         """Return a peak as text, with what it measures."""
-        where = f"allocated on {self.device}" if self.device.type == "cuda" else "resident, whole process"
+        where = f"allocated on {self.device}" if self.counts else "resident, whole process"
         return f"{gib(peak)} ({where})"
 
 

@@ -8,16 +8,18 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from lt_tiled._log import quiet_libraries
+from tests import second_device
 from tests.processes import guard
 from tests.world import World
 
-ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "on_ranks"}
+ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
 """Fixtures that run ranks."""
 
 
@@ -42,7 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt what the imports made from garbage collection, which tests call often."""
+    """Register the second device if a test uses it, and exempt what the imports made from garbage collection, which
+    tests call often.
+    """
+    if any(_on_second(item) for item in session.items) and not torch.cuda.is_available():
+        second_device.register()  # before the first backward pass of the process
     gc.collect()
     gc.freeze()
 
@@ -59,9 +65,12 @@ def _freeze() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tiers, leave the rest of the tables to ``-m full``, and order the tests.
 
-    Those that wait begin, so that short ones fill the time in which the last of them run.
+    The GPU tests are skipped without a GPU, and those of the second device with one. Tests that wait begin, so that
+    short ones fill the time in which the last of them run.
     """
     for item in items:
+        if _on_second(item) and torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="torch knows one accelerator in a process, here CUDA"))
         assert isinstance(item, pytest.Function)
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
@@ -96,6 +105,20 @@ def _check_tables(items: list[pytest.Item]) -> None:
             rows.setdefault(f"{item.nodeid.partition('[')[0]}: table{table.args}", []).append(_in_default_tier(item))
     if unmatched := [name for name, default in rows.items() if not any(default)]:
         raise pytest.UsageError("No row matches " + "; ".join(unmatched))
+
+
+def _on_second(item: pytest.Item) -> bool:
+    return getattr(item, "callspec", None) is not None and item.callspec.params.get("device") == second_device.NAME  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=["cpu", second_device.NAME, pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the CPU, a device without a GPU that is no CPU (``tests/second_device.py``), or the GPU if there is one.
+
+    Parametrize ``device`` with ``indirect=True`` to leave out some of them.
+    """
+    with second_device.attached() if request.param == second_device.NAME else nullcontext():
+        yield request.param
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +179,14 @@ def four_ranks() -> Iterator[World]:
 def four_deepspeed_ranks() -> Iterator[World]:
     """Return four more ranks, for ZeRO-3 as in ``deepspeed_world``."""
     world = World(4)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def second_world() -> Iterator[World]:
+    """Return two more ranks, in which the second device is registered before their first backward pass."""
+    world = World(2)
     yield world
     world.close()
 

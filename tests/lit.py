@@ -6,10 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.models import TinyLM, loss_of
+from tests.second_device import NAME
 
 
 class Ids(Dataset[Tensor]):
@@ -67,6 +69,44 @@ class LitTiny(pl.LightningModule):
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Ids(4), batch_size=2)
+
+
+class SecondAccelerator(Accelerator):
+    """Lightning's part of a device that Lightning does not know, as a vendor would write it."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Do nothing: the device has no context."""
+
+    def teardown(self) -> None:
+        """Do nothing: the device keeps no memory."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device(NAME, index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return NAME
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+
+def accelerator(device: str) -> Any:
+    """What a Trainer takes for a value of the fixture ``device``."""
+    return SecondAccelerator() if device == NAME else device
 
 
 def replaced(model: torch.nn.Module) -> int:

@@ -101,7 +101,7 @@ class Block(nn.Module):
         self.mlp = mlp(hidden, wide)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device, x.dtype)
         normed = self.norm1(x)
         x = x + self.attention(normed, normed, normed, attn_mask=mask, need_weights=False)[0]
         return x + self.mlp(self.norm2(x))

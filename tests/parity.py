@@ -46,17 +46,25 @@ def spread(value: Any) -> Tensor:
 
 
 def gradients(
-    module: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] = spread, call: Callable[..., Any] | None = None
+    module: nn.Module,
+    *inputs: Tensor,
+    loss: Callable[[Any], Tensor] = spread,
+    call: Callable[..., Any] | None = None,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
-    """The loss, and its gradients by the name of the weight and the number of the input."""
-    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad) for x in inputs]
-    module.zero_grad(set_to_none=True)
+    """The loss, and its gradients by the name of the weight and the number of the input, on the CPU.
+
+    Module and inputs are moved to the device on which they are computed.
+    """
+    copies = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
+    leaves = [x.to(device).requires_grad_(given.requires_grad) for x, given in zip(copies, inputs, strict=True)]
+    module.to(device).zero_grad(set_to_none=True)
     value = loss((module if call is None else call)(*leaves))
     value.backward()
     found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     found |= {f"input {i}": x.grad for i, x in enumerate(leaves) if x.grad is not None}
     module.zero_grad(set_to_none=True)
-    return {"loss": value.detach(), **found}
+    return {name: gradient.cpu() for name, gradient in {"loss": value.detach(), **found}.items()}
 
 
 def reference(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tensor]:
@@ -77,10 +85,12 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     return max(errors(found, true).values())
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """A random input that wants a gradient, of the default dtype if none is given, with values of float32."""
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype | None = None, device: str = "cpu") -> Tensor:
+    """A random input that wants a gradient, of the default dtype if none is given, with values of float32 that are the
+    same on each device.
+    """
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-    return values.to(dtype or torch.get_default_dtype()).requires_grad_()
+    return values.to(device, dtype or torch.get_default_dtype()).requires_grad_()
 
 
 def toggled_gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

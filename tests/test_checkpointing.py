@@ -71,30 +71,30 @@ def test_nothing_found() -> None:
         found(TinyLM(), "Layer")
 
 
-def loss(model: nn.Module) -> dict[str, Tensor]:
-    return gradients(model, IDS, loss=lambda logits: lm_loss(logits, IDS))
+def loss(model: nn.Module, device: str = "cpu") -> dict[str, Tensor]:
+    return gradients(model, IDS, loss=lambda logits: lm_loss(logits, IDS.to(device)), device=device)
 
 
 @pytest.mark.parametrize("tiling", [None, Tiling(4)])
-def test_results_are_the_same(tiling: Tiling | None) -> None:
+def test_results_are_the_same(tiling: Tiling | None, device: str) -> None:
     """Loss and gradients of a model with checkpointed blocks, tiled or not, are the plain ones."""
     torch.manual_seed(0)
     model = TinyLM().double()
     true = reference(model, IDS, loss=lambda logits: lm_loss(logits, IDS))
-    with prepare(model, checkpointing=Checkpointing(), tiling=tiling):
+    with prepare(model.to(device), checkpointing=Checkpointing(), tiling=tiling):
         for _ in range(2):
-            assert worst(loss(model), true) < EXACT
+            assert worst(loss(model, device), true) < EXACT
 
 
-def test_dropout_is_replayed() -> None:
+def test_dropout_is_replayed(device: str) -> None:
     """Dropout in a checkpointed block draws the same masks in the recompute."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Dropout(0.5)) for _ in range(2))).double()
     x = randn(2, 9, H, dtype=torch.float64)
     torch.manual_seed(3)
-    true = gradients(model, x)
+    true = gradients(model, x, device=device)
     with prepare(model, checkpointing=Checkpointing()):
         torch.manual_seed(3)
-        assert worst(gradients(model, x), true) < 1e-12
+        assert worst(gradients(model, x, device=device), true) < 1e-12
 
 
 def test_only_block_inputs_are_kept() -> None:

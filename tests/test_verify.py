@@ -22,10 +22,11 @@ from lt_tiled.cli import main
 from lt_tiled.errors import SimulationError
 from lt_tiled.loss.autograd import _TiledLoss
 from lt_tiled.side_effects import Buffers
+from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.verification import Row, Step, Verification
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
-from tests.lit import LitTiny, replaced
+from tests.lit import LitTiny, accelerator, replaced
 from tests.models import WIDE, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.world import World
 
@@ -83,7 +84,7 @@ class Noisy(GatedMLP):
     """Scales each call with a random number, and each tile with another."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.rand(()))
+        return super().forward(x * torch.rand((), device=x.device))
 
 
 class WrongInTraining(GatedMLP):
@@ -113,17 +114,47 @@ class Dropping(GatedMLP):
         (Dropping, "pass: "),
     ],
 )
-def test_other_mlps(mlp: type[GatedMLP], verdict: str) -> None:
+def test_other_mlps(mlp: type[GatedMLP], verdict: str, device: str) -> None:
     """Without the self-check, an MLP that mixes tokens fails; noise fails, with that reason; dropout is turned off.
 
-    A model in evaluation mode is verified in training mode.
+    A model in evaluation mode is verified in training mode. Random numbers of the device's generator are noise, too.
     """
     net = TinyLM()
     for block in net.blocks:
         block.mlp = mlp()
     net.eval()
     chosen = TiledSingleDeviceStrategy(tiling=Tiling(targets=mlp.__name__, self_check=False), checkpointing=True)
-    assert verdict in verify(net, IDS, step=step, strategy=chosen).verdict
+    on = {"accelerator": accelerator(device), "devices": 1}
+    assert verdict in verify(net.to(device), IDS, step=step, strategy=chosen, **on).verdict
+
+
+@pytest.mark.parametrize("device", ["second", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_on_an_accelerator(device: str) -> None:
+    """The peaks are those of the accelerator's allocator, and its generator and the model stay as they are."""
+    torch.manual_seed(0)
+    net, allocator = TinyLM().to(device), torch.get_device_module(device)
+    before = RandomState.now(net.head.weight.device)
+    on = {"accelerator": accelerator(device), "devices": 1}
+    result = verify(net, IDS, step=step, **on)
+    assert result.passed, str(result)
+    assert RandomState.now(net.head.weight.device).same_as(before)
+    assert {p.device.type for p in net.parameters()} == {device}
+    allocator.reset_peak_memory_stats()
+    at_first = allocator.memory_allocated()
+    step(net, IDS.to(device)).backward()
+    assert result.untiled.peak == pytest.approx(allocator.max_memory_allocated() - at_first, rel=0.05)
+
+
+def noisy(model: Any, ids: Tensor) -> Tensor:
+    return step(model, ids) * (1 + torch.rand((), device=ids.device))
+
+
+def test_random_numbers_outside_of_the_tiles(device: str) -> None:
+    """The untiled step and the tiled one draw the same numbers of the device, in several steps."""
+    on = {"accelerator": accelerator(device), "devices": 1}
+    result = verify(TinyLM().to(device), IDS, step=noisy, **on)
+    assert result.draws
+    assert result.tiled.loss == pytest.approx(result.untiled.loss, rel=1e-5)
 
 
 def test_models_that_amplify_rounding() -> None:

@@ -24,6 +24,7 @@ from lt_tiled._training_step import first_batch, nothing, stepped_on, training_l
 from lt_tiled._types import PositiveInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.policies import parse_bytes
+from lt_tiled.tiling.recompute import random_state_kept
 
 
 class SequenceLengthFinder(Callback):
@@ -74,7 +75,7 @@ class SequenceLengthFinder(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         holder = self._holder(trainer, pl_module)
-        with isolate_rng():
+        with isolate_rng(), random_state_kept(trainer.strategy.root_device):
             batch = trainer.strategy.batch_to_device(first_batch(pl_module, data))
             self.peaks = {}
             with _restored(trainer, pl_module):
@@ -161,8 +162,7 @@ def _free(trainer: pl.Trainer) -> None:
     for optimizer in trainer.optimizers:
         optimizer.zero_grad()
     gc.collect()
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.empty_cache()
+    getattr(torch.get_device_module(trainer.strategy.root_device), "empty_cache", nothing)()
 
 
 @contextmanager

@@ -335,7 +335,7 @@ def test_tests_that_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     *_, (_, counts) = rows
     assert (counts["passed"], counts["failed"], "cut off" in counts["missing"]) == (1, 1, True)
     files = [word for word in counts["printed"][-1].split() if word.startswith("tests/")]
-    assert files[:2] == ["tests/loss/test_gpu.py", "tests/offload/test_gpu.py"]
+    assert files[:3] == ["tests/loss/test_functional.py", "tests/loss/test_gpu.py", "tests/offload/test_gpu.py"]
     assert files[-2:] == ["tests/lm/test_causal.py", "tests/tiling/test_modes.py"]
 
 

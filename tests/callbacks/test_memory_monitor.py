@@ -15,9 +15,9 @@ import lt_tiled
 from lt_tiled import Checkpointing, TiledDDPStrategy, TiledSingleDeviceStrategy
 from lt_tiled.callbacks import MemoryMonitor
 from lt_tiled.lm import CausalLM, TextFiles
-from tests.lit import LitTiny, trainer
+from tests.lit import LitTiny, accelerator, trainer
 from tests.models import TinyLM, lm_loss
-from tests.planner.runs import LLAMA
+from tests.planner.runs import LLAMA, TWO
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -47,6 +47,20 @@ def test_picture_and_prediction(strategy: Any, tmp_path: Path, capsys: pytest.Ca
         "attention",
     }
     assert "memory of step 2: " in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("device", ["second"], indirect=True)
+def test_record_of_an_accelerator(device: str, tmp_path: Path) -> None:
+    """Of an accelerator without CUDA's trace, a step is recorded tensor by tensor, those of autograd's thread too: its
+    peak is that of the allocator.
+    """
+    monitor = MemoryMonitor(plot=str(tmp_path / "step.png"))
+    on = {"accelerator": accelerator(device), "callbacks": [monitor], "limit_val_batches": 0}
+    run = trainer(TiledSingleDeviceStrategy(tiling=3), max_steps=3, **on)
+    run.fit(CausalLM(TWO), datamodule=TextFiles(seq_len=240))
+    assert monitor.measured is not None
+    assert monitor.measured.peak == pytest.approx(monitor.peak, rel=0.01)
+    assert list(monitor.measured.phases) == ["forward", "backward", "optimizer"]
 
 
 def test_figures_of_each_step(tmp_path: Path) -> None:

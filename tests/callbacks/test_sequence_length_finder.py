@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 from lt_tiled import TiledSingleDeviceStrategy
 from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
 from lt_tiled.lm import CausalLM, TextFiles
-from tests.lit import LitTiny, trainer
+from tests.lit import LitTiny, accelerator, trainer
 from tests.planner.runs import LLAMA
 from tests.processes import LIMIT
 from tests.world import World
@@ -71,14 +71,24 @@ def test_a_start_that_does_not_fit_and_a_limit() -> None:
         trainer("tiled", callbacks=[SequenceLengthFinder(start=64, granule=8)], limit_val_batches=0).fit(Long(4))
 
 
-def test_it_leaves_nothing_behind() -> None:
+class Dropping(Long):
+    """Drops hidden states with random numbers of the device."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            self.net.blocks.append(torch.nn.Dropout(0.1))
+
+
+def test_it_leaves_nothing_behind(device: str) -> None:
     """Losses of the run are those of a run that begins at that length: weights, random numbers and the optimizer are as
     before.
     """
-    plain, tried = Long(), Long(200)
+    plain, tried = Dropping(), Dropping(200)
     plain.seq_len = 192
-    trainer("tiled", limit_val_batches=0).fit(plain)
-    trainer("tiled", callbacks=[SequenceLengthFinder(start=64, granule=64)], limit_val_batches=0).fit(tried)
+    options = {"limit_val_batches": 0, "accelerator": accelerator(device)}
+    trainer("tiled", **options).fit(plain)
+    trainer("tiled", callbacks=[SequenceLengthFinder(start=64, granule=64)], **options).fit(tried)
     assert tried.seq_len == 192
     assert tried.losses[-3:] == plain.losses
 

@@ -54,22 +54,22 @@ def untiled(
 
 
 def some(
-    dtype: torch.dtype = torch.float64, tokens: int = 38, vocab: int = VOCAB
+    dtype: torch.dtype = torch.float64, tokens: int = 38, vocab: int = VOCAB, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, weight, labels of which the first tile's are all ignored, and bias."""
     labels = torch.randint(0, vocab, (2, tokens // 2), generator=torch.Generator().manual_seed(4))
     labels[0, :9] = -100
     return (
-        randn(2, tokens // 2, H, dtype=dtype),
-        randn(vocab, H, seed=1, dtype=dtype),
-        labels,
-        randn(vocab, seed=2, dtype=dtype),
+        randn(2, tokens // 2, H, dtype=dtype, device=device),
+        randn(vocab, H, seed=1, dtype=dtype, device=device),
+        labels.to(device),
+        randn(vocab, seed=2, dtype=dtype, device=device),
     )
 
 
 def differentiated(loss: Tensor, inputs: list[Tensor], scale: float = 1.0) -> list[Tensor]:
     """The loss and its gradients, for a gradient of the loss that is no one."""
-    incoming = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).view(loss.shape) * scale
+    incoming = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype, device=loss.device).view(loss.shape) * scale
     return [loss.detach(), *torch.autograd.grad(loss, inputs, incoming)]
 
 
@@ -87,11 +87,11 @@ def error(found: list[Tensor], true: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_equal_to_torch(options: dict[str, Any], reduction: Any) -> None:
+def test_equal_to_torch(options: dict[str, Any], reduction: Any, device: str) -> None:
     """Loss and gradients of hidden states, weight and bias are those of torch on whole logits (float64), for each
     option and reduction.
     """
-    hidden, weight, labels, bias = some()
+    hidden, weight, labels, bias = some(device=device)
     labels[labels == -100] = options.get("ignore_index", -100)
     inputs = [hidden, weight, bias]
     true = differentiated(untiled(hidden, weight, labels, bias, reduction, **options), inputs)
@@ -104,9 +104,9 @@ def test_equal_to_torch(options: dict[str, Any], reduction: Any) -> None:
 @pytest.mark.low_precision
 @pytest.mark.parametrize("scale", [1 / 24, 1.0, 1024.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_precisions_and_scales(dtype: torch.dtype, scale: float) -> None:
+def test_precisions_and_scales(dtype: torch.dtype, scale: float, device: str) -> None:
     """In each dtype and at any scale of the loss, it and its gradients are as near to float64 as untiled."""
-    hidden, weight, labels, bias = some(dtype)
+    hidden, weight, labels, bias = some(dtype, device=device)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
     true = differentiated(untiled(exact[0], exact[1], labels, exact[2]), exact, scale)
     plain = differentiated(untiled(hidden, weight, labels, bias), [hidden, weight, bias], scale)
@@ -119,14 +119,14 @@ def test_precisions_and_scales(dtype: torch.dtype, scale: float) -> None:
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_autocast(reduction: Any) -> None:
+def test_autocast(reduction: Any, device: str) -> None:
     """Under autocast the projection runs in its dtype, also where the backward, outside of it, computes logits
     again.
     """
-    hidden, weight, labels, bias = some(torch.float32)
+    hidden, weight, labels, bias = some(torch.float32, device=device)
     found = []
     for function in (untiled, tiled_linear_cross_entropy):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             loss = function(hidden, weight, labels, bias, reduction=reduction)
         found.append(differentiated(loss, [hidden, weight, bias]))
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
@@ -136,11 +136,11 @@ def test_autocast(reduction: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 2, 38])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_label_that_counts(tokens: int, reduction: Any) -> None:
+def test_no_label_that_counts(tokens: int, reduction: Any, device: str) -> None:
     """With all labels ignored, or no tokens at all, loss and gradients are torch's: a mean of nan, and gradients of
     zeros.
     """
-    hidden, weight, labels, bias = some(tokens=tokens)
+    hidden, weight, labels, bias = some(tokens=tokens, device=device)
     labels.fill_(-100)
     true = differentiated(untiled(hidden, weight, labels, bias, reduction), [hidden, weight, bias])
     found = differentiated(

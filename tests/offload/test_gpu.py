@@ -1,4 +1,4 @@
-"""Offloading from a CUDA device: copies that run beside the computation, in the right order."""
+"""Offloading from a device: bit for bit, and on a GPU with copies beside the computation, in the right order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from tests.models import TinyLM, lm_loss
 from tests.offload.test_offloader import TIERS, settle
 from tests.processes import ROOT, Script, finish
 
-pytestmark = pytest.mark.gpu
+BOTH = {"offload": "cpu+disk", "cpu_budget": 4096}
+EVERYTHING = {"offload": "disk", "activations": "all"}
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -38,6 +40,7 @@ def busy(size: int = 4096, times: int = 20) -> torch.Tensor:
     return x
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("offload", "fields"), TIERS)
 def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: dict[str, object]) -> None:
     """What is packed while it is still being computed, on whatever stream is current, comes back as computed.
@@ -66,27 +69,35 @@ def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: d
     offloader.close()
 
 
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_bit_identical_on_a_gpu(tmp_path: Path, offload: str) -> None:
-    """Losses and gradients over several steps are bit for bit those of checkpointing without offload."""
-    ids = (torch.arange(2 * 512) % 32).view(2, 512).cuda()
+@pytest.mark.parametrize("fields", [{"offload": "cpu"}, {"offload": "disk"}, BOTH, EVERYTHING], ids=str)
+def test_bit_identical_on_a_device(fields: dict[str, Any], device: str) -> None:
+    """Losses and weights over several steps are bit for bit those of checkpointing without offload, or of no
+    checkpointing where all activations are offloaded.
+    """
+    tokens, blocks, hidden = (512, 6, 64) if device == "cuda" else (24, 3, 16)
+    ids = (torch.arange(2 * tokens) % 32).view(2, tokens).to(device)
     results = []
-    for policy in (Checkpointing(), Checkpointing(offload=offload, min_bytes=0, keep_last=0)):
+    plain = None if "activations" in fields else Checkpointing()
+    for policy in (plain, Checkpointing(**fields, min_bytes=0, keep_last=0)):
         torch.manual_seed(0)
-        model = TinyLM(6, 64, 192).cuda()
+        model = TinyLM(blocks, hidden, 3 * hidden).to(device)
         optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        with torch.device("cuda"), sdpa_kernel(SDPBackend.MATH), prepare(model, checkpointing=policy):
-            for _ in range(5):
+        with sdpa_kernel(SDPBackend.MATH), prepare(model, checkpointing=policy) as prepared:
+            for _ in range(3):
                 loss = lm_loss(model(ids), ids)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
+            stats = None if prepared.offloader is None else prepared.offloader.so_far()
         results.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert stats.cpu_bytes + stats.disk_bytes > 0
+    assert (stats.disk_bytes > 0) == ("disk" in fields["offload"])
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
+@pytest.mark.gpu
 def test_expandable_segments() -> None:
     """The tests of this file pass with ``expandable_segments``, which torch reads once in a process."""
     again = f"{os.path.relpath(__file__, ROOT)}"
@@ -100,6 +111,8 @@ def test_expandable_segments() -> None:
         "-o",
         "addopts=",
         again,
+        "-m",
+        "gpu",
         "-k",
         "not segments",
     ]

@@ -129,13 +129,33 @@ TIERS = [
 
 
 @pytest.mark.parametrize(("offload", "fields"), TIERS)
-def test_round_trip(make: Make, offload: str, fields: dict[str, object]) -> None:
-    """Tensors come back bit for bit from every tier, last packed first, and in any other order."""
+def test_round_trip(make: Make, offload: str, fields: dict[str, object], device: str) -> None:
+    """Tensors come back bit for bit, and on their device, from every tier, last packed first and in any other order.
+
+    The second device has two indices.
+    """
     offloader = make(offload, **fields)
-    tensors = [torch.randn(3, 500 + i) for i in range(12)]
+    devices = [torch.device(device, index) for index in range(torch.get_device_module(device).device_count())]
+    tensors = [torch.randn(3, 500 + i).to(devices[i % len(devices)]) for i in range(12)]
     packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
     assert all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
     assert all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True))
+    assert [offloader.unpack(p).device for p in packed] == [t.device for t in tensors]
+
+
+@pytest.mark.parametrize("device", ["second"], indirect=True)
+@pytest.mark.parametrize(("offload", "fields"), TIERS)
+def test_memory_of_the_device_is_freed(make: Make, offload: str, fields: dict[str, object], device: str) -> None:
+    """Once stored, a tensor takes no memory of its device until it is loaded, and then its own bytes once."""
+    offloader, allocator = make(offload, **fields), torch.get_device_module(device)
+    before = allocator.memory_allocated()
+    packed = [away(offloader, torch.randn(3, 500, device=device)) for _ in range(4)]
+    end = time.monotonic() + LIMIT
+    while allocator.memory_allocated() > before and time.monotonic() < end:  # the writing thread drops the last one
+        time.sleep(0.001)
+    assert allocator.memory_allocated() == before
+    loaded = offloader.unpack(packed[0])  # none is loaded ahead of the next: it is the first
+    assert allocator.memory_allocated() == before + loaded.nbytes
 
 
 def test_memory_is_freed(make: Make) -> None:

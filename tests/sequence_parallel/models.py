@@ -59,10 +59,11 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(H), nn.Linear(H, VOCAB, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, window: int | None = None) -> Any:
-        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
         mask = None
         if window is not None:
-            distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+            places = torch.arange(x.shape[1], device=x.device)
+            distance = places[:, None] - places
             mask = (distance >= 0) & (distance < window)
         for block in self.blocks:
             x = block(x, mask)
@@ -95,7 +96,9 @@ class WithBody(nn.Module):
         self.body = Body(**loss)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.body(self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1])), labels)
+        return self.body(
+            self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device)), labels
+        )
 
 
 class HeadsBlock(nn.Module):

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import lt_tiled
 from lt_tiled import SequenceParallel
 from lt_tiled.sequence_parallel.groups import Groups
+from tests import second_device
 from tests.meters import peak_bytes
 from tests.parity import spread
 from tests.sequence_parallel.models import CASES, causal, ids
@@ -46,7 +48,11 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
 
 
 def errors(
-    names: list[str], size: int, options: dict[str, Any] | None = None, policies: dict[str, Any] | None = None
+    names: list[str],
+    size: int,
+    options: dict[str, Any] | None = None,
+    policies: dict[str, Any] | None = None,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """The errors of these cases, where groups of ``size`` ranks share the sequences of their own.
 
@@ -56,8 +62,8 @@ def errors(
     found = {}
     for name in names:
         case = CASES[name]
-        model = case.build()
-        inputs = case.inputs(seed=dist.get_rank() // size)
+        model = case.build().to(device)
+        inputs = tree_map_only(Tensor, lambda t: t.to(device), case.inputs(seed=dist.get_rank() // size))
         loss = {"loss": hasattr(model, "loss_function")}
         reference = copy.deepcopy(model)
         if loss["loss"]:
@@ -67,6 +73,12 @@ def errors(
         with lt_tiled.prepare(model, sequence_parallel=policy, group=group, **loss, **(policies or {})):
             found[name] = worst(step(model, inputs), true)
     return found
+
+
+def errors_on_second(names: list[str], policies: dict[str, Any]) -> dict[str, float]:
+    """The same for groups of two ranks on the device of ``tests/second_device.py``."""
+    with second_device.attached():
+        return errors(names, 2, None, policies, second_device.NAME)
 
 
 class Counts(TorchDispatchMode):

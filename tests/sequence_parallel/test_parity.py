@@ -8,7 +8,7 @@ import pytest
 
 from lt_tiled import Tiling
 from tests.sequence_parallel.models import CASES
-from tests.sequence_parallel.runs import errors
+from tests.sequence_parallel.runs import errors, errors_on_second
 from tests.world import World
 
 
@@ -24,18 +24,26 @@ def test_plain(name: str, size: int, four_ranks: World) -> None:
         assert found[name] < CASES[name].error
 
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "checkpointed": {"checkpointing": True},
+    "tiled": {"tiling": Tiling(3, self_check=False), "checkpointing": True},
+    "disk": {"checkpointing": "disk"},
+}
+
+
 @pytest.mark.table("(gemma 3|hand-written)-disk|mixtral-checkpointed|packed-tiled")
-@pytest.mark.parametrize(
-    "policies",
-    [
-        {"checkpointing": True},
-        {"tiling": Tiling(3, self_check=False), "checkpointing": True},
-        {"checkpointing": "disk"},
-    ],
-    ids=["checkpointed", "tiled", "disk"],
-)
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("name", ["packed", "gemma 3", "mixtral", "hand-written"])
 def test_with_policies(name: str, policies: dict[str, Any], four_ranks: World) -> None:
     """Activation checkpointing, tiles and offloading leave them as they are."""
     for found in four_ranks(errors, [name], 2, None, policies):
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
+
+
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
+def test_on_a_second_device(policies: dict[str, Any], second_world: World) -> None:
+    """On a device that is no CPU, shared sequences of packed and hand-written models have the gradients of whole ones
+    there.
+    """
+    for found in second_world(errors_on_second, ["packed", "hand-written"], policies):
+        assert max(found.values()) < (3e-7 if "tiling" in policies else 1e-12), found

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_tiled import tile
+from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import (
@@ -34,25 +35,26 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def check(module: nn.Module, *inputs: Tensor, **tiling: object) -> None:
+def check(module: nn.Module, *inputs: Tensor, device: str = "cpu", **tiling: object) -> None:
     true = reference(module, *inputs)
-    tile(module, **({"num_shards": 4} | tiling))
-    assert worst(gradients(module, *inputs), true) < EXACT
-    assert worst(gradients(module, *inputs), true) < EXACT  # the second call skips what the first has learnt
+    tile(module.to(device), **({"num_shards": 4} | tiling))
+    assert worst(gradients(module, *inputs, device=device), true) < EXACT
+    # the second call skips what the first has learnt
+    assert worst(gradients(module, *inputs, device=device), true) < EXACT
 
 
 @pytest.mark.parametrize(
     "module", [GatedMLP(), GatedMLP(bias=True), GatedMLP(act=lambda x: F.relu(x).square()), PlainMLP(), nn.LayerNorm(H)]
 )
-def test_any_module_and_activation(module: nn.Module) -> None:
+def test_any_module_and_activation(module: nn.Module, device: str) -> None:
     """Gated or not, with bias or not, any callable as activation: loss and all gradients are the untiled ones."""
-    check(copy.deepcopy(module).double(), randn(1, 37, H))
+    check(copy.deepcopy(module).double(), randn(1, 37, H), device=device)
 
 
 @pytest.mark.parametrize("shape", [(3, 21, H), (64, H), (2, 5, 7, H), (1, 64, H)])
-def test_leading_shapes(shape: tuple[int, ...]) -> None:
+def test_leading_shapes(shape: tuple[int, ...], device: str) -> None:
     """Batches larger than one, flat tokens and more leading dimensions give the untiled result."""
-    check(GatedMLP(), randn(*shape))
+    check(GatedMLP(), randn(*shape), device=device)
 
 
 def test_the_module_sees_its_own_rank() -> None:
@@ -83,12 +85,12 @@ def test_tile_tokens(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3])
-def test_almost_no_tokens(tokens: int) -> None:
+def test_almost_no_tokens(tokens: int, device: str) -> None:
     """Inputs of no token and of one to three give the untiled result."""
     module = GatedMLP()
     true = reference(module, randn(2, tokens, H))
     tile(module, num_shards=8)
-    found = gradients(module, randn(2, tokens, H))
+    found = gradients(module, randn(2, tokens, H), device=device)
     assert all(torch.allclose(found[name].double(), true[name], atol=1e-6) for name in true)
 
 
@@ -106,12 +108,12 @@ def test_noncontiguous_input_and_gradient() -> None:
     assert worst(gradients(module, x, loss=loss), true) < EXACT
 
 
-def test_expanded_gradient() -> None:
+def test_expanded_gradient(device: str) -> None:
     """The gradient of a sum, one number seen through strides of zero, gives the untiled gradients."""
     module = GatedMLP()
     true = reference(module, randn(2, 9, H), loss=torch.sum)
     tile(module, num_shards=3)
-    assert worst(gradients(module, randn(2, 9, H), loss=torch.sum), true) < EXACT
+    assert worst(gradients(module, randn(2, 9, H), loss=torch.sum, device=device), true) < EXACT
 
 
 @pytest.mark.parametrize("out", [1, 5, 3 * H])
@@ -120,16 +122,16 @@ def test_output_width_unlike_input_width(out: int) -> None:
     check(PlainMLP(out=out), randn(2, 19, H))
 
 
-def test_input_without_gradient() -> None:
+def test_input_without_gradient(device: str) -> None:
     """Behind a frozen embedding the weights get their gradients, and the input none."""
-    check(GatedMLP(), randn(2, 19, H).detach())
+    check(GatedMLP(), randn(2, 19, H).detach(), device=device)
 
 
-def test_frozen_weights() -> None:
+def test_frozen_weights(device: str) -> None:
     """Frozen weights stay where they are and get no gradient; the input and the others get theirs."""
     module = GatedMLP()
     module.up.requires_grad_(False)
-    check(module, randn(2, 19, H))
+    check(module, randn(2, 19, H), device=device)
     assert module.up.weight.grad is None
 
 
@@ -271,7 +273,7 @@ def by_hand(module: nn.Module, x: Tensor, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_dropout(checkpointed: bool) -> None:
+def test_dropout(checkpointed: bool, device: str) -> None:
     """The recompute draws the forward's dropout masks: gradients equal those of plain autograd over the same tiles and
     seed.
     """
@@ -281,24 +283,24 @@ def test_dropout(checkpointed: bool) -> None:
     module.act = nn.Sequential(nn.GELU(), nn.Dropout(0.2))
     x = randn(1, 40, H, dtype=torch.float64)
     torch.manual_seed(7)
-    true = gradients(module, x, call=lambda x: by_hand(module, x, 10))
+    true = gradients(module, x, call=lambda x: by_hand(module, x, 10), device=device)
     tiled = tile(copy.deepcopy(module), num_shards=4)
     for _ in range(2):
         torch.manual_seed(7)
         call = (lambda x: checkpoint(tiled, x, use_reentrant=False)) if checkpointed else tiled
-        assert worst(gradients(tiled, x, call=call), true) < 1e-12
+        assert worst(gradients(tiled, x, call=call, device=device), true) < 1e-12
 
 
-def test_dropout_leaves_the_generator_as_untiled_backward_does() -> None:
-    """The backward's replay of random numbers does not move the generator."""
-    module = tile(PlainMLP(dropout=0.3), num_shards=4)
-    y = module(randn(1, 40, H))
-    before = torch.get_rng_state()
+def test_dropout_leaves_the_generator_as_untiled_backward_does(device: str) -> None:
+    """The backward's replay of random numbers does not move the generators of the host and of the device."""
+    module = tile(PlainMLP(dropout=0.3), num_shards=4).to(device)
+    y = module(randn(1, 40, H).to(device))
+    before = RandomState.now(y.device)
     y.sum().backward()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert RandomState.now(y.device).same_as(before)
 
 
-def test_lora_dropout() -> None:
+def test_lora_dropout(device: str) -> None:
     """LoRA layers of PEFT inside a tiled module, their dropout included, get the gradients of plain autograd over the
     same tiles.
     """
@@ -312,17 +314,18 @@ def test_lora_dropout() -> None:
             nn.init.normal_(p)
     x = randn(1, 40, H, dtype=torch.float64)
     torch.manual_seed(7)
-    true = gradients(module, x, call=lambda x: by_hand(module, x, 10))
+    true = gradients(module, x, call=lambda x: by_hand(module, x, 10), device=device)
     assert any("lora_A" in name for name in true)
     assert not any("base_layer" in name for name in true)
     tile(module, num_shards=4)
     for _ in range(2):
         torch.manual_seed(7)
-        assert worst(gradients(module, x), true) < 1e-12
+        assert worst(gradients(module, x, device=device), true) < 1e-12
 
 
 @pytest.mark.low_precision
-def test_autocast_in_the_recompute() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_in_the_recompute(dtype: torch.dtype, device: str) -> None:
     """The recompute runs under the forward's autocast: input gradients are bit for bit those of plain autograd over the
     same tiles, and all are as near to float64 as the untiled module's.
     """
@@ -331,19 +334,19 @@ def test_autocast_in_the_recompute() -> None:
 
     def under_autocast(run):
         def call(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(device, dtype=dtype):
                 return run(x)
 
         return call
 
-    true = gradients(module, x, call=under_autocast(lambda x: by_hand(module, x, 100)))
-    exact, untiled = reference(module, x), gradients(module, x, call=under_autocast(module))
+    true = gradients(module, x, call=under_autocast(lambda x: by_hand(module, x, 100)), device=device)
+    exact, untiled = reference(module, x), gradients(module, x, call=under_autocast(module), device=device)
     tiled = tile(copy.deepcopy(module), num_shards=4)
     for _ in range(2):
-        found = gradients(tiled, x, call=under_autocast(tiled))
+        found = gradients(tiled, x, call=under_autocast(tiled), device=device)
         assert torch.equal(found["input 0"], true["input 0"])
-        assert less_accurate(found, untiled, exact, torch.bfloat16) == {}
-    assert not torch.equal(gradients(module, x)["input 0"], true["input 0"])
+        assert less_accurate(found, untiled, exact, dtype) == {}
+    assert not torch.equal(gradients(module, x, device=device)["input 0"], true["input 0"])
 
 
 @pytest.mark.low_precision

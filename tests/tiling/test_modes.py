@@ -1,6 +1,4 @@
-"""Modes of torch under which tiles run, on the CPU and on a GPU if there is one: compilers, gradient scaling, TF32,
-deterministic algorithms.
-"""
+"""Modes of torch under which tiles run, on each device: compilers, gradient scaling, TF32, deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from tests.parity import SPREADS, gradients, less_accurate, randn, reference, sp
 from tests.tiling.test_compiled import compiled
 
 ON_GPU = pytest.mark.gpu
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 COMPILERS = [
     ("cpu", {"backend": "aot_eager"}),
     pytest.param("cuda", True, marks=ON_GPU),
@@ -37,15 +34,14 @@ def tiled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("device", "compile"), COMPILERS)
+@pytest.mark.parametrize(("device", "compile"), COMPILERS, indirect=["device"])
 def test_compiled(device: str, compile: Any) -> None:
     """Compiled tiles, as CUDA graphs too, have the gradients of the untiled module in each of several steps."""
     torch._dynamo.reset()
     module, x = GatedMLP(64, 192), randn(1, 100, 64)
-    true = {name: value.to(device) for name, value in reference(module, x).items()}
+    true = reference(module, x)
     module = tile(module.to(device), tile_tokens=32, compile=compile)
-    x = x.detach().to(device).requires_grad_()
-    assert all(worst(gradients(module, x), true) < 1e-5 for _ in range(4))
+    assert all(worst(gradients(module, x, device=device), true) < 1e-5 for _ in range(4))
     assert compiled(module)
 
 
@@ -66,7 +62,6 @@ def scaled(model: nn.Module, device: str) -> tuple[list[float], float]:
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradient_scaler(device: str) -> None:
     """With float16 autocast and a ``GradScaler``, a step whose gradients overflow is skipped, and the losses are those
     of the untiled model.
@@ -82,21 +77,19 @@ def test_gradient_scaler(device: str) -> None:
     assert losses == pytest.approx(untiled, rel=SPREADS * max(spread, torch.finfo(torch.float32).eps))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)], indirect=True)
 def test_tf32(device: str) -> None:
     """With TF32 products the error of the tiles is that of the untiled module."""
     module, x = GatedMLP(64, 192), randn(1, 96, 64)
-    true = {name: value.to(device) for name, value in reference(module, x).items()}
-    module, x = module.to(device), x.detach().to(device).requires_grad_()
+    true = reference(module, x)
     torch.set_float32_matmul_precision("high")
     try:
-        untiled = gradients(module, x)
-        assert less_accurate(gradients(tile(module, num_shards=4), x), untiled, true) == {}
+        untiled = gradients(module, x, device=device)
+        assert less_accurate(gradients(tile(module, num_shards=4), x, device=device), untiled, true) == {}
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_deterministic(device: str) -> None:
     """Under ``torch.use_deterministic_algorithms``, which fills new memory with NaN, nothing raises, and two runs have
     the same loss and gradients bit for bit.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, worst
@@ -35,7 +36,7 @@ class Shift(GatedMLP):
 
 class Positions(GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return super().forward(x) * torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None]
 
 
 class PerCallLoss(GatedMLP):
@@ -57,11 +58,11 @@ class Opaque(GatedMLP):
 
 
 @pytest.mark.parametrize("module", [Mean(), Shift(), Positions(), nn.Sequential(Block())])
-def test_token_mixing_is_refused(module: nn.Module) -> None:
+def test_token_mixing_is_refused(module: nn.Module, device: str) -> None:
     """A module whose tokens see each other or their place is refused by name at its first call, with the remedy."""
-    tile(module, num_shards=4)
+    module = tile(copy.deepcopy(module).to(device), num_shards=4)
     with pytest.raises(ValueError, match=rf"{type(module).__name__} is not position-wise.*Remove it from targets"):
-        module(randn(1, 40, H))
+        module(randn(1, 40, H, device=device))
 
 
 @pytest.mark.parametrize("self_check", [True, False])
@@ -110,38 +111,40 @@ def test_batch_norm_is_refused_when_it_is_patched() -> None:
 @pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("module", [GatedMLP(), PlainMLP(dropout=0.5), RoutedMLP(), nn.RMSNorm(H)])
-def test_token_wise_modules_pass(module: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_wise_modules_pass(
+    module: nn.Module, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Position-wise modules pass in every dtype, also with dropout or experts, and only the first call is checked."""
     calls, forward = [], type(module).forward
     monkeypatch.setattr(type(module), "forward", lambda self, x: calls.append(x.numel() // H) or forward(self, x))
-    module = copy.deepcopy(module).to(dtype).train()
+    module = copy.deepcopy(module).to(device, dtype).train()
     tile(module, num_shards=4)
-    module(randn(1, 64, H, dtype=dtype))
+    module(randn(1, 64, H, dtype=dtype, device=device))
     assert calls[0] == 32  # the check runs first
     assert calls[-4:] == [16] * 4
     assert len(calls) >= 7
     calls.clear()
-    module(randn(1, 64, H, dtype=dtype))
+    module(randn(1, 64, H, dtype=dtype, device=device))
     assert calls == [16] * 4
 
 
-def test_the_check_leaves_no_trace() -> None:
+def test_the_check_leaves_no_trace(device: str) -> None:
     """The check leaves the random numbers to the call, and each submodule in its own mode."""
-    x, states, outputs = randn(1, 40, H), [], []
+    x, states, outputs = randn(1, 40, H, device=device), [], []
     torch.manual_seed(0)
-    module = PlainMLP(dropout=0.5)
+    module = PlainMLP(dropout=0.5).to(device)
     module.act.eval()
     modes = [m.training for m in module.modules()]
     for self_check in (False, True):
         tile(module, num_shards=4, self_check=self_check)
         torch.manual_seed(1)
-        before = torch.get_rng_state()
+        before = RandomState.now(x.device)
         outputs.append(module(x))
-        states.append(torch.get_rng_state())
+        states.append(RandomState.now(x.device))
         assert [m.training for m in module.modules()] == modes
         untile(module)
-    assert not torch.equal(states[0], before)  # dropout has drawn
-    assert torch.equal(*states)
+    assert not states[0].same_as(before)  # dropout has drawn
+    assert states[0].same_as(states[1])
     assert torch.equal(*outputs)
 
 

@@ -1,0 +1,378 @@
+"""A second device without a GPU: tensors on ``second`` are not CPU tensors, and an operation that mixes both raises.
+
+The device is torch's ``PrivateUse1``, which vendors of accelerators register, with kernels in Python. A tensor on it is
+a plain ``torch.Tensor`` with a storage of its own. Its memory is CPU memory under another label, so each kernel is the
+CPU's. Everything above the kernels is torch's own: autograd with a thread for the device, views, factories, the state
+of autocast, and most checks of operands.
+
+``register()`` must run before the first backward pass of a process, in which torch starts a thread for each device, and
+lasts until its end. ``torch.accelerator`` then names this device, also where there is CUDA, so a process that uses CUDA
+must not register it. The device is available in ``attached()`` alone.
+
+What torch leaves to C++, and this device therefore does not have:
+
+- Backward passes on ``second:1``. The device guard of Python reports one device, so there is one thread.
+- ``tensor.to("second")`` to another index than 0, for the same reason: name the index.
+- Streams and events of its own. The guard returns one default stream for each call, on which all work is in order.
+  ``tests/offload/streams.py`` checks the order of copies and computation instead.
+- The same parameters after ``module.to("second")``, which makes new ones, as for any ``PrivateUse1`` device.
+- ``torch.Generator("second")``, pinned memory and ``torch.UntypedStorage(..., device="second")``, on which
+  ``torch.load`` without ``map_location`` relies: Python cannot register generators and allocators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed  # defines the collectives
+from torch import Tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+NAME, INDICES = "second", 2
+_LABELS = {"cpu": 1, NAME: 12}
+"""DLPack's codes, ``kDLCPU`` and ``kDLExtDev``."""
+_Device = ctypes.c_int32 * 2
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_LIBRARIES: list[torch.library.Library] = []
+
+# Memory
+
+
+_LOCK = threading.RLock()  # a garbage collection while it is held may free storages
+
+
+class Memory:
+    """The bytes of the storages on one index, now and at most."""
+
+    live = peak = 0
+
+    def count(self, change: int) -> None:
+        with _LOCK:
+            self.live += change
+            self.peak = max(self.peak, self.live)
+
+
+MEMORY = [Memory() for _ in range(INDICES)]
+
+
+def _relabel(tensor: Tensor, kind: str, index: int) -> Tensor:
+    """Return a tensor on another device with the same memory, which it keeps alive.
+
+    DLPack is the one API of torch that makes a tensor of any device on given memory.
+    """
+    capsule = to_dlpack(tensor)
+    dltensor = _pointer(capsule, b"dltensor")  # it begins with a pointer to the data, the type of its device, the index
+    _Device.from_address(dltensor + ctypes.sizeof(ctypes.c_void_p))[:] = _LABELS[kind], index
+    return from_dlpack(capsule)
+
+
+def _to_second(tensor: Tensor, index: int) -> Tensor:
+    """Put what a kernel of the CPU has returned on the device, and count its bytes until they are freed."""
+    storage = tensor.untyped_storage()
+    MEMORY[index].count(storage.nbytes())
+    weakref.finalize(storage, MEMORY[index].count, -storage.nbytes()).atexit = False
+    return _relabel(tensor, NAME, index)
+
+
+def _on_second(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == NAME
+
+
+def _to_cpu(value: Any) -> Any:
+    """Return the same memory as a CPU tensor, and any other value as it is."""
+    return _relabel(value, "cpu", 0) if _on_second(value) else value
+
+
+def _map(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the leaves of nested lists and tuples."""
+    return type(value)(_map(fn, v) for v in value) if type(value) in (list, tuple) else fn(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+# Random numbers
+
+GENERATORS = [torch.Generator() for _ in range(INDICES)]
+
+
+@contextmanager
+def _drawing(index: int) -> Iterator[None]:
+    """Let the CPU's kernels draw from the generator of the device."""
+    with _LOCK:
+        host = torch.get_rng_state()
+        torch.set_rng_state(GENERATORS[index].get_state())
+        try:
+            yield
+        finally:
+            GENERATORS[index].set_state(torch.get_rng_state())
+            torch.set_rng_state(host)
+
+
+# Kernels
+
+
+class Signature:
+    """What the schema of an operator says, read once."""
+
+    def __init__(self, op: Any) -> None:
+        arguments, self.name = op._schema.arguments, op._schema.name.removeprefix("aten::")
+        self.tensors = [str(a.type) == "Tensor" for a in arguments]
+        self.outs = {a.name for a in arguments if a.is_out}
+        written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        sets = [None if r.alias_info is None else r.alias_info.before_set for r in op._schema.returns]
+        self.returned = [(i, a.name) for s in sets for i, a in written if a.alias_info.before_set == s]
+        """The arguments that it returns: all that is returned, or none of it."""
+        self.draws = torch.Tag.nondeterministic_seeded in op.tags
+
+
+_signature = functools.cache(Signature)
+
+
+def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run any operator on the device: with the CPU's kernel, on the same memory."""
+    if op.is_view:
+        return op.redispatch(_ON_CPU, *args, **kwargs)  # which keeps the storage and its device
+    signature = _signature(op)
+    index = _index(signature.name, args, kwargs)
+    empty = {key: kwargs[key] for key in signature.outs & kwargs.keys() if not kwargs[key].numel()}
+    given = {key: _map(_to_cpu, value) for key, value in kwargs.items()}
+    given |= {key: torch.empty(0, dtype=out.dtype) for key, out in empty.items()}  # the kernel may resize it
+    if kwargs.get("device") is not None:
+        given["device"] = "cpu"
+    # A Python number arrives as such also where the operator takes a tensor: another overload takes the number.
+    bare = any(tensor and isinstance(v, int | float) for tensor, v in zip(signature.tensors, args, strict=False))
+    with _drawing(index) if signature.draws else nullcontext():
+        result = (op.overloadpacket if bare else op)(*_map(_to_cpu, args), **given)
+    for key, out in empty.items():
+        new = _to_second(given[key], index)
+        out.set_(new.untyped_storage(), 0, new.shape, new.stride())
+    if signature.returned:
+        same = tuple(args[i] if i < len(args) else kwargs[name] for i, name in signature.returned)
+        return same if len(same) > 1 else same[0]
+    return _map(lambda value: _to_second(value, index) if isinstance(value, Tensor) else value, result)
+
+
+_TAKES_HOST_INDICES = {"index", "_unsafe_index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put"}
+"""Operators whose second argument may hold tensors of the CPU, on CUDA too."""
+
+
+def _index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the one index that an operator runs on. Tensors of another device raise, but for scalars of the CPU."""
+    leaves = [*_leaves((*args[:1], *args[2:]) if name in _TAKES_HOST_INDICES else args), *_leaves((*kwargs.values(),))]
+    tensors = [value for value in leaves if isinstance(value, Tensor)]
+    devices = {value.device for value in tensors if value.dim() or _on_second(value)}
+    if len(devices) > 1:
+        found = sorted(map(str, devices))
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} has {found}")
+    if generators := [value for value in leaves if isinstance(value, torch.Generator)]:
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{generators[0].device}'")
+    return _number(next(iter(devices)) if kwargs.get("device") is None else kwargs["device"])
+
+
+def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    _to_cpu(target).copy_(_to_cpu(source))
+    return target
+
+
+def _resize_(tensor: Tensor, size: list[int], *, memory_format: Any = None) -> Tensor:
+    new = tensor.new_empty(size)
+    kept = min(new.numel(), tensor.numel())
+    new.view(-1)[:kept].copy_(tensor.reshape(-1)[:kept])
+    return tensor.set_(new.untyped_storage(), 0, new.shape, new.stride())  # type: ignore[no-any-return, call-overload]
+
+
+def _clone_storage(real: Callable[..., Any], storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Clone a storage, for ``copy.deepcopy``. Torch would ask an allocator in C++, which the device has not."""
+    if storage.device.type != NAME:
+        return real(storage)  # type: ignore[no-any-return]
+    held = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return held.clone().untyped_storage()  # type: ignore[no-any-return]
+
+
+def _collective(op: Any, *args: Any) -> Any:
+    """Run a collective in place with the CPU's backend, such as gloo, on the same memory."""
+    return op(*_map(_to_cpu, args))
+
+
+_COLLECTIVES = (
+    *("allreduce_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"),
+    *("alltoall_", "alltoall_base_", "broadcast_"),
+)
+
+
+def _autocast(op: Any, low: bool) -> Callable[..., Any]:
+    """Return a kernel that casts floating-point tensors as CUDA's autocast does: low to its dtype, else to float32."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(NAME) if low else torch.float32
+
+        def cast(value: Any) -> Any:
+            eligible = _on_second(value) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(dtype) if eligible else value
+
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*_map(cast, args), **{key: _map(cast, value) for key, value in kwargs.items()})
+
+    return run
+
+
+_LOW = (
+    *("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum", "scaled_dot_product_attention"),
+    *("conv1d", "conv2d", "_convolution"),
+)
+_FLOAT32 = (
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax.int", "log_softmax.int", "nll_loss"),
+    *("exp", "log", "rsqrt", "pow.Tensor_Scalar", "sum", "sum.dim_IntList", "cumsum", "linalg_vector_norm"),
+)
+"""The operators of CUDA's lists that models in the tests use."""
+
+# The device
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_built(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return MODULE.is_available()
+
+    def has_primary_context(self, index: int) -> bool:
+        return True
+
+
+class SecondModule(types.ModuleType):
+    """What ``torch.get_device_module("second")`` returns."""
+
+    attached = 0
+    _initialized = True
+    """Read by ``torch.utils.checkpoint``, which restores the generators of initialized devices alone."""
+    _current = 0
+
+    def is_available(self) -> bool:
+        return self.attached > 0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return INDICES if self.attached else 0
+
+    def current_device(self) -> int:
+        return self._current
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """Let the functions of this module, and factories, refer to another index."""
+        before, self._current = self._current, _number(device)
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def synchronize(self, device: Any = None) -> None:
+        """Return at once: the device computes in order with the host."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def get_rng_state(self, device: Any = NAME) -> Tensor:
+        return GENERATORS[_number(device)].get_state()
+
+    def set_rng_state(self, new_state: Tensor, device: Any = NAME) -> None:
+        GENERATORS[_number(device)].set_state(new_state)
+
+    def manual_seed_all(self, seed: int) -> None:
+        for generator in GENERATORS:
+            generator.manual_seed(seed)
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return MEMORY[_number(device)].live
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return MEMORY[_number(device)].peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        MEMORY[_number(device)].peak = MEMORY[_number(device)].live
+
+    def empty_cache(self) -> None:
+        """Do nothing: the device keeps no freed memory."""
+
+
+def _number(device: Any) -> int:
+    index = device if isinstance(device, int | None) else torch.device(device).index
+    return MODULE.current_device() if index is None else index
+
+
+MODULE = SecondModule(NAME)
+
+
+def register() -> None:
+    """Name the device and give it its kernels. Once in a process, and before its first backward pass."""
+    if _LIBRARIES:
+        return
+    _setup_privateuseone_for_python_backend(NAME, MODULE, _Hooks())
+    every, aten, c10d = (torch.library.Library(namespace, "IMPL") for namespace in ("_", "aten", "c10d"))
+    _LIBRARIES.extend((every, aten, c10d))
+    every.fallback(_kernel, "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    own: dict[str, Any] = {"copy_": _copy_, "resize_": _resize_, "_local_scalar_dense": lambda t: _to_cpu(t).item()}
+    own |= {"record_stream": lambda tensor, stream: None}
+    for name in ("set_.source_Storage", "set_.source_Storage_storage_offset"):
+        own[name] = functools.partial(_overload(torch.ops.aten, name).redispatch, _ON_CPU)
+    for name in ("empty.memory_format", "empty_strided"):
+        # ``torch.tensor`` calls them past an active TorchDispatchMode, where torch finds no fallback in Python.
+        own[name] = functools.partial(_kernel, _overload(torch.ops.aten, name))
+    for name, kernel in own.items():
+        aten.impl(name, kernel, "PrivateUse1")
+    for low, names in ((True, _LOW), (False, _FLOAT32)):
+        for name in names:
+            aten.impl(name, _autocast(_overload(torch.ops.aten, name), low), "AutocastPrivateUse1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has kernels of its own for these, which look for a backend
+        for name in _COLLECTIVES:
+            c10d.impl(name, functools.partial(_collective, _overload(torch.ops.c10d, name)), "PrivateUse1")
+    torch.UntypedStorage.clone = functools.partialmethod(  # type: ignore[method-assign, assignment]
+        lambda storage, real: _clone_storage(real, storage), torch.UntypedStorage.clone
+    )
+
+
+def _overload(namespace: Any, name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(namespace, packet), overload or "default")
+
+
+@contextmanager
+def attached() -> Iterator[None]:
+    """Let the device be available, with its generators and peaks as new."""
+    register()
+    MODULE.attached += 1
+    MODULE.manual_seed_all(torch.initial_seed())
+    for index in range(INDICES):
+        MODULE.reset_peak_memory_stats(index)
+    try:
+        yield
+    finally:
+        MODULE.attached -= 1
