@@ -27,26 +27,31 @@ WHOLE_WEIGHTS = [engine for engine in ENGINES if engine != "fsdp_flat"]
 """Engines that may freeze a part of a unit's weights."""
 
 
+SEQUENCES = torch.stack([Ids()[index] for index in range(4)]).view(2, 2, -1)
 RATE = 2.0**20
 """A learning rate with which an SGD step leaves weights that are the gradients: also in bfloat16 it rounds away the
 weights of before."""
 
 
 class OneStep(LitTiny):
-    """Trains with plain SGD."""
+    """Trains with plain SGD, on the two sequences of each rank."""
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        return super().training_step(SEQUENCES[self.global_rank], index)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.trainer.model.parameters(), RATE)
 
 
 class Weights(pl.Callback):
-    """Gathers all weights before and after the training, and reads the bytes that went to the disk."""
+    """Gathers all weights before and after the training, and reads the tiles and the bytes that went to the disk."""
 
     def on_train_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
         self.before = whole_weights(run.model, module.net)
 
     def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-        self.after, self.disk_bytes = whole_weights(run.model, module.net), seen(run.strategy)[2]
+        self.after = whole_weights(run.model, module.net)
+        self.tiles, _, self.disk_bytes = seen(run.strategy)
 
 
 def whole_weights(wrapped: Any, net: nn.Module) -> dict[str, Tensor]:
@@ -68,8 +73,8 @@ def whole_weights(wrapped: Any, net: nn.Module) -> dict[str, Tensor]:
         }
 
 
-def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> tuple[dict[str, float], int]:
-    """Return the errors of the gradients of one step against float64 and one process, and the bytes on the disk."""
+def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> tuple[dict[str, float], list[int], int]:
+    """Return the errors of one step's gradients against float64 on one process, the tiles, and the bytes on disk."""
     model, weights = OneStep(), Weights()
     run = trainer(
         strategy(lt_tiled, engine, **policies(mode, directory)),
@@ -82,10 +87,14 @@ def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> t
     run.fit(model)
     exact = TinyLM().double()
     exact.load_state_dict(weights.before)
-    ids = torch.stack([Ids()[index] for index in range(4)])  # two on each rank
+    ids = SEQUENCES.flatten(0, 1)
     lm_loss(exact(ids), ids).backward()
     found = {name: (weights.before[name] - after) / RATE for name, after in weights.after.items()}
-    return errors(found, {name: weight.grad for name, weight in exact.named_parameters()}), weights.disk_bytes
+    return (
+        errors(found, {name: weight.grad for name, weight in exact.named_parameters()}),
+        weights.tiles,
+        weights.disk_bytes,
+    )
 
 
 @pytest.mark.low_precision
@@ -95,8 +104,10 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
     """In 16 bits the gradients are as near to float64 as the untiled run's on the same engine."""
     untiled = on_ranks(gradient_errors, engine, "untiled", "", precision)
     tiled = on_ranks(gradient_errors, engine, "disk", str(tmp_path), precision)
-    for (plain, _), (found, disk_bytes) in zip(untiled, tiled, strict=True):
+    for (plain, _, _), (found, tiles, disk_bytes) in zip(untiled, tiled, strict=True):
+        assert max(plain.values()) < 0.5  # else they are the gradients of something else
         assert more_than(found, plain, torch.bfloat16) == {}
+        assert tiles == [4, 4]
         assert disk_bytes > 0
 
 

@@ -373,11 +373,11 @@ def test_autocast_does_not_lose_weight_gradients_of_a_later_short_call() -> None
 @pytest.mark.low_precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_does_not_grow_with_the_tiles(dtype: torch.dtype) -> None:
-    """At 64 tiles the gradients are as near to float64 as the untiled module's."""
+    """At 256 tiles the gradients are as near to float64 as the untiled module's."""
     torch.manual_seed(0)
     module, x = GatedMLP(128, 384).to(dtype), randn(1, 4096, 128, dtype=dtype)
     true, untiled = reference(module, x), gradients(module, x)
-    assert less_accurate(gradients(tile(module, num_shards=64), x), untiled, true, dtype) == {}
+    assert less_accurate(gradients(tile(module, num_shards=256), x), untiled, true, dtype) == {}
 
 
 @pytest.mark.low_precision
@@ -386,8 +386,8 @@ def test_accumulate_param_sums_in_the_weights_dtype() -> None:
     torch.manual_seed(0)
     module, x = GatedMLP(32, 64).bfloat16(), randn(1, 4096, 32, dtype=torch.bfloat16)
     true = reference(module, x)
-    wide = errors(gradients(tile(copy.deepcopy(module), num_shards=64), x), true)
-    narrow = errors(gradients(tile(copy.deepcopy(module), num_shards=64, accumulate="param"), x), true)
+    wide = errors(gradients(tile(copy.deepcopy(module), num_shards=256), x), true)
+    narrow = errors(gradients(tile(copy.deepcopy(module), num_shards=256, accumulate="param"), x), true)
     assert narrow["gate.weight"] > TIMES * wide["gate.weight"]
 
 
