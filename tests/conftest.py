@@ -20,7 +20,7 @@ from tests.processes import guard
 from tests.world import World
 
 ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
-"""Fixtures that run ranks."""
+"""Fixtures that run ranks. A test that asks for one with ``request`` names its engine by a parameter ``engine``."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,17 +77,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif not _in_default_tier(item):
             item.add_marker("full")
-        elif not ON_RANKS & set(item.fixturenames) and not item.get_closest_marker("slow"):
+        elif not item.get_closest_marker("slow") and not _ranks(item):
             item.add_marker("quick")
+        if ranks := _ranks(item):
+            item.add_marker(pytest.mark.xdist_group(ranks))  # one process starts them
     by_id = any("::" in argument for argument in config.args)
     if not by_id:
         _check_tables(items)
     if not by_id and not config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
+    items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("quick", "slow")])
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
+
+
+def _ranks(item: pytest.Function) -> str:
+    """Return which ranks a test runs on, or nothing."""
+    fixtures = {*item.fixturenames, *({"on_ranks"} if "engine" in item.fixturenames else ())} & ON_RANKS
+    if not fixtures:
+        return ""
+    if "zero" in item.nodeid or any("deepspeed" in name for name in fixtures):
+        return "deepspeed"
+    return "four" if "four_ranks" in fixtures else "two"
 
 
 def _in_default_tier(item: pytest.Function) -> bool:

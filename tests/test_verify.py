@@ -492,6 +492,7 @@ def sharing() -> bool:
     return verify(tiny_llama(), LABELLED, strategy=chosen, devices=2).passed
 
 
+@pytest.mark.table
 def test_engines(world: World) -> None:
     """DDP, FSDP with flat weights, FSDP2 and sequence parallelism pass; an error on one rank of DDP fails on all."""
     cells = [("fsdp_flat", None), ("fsdp2", None), ("ddp", None), ("ddp", 1)]

@@ -97,6 +97,7 @@ def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> t
     )
 
 
+@pytest.mark.table("(ddp|fsdp2|zero1|zero3)-bf16-true|(fsdp|fsdp_flat|zero2)-bf16-mixed")
 @pytest.mark.low_precision
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -111,7 +112,7 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
         assert disk_bytes > 0
 
 
-@pytest.mark.table("(ddp|fsdp2|zero2|zero3)-accumulation|(fsdp|fsdp_flat|zero1|zero3)-clipping")
+@pytest.mark.table("(fsdp2|zero3)-accumulation|(fsdp_flat|zero1)-clipping")
 @pytest.mark.parametrize(
     "kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=["accumulation", "clipping"]
 )

@@ -116,6 +116,7 @@ def test_offloaded_bytes_and_bandwidth() -> None:
     assert found.bandwidth(tflops=1.0) == pytest.approx(moved.disk_bytes / seconds / 1e9)
 
 
+@pytest.mark.table
 def test_longest() -> None:
     """The longest sequence that is found fits, and one that is 3 % longer does not."""
     base = job(module=lambda: CausalLM({**LLAMA, "num_hidden_layers": 1}))

@@ -114,6 +114,7 @@ def test_found_sharing_is_taken_by_fit(capsys: pytest.CaptureFixture[str]) -> No
     assert both["trainer"]["strategy"]["init_args"]["sequence_parallel"] == found["sequence_parallel"]
 
 
+@pytest.mark.table
 def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """The config of Llama 3 8B shared by eight GPUs is planned with its exchange and its parts of the heads."""
     path = ROOT / "configs" / "plan" / "llama_8b_shared.yaml"
