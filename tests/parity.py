@@ -76,9 +76,11 @@ def reference(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Te
 def errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
     """The relative error of each gradient, which must be there in both."""
     assert found.keys() == true.keys()
-    return {
-        name: float((found[name].double() - true[name]).norm() / true[name].norm().clamp_min(1e-12)) for name in true
-    }
+    with torch.no_grad():
+        return {
+            name: float((found[name].double() - true[name]).norm() / true[name].norm().clamp_min(1e-12))
+            for name in true
+        }
 
 
 def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
@@ -171,7 +173,7 @@ def spread_of(train: Callable[[], list[float]]) -> float:
     """Return how far the losses of untiled runs are apart, relative to them, if only the order of sums differs."""
     runs = []
     for flipped in ORDERS:
-        with torch.random.fork_rng(), Reordered(*flipped):
+        with torch.random.fork_rng(devices=[]), Reordered(*flipped):
             runs.append(torch.tensor(train(), dtype=torch.float64))
     losses = torch.stack(runs)
     assert losses.isfinite().all()
