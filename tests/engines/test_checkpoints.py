@@ -79,7 +79,7 @@ def interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[f
     return whole.losses, first.losses + second.losses
 
 
-@pytest.mark.table("fsdp2 full|zero3")
+@pytest.mark.table("fsdp_flat sharded|zero3")
 @pytest.mark.parametrize("case", FORMATS)
 def test_resume_in_the_middle_of_an_epoch(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """A run that is interrupted after two of four batches has the losses of one that is not, optimizer state
@@ -197,7 +197,7 @@ def fabric_interrupt(case: str, path: str, directory: str) -> tuple[list[float],
     )
 
 
-@pytest.mark.table("ddp|fsdp2 sharded|fsdp full|zero3")
+@pytest.mark.table("fsdp2 sharded|fsdp full")
 @pytest.mark.parametrize("case", FORMATS)
 def test_fabric_resumes(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """``fabric.save`` and ``fabric.load`` in each format carry weights, optimizer state and the user's own values."""

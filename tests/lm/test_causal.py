@@ -38,7 +38,7 @@ def data() -> TextFiles:
     return TextFiles("a.txt", seq_len=64, batch_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.table("gpt2")
 @pytest.mark.parametrize(
     "config",
     [LLAMA, {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}],

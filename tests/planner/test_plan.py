@@ -434,6 +434,7 @@ def test_unknown_strategy() -> None:
         job("ddpp")
 
 
+@pytest.mark.table("strategy1")
 @pytest.mark.parametrize("strategy", [TiledDeepSpeedStrategy(stage=3), pl.strategies.FSDPStrategy()])
 def test_mixed_precision_of_sharding_engines(strategy: Any) -> None:
     """DeepSpeed's and FSDP's own mixed precision gathers 16-bit weights, and steps on float32 ones."""
