@@ -75,7 +75,7 @@ def train(engine: str, directory: Path) -> None:
     policy = Checkpointing(offload="disk", directory=str(directory / "spill"), min_bytes=0, keep_last=0)
     often: dict[str, Any] = {"every_n_train_steps": SAVE_EVERY, "monitor": "step", "mode": "max", "save_top_k": 2}
     run = trainer(
-        strategy(lt_tiled, engine, tiling=4, checkpointing=policy, timeout=timedelta(seconds=60)),
+        strategy(lt_tiled, engine, tiling=4, checkpointing=policy, timeout=timedelta(seconds=300)),
         devices=2,
         max_steps=STEPS,
         limit_val_batches=0,

@@ -61,6 +61,13 @@ def _freeze() -> Iterator[None]:
     gc.freeze()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let one process run all tests of the same ranks, and start these once. pytest-xdist reads it right after this."""
+    assert isinstance(item, pytest.Function)
+    if ranks := _ranks(item):
+        item.add_marker(pytest.mark.xdist_group(ranks))
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tiers, leave the rest of the tables to ``-m full``, and order the tests.
@@ -79,8 +86,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("full")
         elif not item.get_closest_marker("slow") and not _ranks(item):
             item.add_marker("quick")
-        if ranks := _ranks(item):
-            item.add_marker(pytest.mark.xdist_group(ranks))  # one process starts them
     by_id = any("::" in argument for argument in config.args)
     if not by_id:
         _check_tables(items)

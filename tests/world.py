@@ -121,7 +121,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
     pipe.send((True, None))
-    environment = dict(os.environ)
+    environment, linear = dict(os.environ), torch.nn.functional.linear
     while (job := pipe.recv()) is not None:
         fn, args = job
         try:
@@ -130,6 +130,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
         os.environ.clear()  # of what the job set, such as Lightning's seed, which the next job would read
         os.environ.update(environment)
+        torch.nn.functional.linear = linear  # ZeRO-3 leaves it replaced
         for group in list(dist.distributed_c10d._world.pg_map):
             if group.size() == 1 < size:  # of a mesh of FSDP2: each has threads that poll
                 dist.destroy_process_group(group)
