@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from lt_tiled._log import quiet_libraries
 from tests import second_device
@@ -61,11 +63,21 @@ def _freeze() -> Iterator[None]:
     gc.freeze()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let one process run all tests of the same ranks, and start these once. pytest-xdist reads it right after this."""
-    assert isinstance(item, pytest.Function)
-    if ranks := _ranks(item):
-        item.add_marker(pytest.mark.xdist_group(ranks))
+class _Scheduling(LoadScopeScheduling):
+    """Runs the tests of the same ranks, or of the same examples, in one process, and others where there is time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        if "/engines/" in file or "/sequence_parallel/" in file:
+            return "deepspeed" if "zero" in nodeid or "deepspeed" in nodeid else str(Path(file).parent)
+        return file if "/examples/" in file else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
+    """Replace the schedulers of pytest-xdist: whole files leave processes idle, and single tests start all ranks in
+    each. Its groups by markers have no effect with pytest 9.2.
+    """
+    return _Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

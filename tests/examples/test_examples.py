@@ -20,7 +20,7 @@ from lt_tiled.lm import TextFiles
 from tests.forks import Forked
 from tests.processes import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("examples")]  # they share the runs
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
