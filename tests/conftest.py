@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from xdist.scheduler import LoadScopeScheduling
 
 from lt_tiled._log import quiet_libraries
 from tests import second_device
@@ -63,21 +62,12 @@ def _freeze() -> Iterator[None]:
     gc.freeze()
 
 
-class _Scheduling(LoadScopeScheduling):
-    """Runs the tests of the same ranks, or of the same examples, in one process, and others where there is time."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule the tests by what they share."""
+    from tests.scheduling import Scheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if "/engines/" in file or "/sequence_parallel/" in file:
-            return "deepspeed" if "zero" in nodeid or "deepspeed" in nodeid else str(Path(file).parent)
-        return file if "/examples/" in file else nodeid
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
-    """Replace the schedulers of pytest-xdist: whole files leave processes idle, and single tests start all ranks in
-    each. Its groups by markers have no effect with pytest 9.2.
-    """
-    return _Scheduling(config, log)
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
