@@ -127,6 +127,8 @@ def _check_tables(items: list[pytest.Item]) -> None:
 
 
 def _on_second(item: pytest.Item) -> bool:
+    if "second_world" in getattr(item, "fixturenames", ()):
+        return True
     return getattr(item, "callspec", None) is not None and item.callspec.params.get("device") == second_device.NAME  # type: ignore[attr-defined]
 
 

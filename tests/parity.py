@@ -123,8 +123,8 @@ def less_accurate(
 ) -> dict[str, tuple[float, float]]:
     """Return the values whose error against float64 is over ``TIMES`` that of the untiled step, and the two errors.
 
-    ``dtype`` is what both steps compute in. The untiled error counts as at least half of the dtype's epsilon, which is
-    the rounding of the result alone: the untiled loss may be exact by accident.
+    ``dtype`` is what both steps compute in. The untiled error counts as at least the dtype's epsilon, the rounding of
+    the result and of one sum: the untiled loss may be exact by accident.
     """
     return more_than(errors(found, true), errors(untiled, true), dtype)
 
@@ -134,7 +134,7 @@ def more_than(
 ) -> dict[str, tuple[float, float]]:
     """Return what ``less_accurate`` does, from errors instead of values."""
     assert found.keys() == untiled.keys()
-    rounding = torch.finfo(dtype).eps / 2
+    rounding = torch.finfo(dtype).eps
     allowed = {name: TIMES * max(error, rounding) for name, error in untiled.items()}
     return {name: (error, untiled[name]) for name, error in found.items() if not error <= allowed[name]}
 

@@ -523,6 +523,7 @@ def printed_by(folder: str, *args: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.table("deepspeed_zero3_disk")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureRequest) -> None:

@@ -419,7 +419,7 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
             f" tiles. {REMEDY}"
         )
     if whole.is_complex():
-        whole, tiled = torch.view_as_real(whole), torch.view_as_real(tiled)
+        whole, tiled = (torch.view_as_real(value.resolve_conj()) for value in (whole, tiled))
     wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
     difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(max(floor, 1e-30)))
     if not difference <= bound and bool(whole.isfinite().all()):

@@ -101,6 +101,19 @@ def test_imaginary_parts_are_compared() -> None:
         tile(MixesPhases(), num_shards=4)(randn(1, 40, H))
 
 
+class Conjugates(nn.Module):
+    """Returns a conjugate that torch has not computed yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, 2 * x).conj()
+
+
+def test_lazy_conjugates_pass() -> None:
+    """A position-wise module whose complex output is a lazy conjugate passes."""
+    x = randn(1, 40, H)
+    assert torch.equal(tile(Conjugates(), num_shards=4)(x), Conjugates()(x))
+
+
 def test_batch_norm_is_refused_when_it_is_patched() -> None:
     """Batch statistics depend on all tokens in training: refused at once, with the path."""
     module = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
