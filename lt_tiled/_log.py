@@ -22,8 +22,9 @@ def quiet_libraries() -> None:
     """Leave out, by name, what libraries print about themselves and neither a user nor lt_tiled can change."""
     # transformers imports torchao where it is installed: torchao logs each CUDA library that a machine cannot load, and
     # torch that torchao registers enums.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for logger in (logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")):
+        if logger.level == logging.NOTSET:  # else a user has chosen one
+            logger.setLevel(logging.ERROR)
     # Lightning 2.6 uses what torch 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 

@@ -42,7 +42,7 @@ from lt_tiled._training_step import (
 from lt_tiled._types import PositiveInt
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.memory import PeakMemory
+from lt_tiled.memory import PeakMemory, provides
 from lt_tiled.modules.find import plain_name, unwrapped, walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.sequence_parallel.self_check import rounds_products
@@ -407,7 +407,8 @@ class _Comparison(Callback):
         return self.trainer.strategy.root_device  # type: ignore[no-any-return]
 
     def _now(self) -> float:
-        torch.get_device_module(self.device).synchronize()
+        if provides(self.device, "synchronize"):
+            torch.get_device_module(self.device).synchronize()
         return time.perf_counter()
 
 

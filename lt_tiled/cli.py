@@ -139,9 +139,10 @@ def main(args: ArgsType = None) -> None:
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
     """
-    quiet_libraries()
     given = [str(arg) for arg in (sys.argv[1:] if args is None else args if isinstance(args, list) else [])]
     debug = "--debug" in given or os.environ.get("LT_TILED_DEBUG") == "1"
+    if not debug:
+        quiet_libraries()
     given = _with_own_configs([arg for arg in given if arg != "--debug"])
     if args is None:
         sys.argv[1:] = given  # Lightning starts the other ranks with it

@@ -22,7 +22,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.counts = hasattr(torch.get_device_module(device), "max_memory_allocated")  # not that of a CPU or of MPS
+        self.counts = provides(device, "max_memory_allocated")  # no CPU does, and no MPS
 
     def reset(self) -> None:
         if self.counts:
@@ -45,6 +45,11 @@ class PeakMemory:
         """Return a peak as text, with what it measures."""
         where = f"allocated on {self.device}" if self.counts else "resident, whole process"
         return f"{gib(peak)} ({where})"
+
+
+def provides(device: torch.device, name: str) -> bool:
+    """Whether torch's module for a type of device has a function. Some types, such as ``meta``, have no module."""
+    return hasattr(getattr(torch, device.type, None), name)
 
 
 def gib(nbytes: float) -> str:

@@ -88,10 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("full")
         elif not item.get_closest_marker("slow") and not _ranks(item):
             item.add_marker("quick")
-    by_id = any("::" in argument for argument in config.args)
+    by_id = any("::" in argument for argument in config.args) or config.getoption("lf", False)
     if not by_id:
         _check_tables(items)
-    if not by_id and not config.option.markexpr:
+    if not by_id and not re.search(r"\b(full|low_precision)\b", config.option.markexpr):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("quick", "slow")])
@@ -158,6 +158,12 @@ def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     os.environ.update(before)
     if torch.distributed.is_initialized():  # by a strategy of Lightning, which leaves it to the end of the process
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _self_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks check tiled modules in the tests that are marked for it."""
+    monkeypatch.setattr(World, "self_checks", request.node.get_closest_marker("self_checks") is not None)
 
 
 @pytest.fixture

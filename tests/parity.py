@@ -124,7 +124,8 @@ def less_accurate(
     """Return the values whose error against float64 is over ``TIMES`` that of the untiled step, and the two errors.
 
     ``dtype`` is what both steps compute in. The untiled error counts as at least the dtype's epsilon, the rounding of
-    the result and of one sum: the untiled loss may be exact by accident.
+    the result and of one sum: the untiled loss may be exact by accident. It must be at most the root of epsilon: where
+    half of the digits are wrong, float64 computes another function.
     """
     return more_than(errors(found, true), errors(untiled, true), dtype)
 
@@ -135,6 +136,7 @@ def more_than(
     """Return what ``less_accurate`` does, from errors instead of values."""
     assert found.keys() == untiled.keys()
     rounding = torch.finfo(dtype).eps
+    assert max(untiled.values()) <= rounding**0.5, untiled
     allowed = {name: TIMES * max(error, rounding) for name, error in untiled.items()}
     return {name: (error, untiled[name]) for name, error in found.items() if not error <= allowed[name]}
 

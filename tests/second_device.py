@@ -35,7 +35,6 @@ from typing import Any
 import torch
 import torch.distributed  # defines the collectives
 from torch import Tensor
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 NAME, INDICES = "second", 2
@@ -249,17 +248,6 @@ _FLOAT32 = (
 # The device
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    def is_built(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return MODULE.is_available()
-
-    def has_primary_context(self, index: int) -> bool:
-        return True
-
-
 class SecondModule(types.ModuleType):
     """What ``torch.get_device_module("second")`` returns."""
 
@@ -333,7 +321,19 @@ def register() -> None:
     """Name the device and give it its kernels. Once in a process, and before its first backward pass."""
     if _LIBRARIES:
         return
-    _setup_privateuseone_for_python_backend(NAME, MODULE, _Hooks())
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend  # not in every torch
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        def is_built(self) -> bool:
+            return True
+
+        def is_available(self) -> bool:
+            return MODULE.is_available()
+
+        def has_primary_context(self, index: int) -> bool:
+            return True
+
+    _setup_privateuseone_for_python_backend(NAME, MODULE, Hooks())
     every, aten, c10d = (torch.library.Library(namespace, "IMPL") for namespace in ("_", "aten", "c10d"))
     _LIBRARIES.extend((every, aten, c10d))
     every.fallback(_kernel, "PrivateUse1")

@@ -22,7 +22,7 @@ from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._training_step import first_batch, nothing, stepped_on, training_loss, with_length
 from lt_tiled._types import PositiveInt
-from lt_tiled.memory import PeakMemory, gib
+from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.policies import parse_bytes
 from lt_tiled.tiling.recompute import random_state_kept
 
@@ -162,7 +162,8 @@ def _free(trainer: pl.Trainer) -> None:
     for optimizer in trainer.optimizers:
         optimizer.zero_grad()
     gc.collect()
-    getattr(torch.get_device_module(trainer.strategy.root_device), "empty_cache", nothing)()
+    if provides(trainer.strategy.root_device, "empty_cache"):
+        torch.get_device_module(trainer.strategy.root_device).empty_cache()
 
 
 @contextmanager

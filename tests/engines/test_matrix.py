@@ -13,6 +13,8 @@ from tests.engines.cells import ENGINES, MODES, SHARDED, in_fabric, in_trainer
 from tests.engines.conftest import OnRanks
 from tests.parity import near
 
+pytestmark = pytest.mark.self_checks
+
 LOOPS = {"trainer": in_trainer, "fabric": in_fabric}
 
 

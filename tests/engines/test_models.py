@@ -65,6 +65,7 @@ def losses(
     return found, bool(rows) and all(row.tiles > 1 for row in rows), compiled
 
 
+@pytest.mark.self_checks
 @pytest.mark.table("Llama-zero3|BERT-fsdp|Gemma 2-fsdp2|Mixtral-(fsdp_flat|zero2)")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -171,7 +171,10 @@ def test_what_a_model_does_with_its_logits(use: Any, dtype: torch.dtype) -> None
     inputs = {"input_ids": IDS, "labels": IDS}
     true, untiled = run(copy.deepcopy(model).double(), inputs), run(model, inputs)
     with prepare(model, loss=5):
-        assert less_accurate(run(model, inputs), untiled, true, dtype) == {}
+        found = run(model, inputs)
+    assert less_accurate(found, untiled, true, dtype) == {}
+    # Logits that are more precise than the model asks for are another function, however near to float64.
+    assert less_accurate({"loss": found["loss"]}, {"loss": untiled["loss"]}, {"loss": untiled["loss"]}) == {}
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -200,7 +203,7 @@ def change_views_of_views(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def change_what_float_returns(logits: Tensor, labels: Tensor) -> Tensor:
-    wide = logits.float()
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # no copy, as of float32 logits by float()
     wide[..., 5] = 2.0
     return cross_entropy(wide, labels) + cross_entropy(logits, labels)
 
@@ -546,7 +549,7 @@ def test_copies_and_release() -> None:
         clone = copy.deepcopy(model)
         with torch.no_grad():
             model.lm_head.weight.zero_()
-        assert float(clone(input_ids=IDS, labels=IDS).loss) != pytest.approx(
+        assert float(clone(input_ids=IDS, labels=IDS).loss.detach()) != pytest.approx(
             float(model(input_ids=IDS, labels=IDS).loss)
         )
     assert [set(vars(m)) for m in model.modules()] == before

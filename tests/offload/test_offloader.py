@@ -93,8 +93,10 @@ def only_while_waited_for(offloader: Offloader, call: str) -> Iterator[None]:
     def waiting(*args: Any) -> Iterator[None]:
         with real_waiting(*args):
             waits.set()
-            yield
-            waits.clear()
+            try:
+                yield
+            finally:
+                waits.clear()
 
     def gated(*args: Any) -> Any:
         assert waits.wait(LIMIT)
@@ -103,8 +105,10 @@ def only_while_waited_for(offloader: Offloader, call: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spill, call, gated)
         patch.setattr(offloader.clock, "waiting", waiting)
-        yield
-    waits.set()
+        try:
+            yield
+        finally:
+            waits.set()
 
 
 class Clock(StallClock):

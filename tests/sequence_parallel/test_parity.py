@@ -31,6 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.self_checks
 @pytest.mark.table("(gemma 3|hand-written)-disk|mixtral-checkpointed|packed-tiled")
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("name", ["packed", "gemma 3", "mixtral", "hand-written"])

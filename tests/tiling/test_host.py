@@ -30,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 PACKAGE = str(Path(lt_tiled.__file__).parent)
+INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+"""Code that is a call in some versions of Python."""
 
 
 def step(module: nn.Module, tiles: int) -> Callable[[], None]:
@@ -58,7 +60,8 @@ def calls(run: Callable[[], None]) -> int:
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal counted
         code = frame.f_code
-        counted += event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<")
+        ours = event == "call" and code.co_filename.startswith(PACKAGE)
+        counted += ours and code.co_name not in INLINED
 
     sys.setprofile(count)
     try:
@@ -116,8 +119,8 @@ def test_calls_of_an_operation() -> None:
 
 
 def test_operations_of_a_tile() -> None:
-    """One tile more is at most as many of torch's operations as two forwards and a backward of the module itself."""
-    assert others_of_a_tile(many_operations) == others_of_a_tile(GatedMLP) <= 0
+    """One tile more is at least eight of torch's operations fewer than two forwards and a backward of the module."""
+    assert others_of_a_tile(many_operations) == others_of_a_tile(GatedMLP) <= -8
 
 
 def test_no_operation_of_a_llama_meets_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
