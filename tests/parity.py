@@ -179,7 +179,8 @@ def spread_of(train: Callable[[], list[float]]) -> float:
             runs.append(torch.tensor(train(), dtype=torch.float64))
     losses = torch.stack(runs)
     assert losses.isfinite().all()
-    return float(((losses.amax(0) - losses.amin(0)) / losses.amin(0)).max())
+    lowest = losses.amin(0)
+    return float(((losses.amax(0) - lowest) / lowest.clamp_min(1e-12)).max())
 
 
 @functools.cache
