@@ -190,6 +190,7 @@ WATCHED = RUN.replace(
 )
 
 
+@pytest.mark.self_checks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),

@@ -121,6 +121,7 @@ PARENTS = {
 }
 
 
+@pytest.mark.table("Tiled(FSDP|DeepSpeed)Strategy")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARENTS)
 def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,6 +333,7 @@ def test_two_merges_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["min_steps"], found["max_steps"]) == (3, 4)
 
 
+@pytest.mark.self_checks
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
@@ -523,6 +525,7 @@ def printed_by(folder: str, *args: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.self_checks
 @pytest.mark.slow
 @pytest.mark.table("deepspeed_zero3_disk")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

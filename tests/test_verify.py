@@ -105,6 +105,7 @@ class Dropping(GatedMLP):
         return self.dropout(super().forward(x))
 
 
+@pytest.mark.table("cpu-.*|second-Noisy.*")
 @pytest.mark.parametrize(
     ("mlp", "verdict"),
     [

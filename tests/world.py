@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -111,7 +112,10 @@ class World:
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Leave out the self-checks of tiled modules."""
-    import lt_tiled.tiling.patched as patched
+    if "lt_tiled" not in sys.modules:  # nothing is tiled: its import takes seconds
+        yield
+        return
+    from lt_tiled.tiling import patched
 
     check, patched.check_position_wise = patched.check_position_wise, lambda *call: None
     try:

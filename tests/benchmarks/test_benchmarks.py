@@ -48,6 +48,7 @@ def verdicts(sheet: Sheet, name: str) -> list[bool | None]:
     return [cell.good for cell in row[1:]]
 
 
+@pytest.mark.self_checks
 def test_no_red_cell(everyone: list[Peer]) -> None:
     """In the correctness grid lt_tiled is right in every row, and rows tell right from wrong: DeepSpeed has both."""
     (sheet,) = correctness(everyone)
@@ -97,6 +98,7 @@ def test_a_kill_and_what_it_leaves(tmp_path: Path) -> None:
     assert False in verdicts(kills([soak]), "wrong losses")
 
 
+@pytest.mark.self_checks
 def test_the_self_check_runs_once() -> None:
     """The self-check runs in the first step and in no later one; the comparison of what is read runs in each."""
     found = measured(CPU, Size(tokens=256, hidden=64, intermediate=128, layers=1, shards=4), torch.float32, rounds=2)
@@ -189,6 +191,7 @@ def test_sequence_parallelism_is_right(worlds: Worlds) -> None:
     assert [cell.good for cell in packed] == [False] * 4
 
 
+@pytest.mark.table
 def test_sequence_parallelism_halves_memory(worlds: Worlds) -> None:
     """A step of two ranks has two all-to-alls for each layer forward and two backward, an all-gather on the host that
     compares batches, and half of the memory.

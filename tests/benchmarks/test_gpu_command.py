@@ -47,6 +47,7 @@ def last(part: str) -> Callable[[gpu_parts.Setup], gpu_parts.Rows]:
     return lambda setup: iter([*gpu_parts.__dict__[part](setup)][-1:])
 
 
+@pytest.mark.table
 def test_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last row of each part runs on the CPU without an error and is written, and no figure of it is claimed."""
     parts = ["tiny", "offload", "longest", "compiled", "head_tiles"]

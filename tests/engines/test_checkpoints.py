@@ -79,7 +79,7 @@ def interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[f
     return whole.losses, first.losses + second.losses
 
 
-@pytest.mark.table("fsdp_flat sharded|zero3")
+@pytest.mark.table("zero3")
 @pytest.mark.parametrize("case", FORMATS)
 def test_resume_in_the_middle_of_an_epoch(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """A run that is interrupted after two of four batches has the losses of one that is not, optimizer state

@@ -84,7 +84,7 @@ def test_flops(engine: str, on_ranks: OnRanks) -> None:
     assert tiled == on_ranks.once(flops, "ddp", 4)
 
 
-@pytest.mark.table("(fsdp2|zero3)-True|(fsdp|zero1)-False")
+@pytest.mark.table("(fsdp2|zero3)-True")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_collectives(engine: str, checkpointed: bool, on_ranks: OnRanks) -> None:

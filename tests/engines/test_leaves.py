@@ -122,7 +122,7 @@ def losses(engine: str, model: type[OfBlocks], *args: Any) -> list[float]:
         fabric.strategy.release()
 
 
-@pytest.mark.table("Block-True|(Crosses|Shares)-False")
+@pytest.mark.table("Block-True|Crosses-False")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", [Block, Crosses, Shares])
 def test_inputs_beside_hidden_states(kind: type[Block], frozen: bool, on_ranks: OnRanks) -> None:

@@ -94,7 +94,7 @@ def spread(engine: str, norms: bool, lengths: tuple[int, int]) -> float:
     return max(float(apart), torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.table("(ddp|fsdp2|zero2|zero3)-norms-4096 and 0|(fsdp|zero1)-norms-1 and 4096")
+@pytest.mark.table("(ddp|fsdp2|zero3)-norms-4096 and 0|zero1-norms-1 and 4096")
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("norms", [False, True], ids=["no norms", "norms"])
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e != "fsdp_flat"])

@@ -119,7 +119,7 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, bool(tiled) and all(tiled)
 
 
-@pytest.mark.table("Qwen.*-all trains|Gemma.*-frozen.*")
+@pytest.mark.table("Qwen.*")
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trains", "frozen tower, LoRA on some layers"])
 @pytest.mark.parametrize("kind", ["Qwen 3-VL", "Gemma 3 (image and text)"])
 def test_images_on_one_rank(world: World, kind: str, frozen: bool) -> None:
@@ -158,6 +158,7 @@ def with_units(wrap: str, tiling: Tiling | None) -> list[float]:
         fabric.strategy.release()
 
 
+@pytest.mark.table("feedforward_layernorm")
 @pytest.mark.parametrize("wrap", ["mlp", "feedforward_layernorm"])
 def test_norms_and_mlps_as_units(world: World, wrap: str) -> None:
     """An MLP, or the norms next to it, as FSDP units of their own: the losses are the untiled ones."""
@@ -178,7 +179,7 @@ def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
         assert compiled
 
 
-@pytest.mark.table("zero3-Gemma 2|fsdp_flat-Llama")
+@pytest.mark.table("zero3-Gemma 2")
 @pytest.mark.parametrize("kind", ["Llama", "Gemma 2"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -> None:

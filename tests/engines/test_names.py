@@ -28,6 +28,7 @@ def by_name(_: str, name: str) -> tuple[list[float], set[int]]:
 STAGES = ("", "_stage_1", "_stage_2", "_stage_3", "_stage_3_offload")
 
 
+@pytest.mark.table("tiled_(fsdp2|deepspeed|deepspeed_stage_3|deepspeed_stage_3_offload)")
 @pytest.mark.parametrize("name", ["tiled_fsdp", "tiled_fsdp2", *(f"tiled_deepspeed{stage}" for stage in STAGES)])
 def test_registered_names_train(name: str, on_ranks: OnRanks) -> None:
     """``Trainer(strategy=name)`` patches the model, and has DDP's losses."""

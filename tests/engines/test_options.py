@@ -184,7 +184,7 @@ def train_model(
     return losses, tiles
 
 
-@pytest.mark.table("(ddp|fsdp2|zero3)-lora|(fsdp|zero1|zero3)-unused|(fsdp2|zero2|zero3)-frozen")
+@pytest.mark.table("zero3-(lora|unused|frozen)|fsdp2-lora|(zero1|fsdp)-unused|zero2-frozen")
 @pytest.mark.parametrize("build", [frozen, unused, lora])
 @pytest.mark.parametrize("engine", WHOLE_WEIGHTS)
 def test_models(engine: str, build: Callable[[], nn.Module], on_ranks: OnRanks, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def on_fsdp2(kind: type[HoldsWeights], tied: bool) -> tuple[Any, ...]:
     return all_stages(lt_tiled.TiledModelParallelStrategy(tiling=4), 2, kind, tied)
 
 
-@pytest.mark.table("HoldsWeights-True|ShardsItself-False")
+@pytest.mark.table("HoldsWeights-True")
 @pytest.mark.parametrize(("kind", "tied"), [(HoldsWeights, False), (HoldsWeights, True), (ShardsItself, False)])
 def test_trainer(kind: type[HoldsWeights], tied: bool, world: World) -> None:
     """Training, validation, test and prediction are those of one untiled process, also in a second fit."""

@@ -183,6 +183,7 @@ def with_callback(engine: str, tiled: bool) -> list[float]:
     return module.losses
 
 
+@pytest.mark.table("ddp|fsdp2|zero2")
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "zero3"])
 def test_callback(engine: str, on_ranks: OnRanks) -> None:
     """``TiledMLP`` tiles behind any other engine, after that has wrapped the model."""

@@ -54,7 +54,7 @@ def end_and_resume(case: str, ranks: Collection[int], batches: int, directory: s
     return {"code": ended.value.code, "whole": whole.losses, "parts": (first.losses, second.losses), "heard": heard}
 
 
-@pytest.mark.table("ddp-ranks1-2|(fsdp2|zero3).*")
+@pytest.mark.table("zero3.*")
 @pytest.mark.parametrize(
     ("case", "ranks", "batches"),
     [

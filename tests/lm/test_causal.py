@@ -217,7 +217,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         CausalLM(LLAMA)
 
 
-@pytest.mark.table("options1")
+@pytest.mark.table
 @pytest.mark.parametrize("options", [None, {"backend": "aot_eager"}])
 def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
     """Flex attention gives the logits of ``sdpa``, with compile options or without, and a line says that it is going to

@@ -113,6 +113,7 @@ def by_turns(check: StreamCheck, fields: dict[str, Any]) -> None:
     offloader.close()
 
 
+@pytest.mark.table(".*(activations|1GiB'}).*")
 @pytest.mark.parametrize("fields", POLICIES, ids=str)
 def test_every_two_accesses_are_ordered(fields: dict[str, Any]) -> None:
     """With each tier, copies, computation and reuse of memory are in order: accumulation, a second stream, dropped

@@ -110,6 +110,7 @@ def test_what_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory='lots' is not a number of bytes" in refused(capsys, "--memory=lots")
 
 
+@pytest.mark.table
 def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """The config of Llama 3 8B is planned on any machine; its weights' shards on 8 ranks are their exact size, in
     bfloat16.

@@ -59,6 +59,7 @@ def test_parts_are_the_peak(found: Plan) -> None:
     assert found.place.startswith("model.")
 
 
+@pytest.mark.table
 def test_features_lower_the_part_that_they_are_for() -> None:
     """A tiled loss lowers what the loss ever holds, recompute what attention does, tiles what the MLP does, and all
     lower the peak.
@@ -251,7 +252,7 @@ def test_own_module() -> None:
     assert base.simulate(96).peak > base.simulate().peak
 
 
-@pytest.mark.table("bf16-true.*|16-mixed.*")
+@pytest.mark.table("bf16-true.*")
 @pytest.mark.parametrize(
     ("precision", "weights", "autocast"),
     [
@@ -332,6 +333,7 @@ def test_a_plan_leaves_the_module_as_it_was() -> None:
     assert base.simulate().peak == first
 
 
+@pytest.mark.table("svg")
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_pictures(found: Plan, ending: str, tmp_path: Path) -> None:
     """Both pictures are drawn in each format; an unknown one, or a directory that is not there, is refused before any

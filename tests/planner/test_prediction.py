@@ -68,7 +68,7 @@ def of_engine(engine: str, tiled: bool) -> int:
     return measured(partial(made, engine, tiled), config=SMALL, tiled_loss=3 if tiled else False)
 
 
-@pytest.mark.table("(ddp|fsdp2|zero3)-plain")
+@pytest.mark.table("(fsdp2|zero3)-plain")
 @pytest.mark.parametrize("tiled", [False, True], ids=["plain", "tiled"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2", "zero2", "zero3"])
 def test_engines(on_ranks: OnRanks, engine: str, tiled: bool) -> None:

@@ -85,7 +85,7 @@ def test_repeated_blocks(name: str) -> None:
     assert len(few.allocations) < len(every.allocations)
 
 
-@pytest.mark.table("qwen3|falcon")
+@pytest.mark.table("qwen3")
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "phi", "phi3", "gpt_neox", "olmo2", "falcon"])
 def test_dense_models_repeat(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A plan of a dense model, of other kinds than those above, does not fall back to simulating every block."""

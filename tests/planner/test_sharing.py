@@ -38,6 +38,7 @@ def held(job: Job, tokens: int, policy: SequenceParallel | None) -> tuple[dict[s
     return {part: max(row) for part, row in run.over_time().items()}, run.flops
 
 
+@pytest.mark.table("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_group_holds_one_sequence(size: int) -> None:
     """A rank of a group holds the shards of all ranks, the block inputs and the loss of its own tokens, and does its

@@ -225,7 +225,7 @@ def shared_stages(folder: str, engine: str) -> dict[str, Any]:
     return all_stages(folder, strategy(lt_tiled, engine, sequence_parallel=2), 2)
 
 
-@pytest.mark.table("ddp|fsdp2")
+@pytest.mark.table("fsdp2")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_evaluation(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Losses that are logged, perplexities of validation and test, and predicted log-probabilities are those of one
@@ -300,7 +300,7 @@ def trained(lit: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in lit.parameters() if p.requires_grad])
 
 
-@pytest.mark.table("accumulated|LoRA")
+@pytest.mark.table("accumulated")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, world: World) -> None:
     """Accumulated and clipped gradients, and those of LoRA, train the weights of one process."""
@@ -354,7 +354,7 @@ def resumed(folder: str, engine: str, first: int, second: int, steps: int) -> tu
     return lit.losses, ""
 
 
-@pytest.mark.table("ddp-1-2|fsdp2-2-1|zero2-1-2")
+@pytest.mark.table("zero2-1-2")
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_resumed_after_an_epoch(
@@ -406,6 +406,7 @@ data: {{class_path: lt_tiled.lm.TextFiles, init_args: {{paths: a.txt, seq_len: 3
     return printed_by(folder, "fit", "--config", "run.yaml"), [lt_tiled.data_rank(), lt_tiled.data_world_size()]
 
 
+@pytest.mark.table(".size: 2.")
 @pytest.mark.parametrize("value", ["2", "{size: 2}"])
 def test_command_line(value: str, world: World, tmp_path: Path) -> None:
     """``lt-tiled fit`` takes the number or the fields of the policy from YAML."""

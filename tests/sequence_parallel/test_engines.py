@@ -142,10 +142,7 @@ def one_process(name: str) -> tuple[list[float], Tensor]:
         return losses, loss_and_logits(name, net, batches(1)[0], labels=False)
 
 
-@pytest.mark.table(
-    "(ddp|fsdp2|zero1|zero3)-trainer-disk|(fsdp|fsdp_flat|zero2)-fabric-disk|ddp-trainer-plain|"
-    "fsdp2-fabric-plain|zero3-fabric-heads"
-)
+@pytest.mark.table("(fsdp2|zero1|zero3)-trainer-disk|(fsdp|zero2)-fabric-disk|ddp-trainer-plain|zero3-fabric-heads")
 @pytest.mark.parametrize(("loop", "mode"), [(loop, mode) for loop in MODES for mode in MODES[loop]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

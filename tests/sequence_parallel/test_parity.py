@@ -13,8 +13,7 @@ from tests.world import World
 
 
 @pytest.mark.table(
-    "(llama( 7/7| 8/1)?|gemma 3|mixtral|packed|padded left|hand-written|sliding window)-4|"
-    "(fewer tokens than ranks|no labels|qwen 3|packed rows)-2"
+    "(llama|llama 8/1|packed|gemma 3|mixtral|hand-written)-4|(fewer tokens than ranks|qwen 3|no labels)-2"
 )
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
@@ -41,6 +40,7 @@ def test_with_policies(name: str, policies: dict[str, Any], four_ranks: World) -
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 
+@pytest.mark.table("tiled")
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
 def test_on_a_second_device(policies: dict[str, Any], second_world: World) -> None:
     """On a device that is no CPU, shared sequences of packed and hand-written models have the gradients of whole ones

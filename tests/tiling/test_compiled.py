@@ -48,6 +48,7 @@ def tokens(length: int) -> Tensor:
     return randn(2, length, H, dtype=torch.float64)
 
 
+@pytest.mark.table("GatedMLP")
 @pytest.mark.parametrize("mlp", [GatedMLP, PlainMLP])
 def test_two_graphs_for_all_layers_tiles_and_lengths(mlp: type[nn.Module]) -> None:
     """A forward and a backward are compiled once: two layers, a short last tile, other lengths and batches use the same

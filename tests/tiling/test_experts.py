@@ -29,7 +29,7 @@ def run(model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> dict[str,
     return {"loss": output.loss.detach().double(), **found, **logits}
 
 
-@pytest.mark.table("(Mixtral|GPT-OSS)-.*|DeepSeek V3-eager")
+@pytest.mark.table("Mixtral-.*|GPT-OSS-grouped_mm")
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
@@ -120,6 +120,7 @@ def total(model: nn.Module) -> Any:
     )
 
 
+@pytest.mark.table(".*-True")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["balance over tokens", "kept loss", "counted load", "capacity"])
 def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.LogCaptureFixture) -> None:
