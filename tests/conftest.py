@@ -18,7 +18,7 @@ import torch
 from lt_tiled._log import quiet_libraries
 from tests import second_device
 from tests.processes import guard
-from tests.world import World, unchecked
+from tests.world import World, remember_entry_points, unchecked
 
 ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
 """Fixtures that run ranks. A test that asks for one with ``request`` names its engine by a parameter ``engine``."""
@@ -27,6 +27,7 @@ ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "s
 def pytest_configure(config: pytest.Config) -> None:
     guard()
     quiet_libraries()
+    remember_entry_points()
     threads = config.getoption("--threads")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of each process: ranks and scripts read it
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms; read before the first product
@@ -162,9 +163,8 @@ def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def _self_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check tiled modules in the tests of tiling, and in others that are marked for it."""
-    about_tiling = request.path.parent.name in ("tiling", "property")
-    checks = about_tiling or request.node.get_closest_marker("self_checks") is not None
+    """Check tiled modules in the tests that are marked for it."""
+    checks = request.node.get_closest_marker("self_checks") is not None
     monkeypatch.setattr(World, "self_checks", checks)
     with nullcontext() if checks else unchecked():
         yield

@@ -80,6 +80,7 @@ def of_another_model(path: str) -> None:
     torch.save(state, path)
 
 
+@pytest.mark.table("another model|missing|cut")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -229,6 +230,7 @@ def ends_well(text: str) -> bool:
     return True
 
 
+@pytest.mark.table("no path|devices|null")
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [

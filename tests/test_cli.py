@@ -333,6 +333,7 @@ def test_two_merges_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["min_steps"], found["max_steps"]) == (3, 4)
 
 
+@pytest.mark.table("select|no file|not position-wise|compile mode")
 @pytest.mark.self_checks
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),

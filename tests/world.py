@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -124,6 +125,13 @@ def unchecked() -> Iterator[None]:
         patched.check_position_wise = check
 
 
+def remember_entry_points() -> None:
+    """Let Lightning look once for the callbacks of installed packages, and not for each Trainer."""
+    from lightning.fabric.utilities import registry
+
+    registry.entry_points = functools.cache(registry.entry_points)
+
+
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     # Lightning reads these variables to learn that its processes exist already. No process uses the port.
     os.environ.update(
@@ -141,6 +149,8 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
     pipe.send((True, None))
+    if "lightning" in sys.modules:
+        remember_entry_points()
     environment, linear = dict(os.environ), torch.nn.functional.linear
     while (job := pipe.recv()) is not None:
         fn, args, self_checks = job

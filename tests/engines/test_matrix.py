@@ -43,7 +43,7 @@ def test_losses_are_the_untiled_ones(loop: str, engine: str, mode: str, on_ranks
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.table("trainer-.*")
+@pytest.mark.table("trainer-(zero3|fsdp|fsdp2)")
 @pytest.mark.parametrize("engine", SHARDED)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_engines_agree(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lt_tiled import tiled_linear_cross_entropy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 WIDTH, VOCAB = 5, 7
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled import Checkpointing, prepare
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 WIDTH = 6
 
 

@@ -12,7 +12,7 @@ from lt_tiled import tile
 from tests.property.grammar import Case, Values, cases, differences, position_wise_cases, refused, run
 from tests.property.parts import H, build
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 
 
 def untiled(case: Case) -> Values:

@@ -19,7 +19,7 @@ TILES, KEPT = {"head_tiles": 2}, {"head_tiles": 4, "keep": "attention"}
 NAMES = ["llama", "llama 8/8", "llama 6/3", "packed", "gemma 3", "qwen 3", "mixtral"]
 
 
-@pytest.mark.table("(llama|mixtral|packed|llama 8/8)-.*")
+@pytest.mark.table("(llama|mixtral)-.*-1|packed-.*-2|llama 8/8-.*-4")
 @pytest.mark.parametrize(
     ("name", "options", "size"),
     [(name, KEPT, 1) for name in NAMES] + [(name, TILES, 2) for name in NAMES] + [("llama 8/8", KEPT, 4)],

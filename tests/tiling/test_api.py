@@ -18,7 +18,7 @@ from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import EXACT, gradients, randn, reference, worst
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.self_checks]
 
 
 def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:

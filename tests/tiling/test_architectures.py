@@ -17,7 +17,7 @@ from lt_tiled.report import Report, pattern
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.meters import LiveBytes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 
 TILES = Tiling(num_shards=3)
 """Three tiles of most inputs are not of one size."""

@@ -112,6 +112,7 @@ def test_whatever_the_block_does_with_the_outputs(use: Use) -> None:
             assert all(row.tiles == 4 for row in prepared.report().tiled)
 
 
+@pytest.mark.self_checks
 @pytest.mark.table("Llama|Gemma 2")
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Gemma 3", "OLMo 2", "GLM-4", "EXAONE 4", "BERT", "Mixtral"])
 def test_architectures_cost_nothing_more(name: str) -> None:
@@ -164,6 +165,7 @@ def test_flop_counter_does_not_end_the_deferral() -> None:
     assert issubclass(kinds[0], Deferred)
 
 
+@pytest.mark.self_checks
 def test_a_norm_that_is_not_position_wise_runs_by_itself() -> None:
     """A module that is named like a norm next to an MLP and mixes tokens is left out of the tiles."""
 
@@ -283,6 +285,7 @@ def test_nothing_deferred_leaves_the_block() -> None:
     assert [type(t) for t in seen] == [Tensor, Tensor]
 
 
+@pytest.mark.self_checks
 def test_copies_pickles_and_release() -> None:
     """A deep copy uses its own weights and learns by itself, a pickled one comes back plain, release leaves nothing."""
     net, x = model(), tokens()
@@ -483,6 +486,7 @@ def test_a_frozen_model_saves_nothing() -> None:
         assert not net(x).requires_grad
 
 
+@pytest.mark.self_checks
 def test_a_norm_that_takes_no_tile_runs_by_itself() -> None:
     """A norm over more than the last dimension, which no tile fits, is left out of the tiles."""
     net, x = model(), tokens()

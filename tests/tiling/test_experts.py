@@ -15,6 +15,8 @@ from tests.architectures import ARCHITECTURES
 from tests.models import GatedMLP, H, RoutedMLP
 from tests.parity import MIXED, gradients, randn, reference, spread, worst
 
+pytestmark = pytest.mark.self_checks
+
 MIXTURES = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "DeepSeek V3", "OLMoE", "Granite MoE"]
 RECORDED = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "OLMoE", "Granite MoE"]
 """Those that can give back their routers' logits."""

@@ -21,6 +21,8 @@ from tests.meters import flops
 from tests.models import GatedMLP, H, PythonNorm, tiny_llama
 from tests.parity import gradients, randn, reference, worst
 
+pytestmark = pytest.mark.self_checks
+
 TILES = Tiling(num_shards=4)
 Use = Callable[[Tensor], Tensor]
 

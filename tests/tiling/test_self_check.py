@@ -21,6 +21,8 @@ from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, worst
 
+pytestmark = pytest.mark.self_checks
+
 
 class Mean(GatedMLP):
     def forward(self, x: Tensor) -> Tensor:

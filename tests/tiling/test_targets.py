@@ -21,6 +21,8 @@ from tests.meters import flops, peak_bytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import gradients, randn, reference, worst
 
+pytestmark = pytest.mark.self_checks
+
 IDS = torch.arange(96).view(2, 48) % 32
 REST = ["*norm*", "*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"]
 
