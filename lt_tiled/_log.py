@@ -23,7 +23,7 @@ def quiet_libraries() -> None:
     # transformers imports torchao where it is installed: torchao logs each CUDA library that a machine cannot load, and
     # torch that torchao registers enums.
     for logger in (logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")):
-        if logger.level == logging.NOTSET:  # else a user has chosen one
+        if logger.level == logging.NOTSET:  # else a user has set that of this logger
             logger.setLevel(logging.ERROR)
     # Lightning 2.6 uses what torch 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)

@@ -89,10 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("full")
         elif not item.get_closest_marker("slow") and not _ranks(item):
             item.add_marker("quick")
-    by_id = any("::" in argument for argument in config.args) or config.getoption("lf", False)
-    if not by_id:
+    named = [argument for argument in config.args if "::" in argument]
+    if not named:
         _check_tables(items)
-    if not by_id and not re.search(r"\b(full|low_precision)\b", config.option.markexpr):
+    again = config.getoption("lf", False) and config.cache.get("cache/lastfailed", {})
+    if not named and not again and not re.search(r"(?<!not )\b(full|low_precision)\b", config.option.markexpr):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("quick", "slow")])
@@ -117,14 +118,19 @@ def _in_default_tier(item: pytest.Function) -> bool:
 
 
 def _check_tables(items: list[pytest.Item]) -> None:
-    """Raise if the default tier would run no row of a table, whose ids may have changed."""
-    rows: dict[str, list[bool]] = {}
+    """Raise if an alternative of a table's rows matches none, whose ids may have changed."""
+    ids: dict[tuple[str, str], list[str]] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
-        if (table := item.get_closest_marker("table")) and table.args:
-            rows.setdefault(f"{item.nodeid.partition('[')[0]}: table{table.args}", []).append(_in_default_tier(item))
-    if unmatched := [name for name, default in rows.items() if not any(default)]:
+        table = item.get_closest_marker("table")
+        for rows in re.split(r"\|(?![^(]*\))", table.args[0]) if table and table.args else ():
+            ids.setdefault((item.nodeid.partition("[")[0], rows), []).append(item.callspec.id)
+    if unmatched := [f"{test}: {rows}" for (test, rows), all in ids.items() if not _any_matches(rows, all)]:
         raise pytest.UsageError("No row matches " + "; ".join(unmatched))
+
+
+def _any_matches(rows: str, ids: list[str]) -> bool:
+    return any(re.fullmatch(rows, id) for id in ids)
 
 
 def _on_second(item: pytest.Item) -> bool:

@@ -119,23 +119,28 @@ gradient has 4 to 16 times the untiled error.
 
 
 def less_accurate(
-    found: dict[str, Tensor], untiled: dict[str, Tensor], true: dict[str, Tensor], dtype: torch.dtype = torch.float32
+    found: dict[str, Tensor],
+    untiled: dict[str, Tensor],
+    true: dict[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    eps: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
     """Return the values whose error against float64 is over ``TIMES`` that of the untiled step, and the two errors.
 
     ``dtype`` is what both steps compute in. The untiled error counts as at least the dtype's epsilon, the rounding of
     the result and of one sum: the untiled loss may be exact by accident. It must be at most the root of epsilon: where
-    half of the digits are wrong, float64 computes another function.
+    half of the digits are wrong, float64 computes another function. ``eps`` is that of the products where it is not the
+    dtype's.
     """
-    return more_than(errors(found, true), errors(untiled, true), dtype)
+    return more_than(errors(found, true), errors(untiled, true), dtype, eps)
 
 
 def more_than(
-    found: dict[str, float], untiled: dict[str, float], dtype: torch.dtype = torch.float32
+    found: dict[str, float], untiled: dict[str, float], dtype: torch.dtype = torch.float32, eps: float = 0.0
 ) -> dict[str, tuple[float, float]]:
     """Return what ``less_accurate`` does, from errors instead of values."""
     assert found.keys() == untiled.keys()
-    rounding = torch.finfo(dtype).eps
+    rounding = eps or torch.finfo(dtype).eps
     assert max(untiled.values()) <= rounding**0.5, untiled
     allowed = {name: TIMES * max(error, rounding) for name, error in untiled.items()}
     return {name: (error, untiled[name]) for name, error in found.items() if not error <= allowed[name]}
@@ -180,6 +185,7 @@ def spread_of(train: Callable[[], list[float]]) -> float:
     losses = torch.stack(runs)
     assert losses.isfinite().all()
     lowest = losses.amin(0)
+    assert (lowest >= 0).all()
     return float(((losses.amax(0) - lowest) / lowest.clamp_min(1e-12)).max())
 
 

@@ -32,7 +32,7 @@ class World:
     collective; the next call starts new ones.
     """
 
-    self_checks = False
+    self_checks = True
     """Whether tiled modules are checked in their first call: several times the cost of the few steps of a test."""
 
     def __init__(self, size: int) -> None:
@@ -112,7 +112,7 @@ class World:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Leave out the self-checks of tiled modules."""
+    """Leave out the self-checks of tiled modules in their first calls."""
     if "lt_tiled" not in sys.modules:  # nothing is tiled: its import takes seconds
         yield
         return

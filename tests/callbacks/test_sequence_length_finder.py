@@ -80,6 +80,7 @@ class Dropping(Long):
             self.net.blocks.append(torch.nn.Dropout(0.1))
 
 
+@pytest.mark.self_checks
 def test_it_leaves_nothing_behind(device: str) -> None:
     """Losses of the run are those of a run that begins at that length: weights, random numbers and the optimizer are as
     before.
@@ -121,6 +122,7 @@ def ranks_agree() -> tuple[int, list[int]]:
     return module.seq_len, module.lengths[-3:]
 
 
+@pytest.mark.self_checks
 def test_ranks_agree(world: World) -> None:
     """What does not fit on one rank is taken for none."""
     assert world(ranks_agree) == [(80, [80] * 3)] * 2

@@ -205,6 +205,7 @@ def mixture(engine: str) -> list[float]:
     return losses
 
 
+@pytest.mark.self_checks
 def test_ranks_choose_different_experts_under_fsdp2(world: World) -> None:
     """Experts that have tokens on one rank alone train under FSDP2 as under DDP."""
     plain = world(mixture, "ddp")

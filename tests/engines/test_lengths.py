@@ -94,6 +94,7 @@ def spread(engine: str, norms: bool, lengths: tuple[int, int]) -> float:
     return max(float(apart), torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.self_checks
 @pytest.mark.table("(ddp|fsdp2|zero3)-norms-4096 and 0|zero1-norms-1 and 4096")
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("norms", [False, True], ids=["no norms", "norms"])
@@ -106,6 +107,7 @@ def test_losses(engine: str, norms: bool, lengths: tuple[int, int], on_ranks: On
     assert [losses for losses, _ in tiled] == [pytest.approx(losses, rel=SPREADS * off) for losses, _ in plain]
 
 
+@pytest.mark.self_checks
 @pytest.mark.parametrize("norms", [False, True], ids=["no norms", "norms"])
 @pytest.mark.parametrize("engine", ["zero1", "zero2"])
 def test_the_order_of_the_gradients(engine: str, norms: bool, on_ranks: OnRanks) -> None:

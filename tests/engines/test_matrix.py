@@ -18,7 +18,7 @@ pytestmark = pytest.mark.self_checks
 LOOPS = {"trainer": in_trainer, "fabric": in_fabric}
 
 
-@pytest.mark.table("trainer-.*-loss|fabric-(ddp|fsdp2|zero3)-loss|.*-ddp-.*")
+@pytest.mark.table("trainer-.*-loss|fabric-(ddp|fsdp2|zero3)-loss|.*-ddp-.*|fabric-(fsdp|fsdp2|zero2)-tiled")
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("loop", LOOPS)

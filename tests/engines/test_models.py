@@ -119,6 +119,7 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, bool(tiled) and all(tiled)
 
 
+@pytest.mark.self_checks
 @pytest.mark.table("Qwen.*")
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trains", "frozen tower, LoRA on some layers"])
 @pytest.mark.parametrize("kind", ["Qwen 3-VL", "Gemma 3 (image and text)"])
@@ -158,6 +159,7 @@ def with_units(wrap: str, tiling: Tiling | None) -> list[float]:
         fabric.strategy.release()
 
 
+@pytest.mark.self_checks
 @pytest.mark.table("feedforward_layernorm")
 @pytest.mark.parametrize("wrap", ["mlp", "feedforward_layernorm"])
 def test_norms_and_mlps_as_units(world: World, wrap: str) -> None:

@@ -106,7 +106,6 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
     untiled = on_ranks(gradient_errors, engine, "untiled", "", precision)
     tiled = on_ranks(gradient_errors, engine, "disk", str(tmp_path), precision)
     for (plain, _, _), (found, tiles, disk_bytes) in zip(untiled, tiled, strict=True):
-        assert max(plain.values()) < 0.5  # else they are the gradients of something else
         assert more_than(found, plain, torch.bfloat16) == {}
         assert tiles == [4, 4]
         assert disk_bytes > 0

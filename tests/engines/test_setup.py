@@ -396,6 +396,7 @@ def tensor_parallel_losses(mode: str, directory: str) -> tuple[list[float], list
     return losses, tiles
 
 
+@pytest.mark.self_checks
 @pytest.mark.table("tiled")
 @pytest.mark.parametrize("mode", ["tiled", "checkpointed", "disk"])
 def test_tensor_parallel_plan(mode: str, world: World, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_what_a_model_does_with_its_logits(use: Any, dtype: torch.dtype) -> None
         found = run(model, inputs)
     assert less_accurate(found, untiled, true, dtype) == {}
     # Logits that are more precise than the model asks for are another function, however near to float64.
-    assert less_accurate({"loss": found["loss"]}, {"loss": untiled["loss"]}, {"loss": untiled["loss"]}) == {}
+    assert float(found["loss"]) == pytest.approx(float(untiled["loss"]), rel=16 * torch.finfo(torch.float32).eps)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -159,6 +159,7 @@ def test_keyword_hidden_states_are_found() -> None:
         assert prepared.offloader.so_far().disk_bytes == 2 * x.nbytes
 
 
+@pytest.mark.self_checks
 def test_a_hook_around_the_backward_sees_no_tile() -> None:
     """Saved-tensors hooks around forward and backward see the block inputs, and no intermediate of a tile."""
     packed: list[tuple[int, ...]] = []

@@ -52,9 +52,7 @@ KINDS = [
     "GPT-OSS",
     "Jamba",
     "Swin",
-    "Whisper",
     "wav2vec 2.0",
-    "OPT",
     "ALBERT",
 ]
 """One architecture of each kind of structure."""

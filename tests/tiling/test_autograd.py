@@ -459,6 +459,7 @@ def test_input_changed_before_the_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.self_checks
 def test_hooks_fire_once() -> None:
     """The tiled module's own hooks fire once per call and not per tile, and a weight's gradient hook once per
     backward.
@@ -480,6 +481,7 @@ def test_hooks_fire_once() -> None:
     assert counts == {"pre": 1, "post": 1, "full": 1, "weight": 1}
 
 
+@pytest.mark.self_checks
 def test_outer_saved_tensor_hooks_see_only_the_input() -> None:
     """An offloader around the call packs one tensor, the input; none of the tiles' intermediates, also not in a
     backward inside it.

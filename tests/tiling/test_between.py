@@ -23,7 +23,7 @@ from lt_tiled.tiling.state import TiledPatch
 from tests.models import GatedMLP, H
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, spread, worst
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.self_checks]
 
 
 class Scaled(GatedMLP):

@@ -188,6 +188,7 @@ def test_forward_keeps_nothing_but_the_input() -> None:
         assert meter.now == 0
 
 
+@pytest.mark.self_checks
 def test_no_work_at_all_for_short_inputs() -> None:
     """An input of one tile runs the module as it is: no self-check, no recompute."""
     module, x = GatedMLP(HIDDEN, WIDE), randn(1, TOKENS, HIDDEN)
@@ -206,6 +207,7 @@ class Normed(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).exp().sigmoid()
 
 
+@pytest.mark.self_checks
 def test_nothing_is_left_of_a_step() -> None:
     """After the first step, whose self-check makes a graph that nobody runs backward, no byte of it is alive; nor after
     others.

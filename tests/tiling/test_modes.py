@@ -85,7 +85,8 @@ def test_tf32(device: str) -> None:
     torch.set_float32_matmul_precision("high")
     try:
         untiled = gradients(module, x, device=device)
-        assert less_accurate(gradients(tile(module, num_shards=4), x, device=device), untiled, true) == {}
+        tiled = gradients(tile(module, num_shards=4), x, device=device)
+        assert less_accurate(tiled, untiled, true, eps=2**-10 if device == "cuda" else 0.0) == {}
     finally:
         torch.set_float32_matmul_precision("highest")
 
