@@ -19,11 +19,11 @@ _logged: set[str] = set()
 
 
 def quiet_libraries() -> None:
-    """Leave out, by name, what libraries print about themselves and neither a user nor lt_tiled can change."""
-    # transformers imports torchao where it is installed: torchao logs each CUDA library that a machine cannot load, and
-    # torch that torchao registers enums.
+    """Silence messages, by logger and pattern, that libraries print about themselves."""
+    # transformers imports torchao where it is installed: torchao logs each CUDA library that cannot be loaded, and
+    # torch logs the enums that torchao registers.
     for logger in (logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")):
-        if logger.level == logging.NOTSET:  # else a user has set that of this logger
+        if logger.level == logging.NOTSET:  # keep a level that the user has set
             logger.setLevel(logging.ERROR)
     # Lightning 2.6 uses what torch 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)

@@ -22,7 +22,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.counts = provides(device, "max_memory_allocated")  # no CPU does, and no MPS
+        self.counts = provides(device, "max_memory_allocated")  # CPUs and MPS have no peak counter
 
     def reset(self) -> None:
         if self.counts:
@@ -48,7 +48,7 @@ class PeakMemory:
 
 
 def provides(device: torch.device, name: str) -> bool:
-    """Whether torch's module for a type of device has a function. Some types, such as ``meta``, have no module."""
+    """Return whether torch's module for this type of device has a function. Some, such as ``meta``, have no module."""
     return hasattr(getattr(torch, device.type, None), name)
 
 

@@ -57,7 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze() -> Iterator[None]:
-    """Exempt what is left of the tests of a file, such as more imports, from the garbage collections of the next."""
+    """Exempt what a file's tests leave behind, such as imports, from later garbage collections."""
     yield
     gc.collect()
     gc.freeze()
@@ -75,8 +75,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tiers, leave the rest of the tables to ``-m full``, and order the tests.
 
-    The GPU tests are skipped without a GPU, and those of the second device with one. Tests that wait begin, so that
-    short ones fill the time in which the last of them run.
+    The GPU tests are skipped without a GPU, and those of the second device with one. Tests on ranks run first, then
+    slow ones, so that short tests fill the end.
     """
     for item in items:
         if _on_second(item) and torch.cuda.is_available():
@@ -85,15 +85,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        elif not _in_default_tier(item):
+        elif item.get_closest_marker("full") or not _in_default_tier(item):
             item.add_marker("full")
-        elif not item.get_closest_marker("slow") and not _ranks(item):
+        elif not item.get_closest_marker("slow") and not _on_ranks(item):
             item.add_marker("quick")
     named = [argument for argument in config.args if "::" in argument]
     if not named:
         _check_tables(items)
-    again = config.getoption("lf", False) and config.cache.get("cache/lastfailed", {})
-    if not named and not again and not re.search(r"(?<!not )\b(full|low_precision)\b", config.option.markexpr):
+    rerun = config.getoption("lf", False) and config.cache.get("cache/lastfailed", {})
+    if not named and not rerun and not re.search(r"(?<!not )\b(full|low_precision)\b", config.option.markexpr):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("quick", "slow")])
@@ -101,14 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(seed).shuffle(items)
 
 
-def _ranks(item: pytest.Function) -> str:
-    """Return which ranks a test runs on, or nothing."""
-    fixtures = {*item.fixturenames, *({"on_ranks"} if "engine" in item.fixturenames else ())} & ON_RANKS
-    if not fixtures:
-        return ""
-    if "zero" in item.nodeid or any("deepspeed" in name for name in fixtures):
-        return "deepspeed"
-    return "four" if "four_ranks" in fixtures else "two"
+def _on_ranks(item: pytest.Function) -> bool:
+    return "engine" in item.fixturenames or not ON_RANKS.isdisjoint(item.fixturenames)
 
 
 def _in_default_tier(item: pytest.Function) -> bool:
@@ -118,14 +112,14 @@ def _in_default_tier(item: pytest.Function) -> bool:
 
 
 def _check_tables(items: list[pytest.Item]) -> None:
-    """Raise if an alternative of a table's rows matches none, whose ids may have changed."""
+    """Raise if a top-level alternative of a table's rows matches no row, such as after a rename."""
     ids: dict[tuple[str, str], list[str]] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
         table = item.get_closest_marker("table")
-        for rows in re.split(r"\|(?![^(]*\))", table.args[0]) if table and table.args else ():
+        for rows in re.split(r"\|(?![^(]*\))", table.args[0]) if table else ():
             ids.setdefault((item.nodeid.partition("[")[0], rows), []).append(item.callspec.id)
-    if unmatched := [f"{test}: {rows}" for (test, rows), all in ids.items() if not _any_matches(rows, all)]:
+    if unmatched := [f"{test}: {rows}" for (test, rows), found in ids.items() if not _any_matches(rows, found)]:
         raise pytest.UsageError("No row matches " + "; ".join(unmatched))
 
 
@@ -169,7 +163,7 @@ def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def _self_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check tiled modules in the tests that are marked for it."""
+    """Run the self-check of tiled modules only in tests marked ``self_checks``."""
     checks = request.node.get_closest_marker("self_checks") is not None
     monkeypatch.setattr(World, "self_checks", checks)
     with nullcontext() if checks else unchecked():
@@ -200,7 +194,7 @@ def _two_deepspeed_ranks() -> Iterator[World]:
 
 @pytest.fixture
 def deepspeed_world(_two_deepspeed_ranks: World) -> World:
-    """Return two more ranks, because ZeRO-3 leaves ``torch.nn.functional.linear`` replaced in its process."""
+    """Return two more ranks for DeepSpeed, which changes torch in its process."""
     return _two_deepspeed_ranks
 
 
@@ -214,7 +208,7 @@ def four_ranks() -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def four_deepspeed_ranks() -> Iterator[World]:
-    """Return four more ranks, for ZeRO-3 as in ``deepspeed_world``."""
+    """Return four more ranks for DeepSpeed."""
     world = World(4)
     yield world
     world.close()

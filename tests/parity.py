@@ -128,9 +128,9 @@ def less_accurate(
     """Return the values whose error against float64 is over ``TIMES`` that of the untiled step, and the two errors.
 
     ``dtype`` is what both steps compute in. The untiled error counts as at least the dtype's epsilon, the rounding of
-    the result and of one sum: the untiled loss may be exact by accident. It must be at most the root of epsilon: where
-    half of the digits are wrong, float64 computes another function. ``eps`` is that of the products where it is not the
-    dtype's.
+    the result and of one sum: the untiled loss may be exact by accident. It must not exceed the square root of
+    epsilon, or float64 computes another function. ``eps`` replaces the dtype's epsilon if matrix products round more
+    coarsely, as with TF32.
     """
     return more_than(errors(found, true), errors(untiled, true), dtype, eps)
 

@@ -8,10 +8,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 
 class Scheduling(LoadScopeScheduling):
-    """Runs the tests of the same ranks, or of the same examples, in one process, and others where there is time.
+    """Runs the tests of ``engines/`` and of ``sequence_parallel/`` in one process each, those of DeepSpeed in another,
+    each file of ``examples/`` in one, and other tests wherever a process is free.
 
-    Whole files would leave processes idle at the end, and single tests would start all ranks in each process. The
-    groups of pytest-xdist 3.8 (``xdist_group``) have no effect with pytest 9.2.
+    Whole files would leave processes idle at the end, and single tests would start all ranks in every process. Another
+    ``--dist`` has no effect. The groups of pytest-xdist 3.8 (``xdist_group``) have no effect with pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:

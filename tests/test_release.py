@@ -42,7 +42,7 @@ def test_version(wheel: Path) -> None:
     }
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_quickstart_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """In an empty folder, with nothing of the repository, the README's quickstart command trains and shows what was
     tiled.

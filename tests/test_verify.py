@@ -341,7 +341,7 @@ def test_hooks_on_gradients() -> None:
     assert result.tiled.norm > 0.1
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_compiled() -> None:
     """Compiled submodules, and a compiled model, are verified under their own names."""
     net = TinyLM()
@@ -499,7 +499,7 @@ def test_a_wrong_rank(world: World) -> None:
     assert world(on_engines, [("fsdp2", None), ("ddp", 1)]) == [[True, False]] * 2
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_engines(world: World) -> None:
     """DDP, FSDP with flat weights and sequence parallelism pass."""
     assert world(on_engines, [("fsdp_flat", None), ("ddp", None)]) == [[True, True]] * 2
@@ -575,7 +575,7 @@ def in_half() -> tuple[bool, float]:
         accelerator.supported_dtypes, accelerator.is_fp16_supported = before
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_deepspeed(deepspeed_world: World) -> None:
     """ZeRO-2 with the optimizer in CPU memory and ZeRO-3 pass; an error on one rank of ZeRO-3 fails on all."""
     assert deepspeed_world(on_engines, [("offload", None), ("zero3", None), ("zero3", 1)]) == [[True, True, False]] * 2

@@ -33,7 +33,7 @@ class World:
     """
 
     self_checks = True
-    """Whether tiled modules are checked in their first call: several times the cost of the few steps of a test."""
+    """Whether jobs run the self-check of tiled modules, which takes longer than the steps of most tests."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -113,7 +113,7 @@ class World:
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Leave out the self-checks of tiled modules in their first calls."""
-    if "lt_tiled" not in sys.modules:  # nothing is tiled: its import takes seconds
+    if "lt_tiled" not in sys.modules:  # nothing can be tiled; importing lt_tiled takes seconds
         yield
         return
     from lt_tiled.tiling import patched

@@ -66,7 +66,7 @@ def test_error_is_flat(everyone: list[Peer]) -> None:
     assert verdicts(sheet, "DeepSpeed") == [True, False, False]
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.parametrize(("run", "count"), [(steps, 80), (cycles, 10)])
 def test_endurance(run: Any, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps, and preparations that are released, leave no memory, descriptor, thread, file or object behind."""
@@ -86,7 +86,7 @@ def test_endurance_sees_a_leak(name: str) -> None:
     assert verdicts(sheet, "at the end").count(False) == 1
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_a_kill_and_what_it_leaves(tmp_path: Path) -> None:
     """Ranks that a signal ends leave nothing, and their losses are the undisturbed run's; another loss is seen."""
     soak = Soak("ddp", tmp_path, Random(0))
@@ -176,7 +176,7 @@ def worlds() -> Iterator[Worlds]:
         yield worlds
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_sequence_parallelism_is_right(worlds: Worlds) -> None:
     """lt_tiled has the gradients of one process under every engine and mask; DeepSpeed under ZeRO-3, and neither twice
     as large nor for packed documents.
@@ -191,7 +191,7 @@ def test_sequence_parallelism_is_right(worlds: Worlds) -> None:
     assert [cell.good for cell in packed] == [False] * 4
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_sequence_parallelism_halves_memory(worlds: Worlds) -> None:
     """A step of two ranks has two all-to-alls for each layer forward and two backward, an all-gather on the host that
     compares batches, and half of the memory.

@@ -47,7 +47,7 @@ def last(part: str) -> Callable[[gpu_parts.Setup], gpu_parts.Rows]:
     return lambda setup: iter([*gpu_parts.__dict__[part](setup)][-1:])
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last row of each part runs on the CPU without an error and is written, and no figure of it is claimed."""
     parts = ["tiny", "offload", "longest", "compiled", "head_tiles"]
@@ -174,7 +174,7 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.text(found["Liger"]) == "not measured: No module named 'triton'"
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_without_optional_packages(tmp_path: Path) -> None:
     """With torch, Lightning and transformers alone, ``import lt_tiled`` and the command work, without ZeRO-3."""
     for entry in Path(torch.__file__).parents[1].iterdir():

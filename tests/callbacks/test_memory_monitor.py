@@ -150,7 +150,7 @@ def test_a_module_that_cannot_be_predicted(tmp_path: Path, caplog: pytest.LogCap
     assert (tmp_path / "a.png").exists()
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_accumulation(tmp_path: Path) -> None:
     """With several batches for each step of the optimizer, the picture is of a batch on which it steps, and the
     prediction holds.

@@ -173,7 +173,7 @@ print("found", finder.found)
 """
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_memory_that_really_ends() -> None:
     """In a process whose memory is limited, the allocator's own errors are recovered from, and the run trains on what
     was found.

@@ -167,7 +167,7 @@ def test_norms_and_mlps_as_units(world: World, wrap: str) -> None:
     assert world(with_units, wrap, TILED)[0] == near(world(with_units, wrap, None)[0])
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
     """With compiled tiles the losses are the untiled ones under an engine of each kind, and none falls back to

@@ -179,7 +179,7 @@ def test_weights_of_gpt(gpt: tuple[Run, Run], tmp_path: Path) -> None:
     assert distance(torch.load(tmp_path / "whole")["model"], torch.load(untiled.output)["model"]) <= 1e-4
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_weights_of_llava(llava: tuple[Run, Run]) -> None:
     """The checkpoint of the two sharded ranks has the weights of the untiled DDP run."""
     tiled, untiled = (torch.load(run.output)["state_dict"] for run in llava)

@@ -217,7 +217,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         CausalLM(LLAMA)
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.parametrize("options", [None, {"backend": "aot_eager"}])
 def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
     """Flex attention gives the logits of ``sdpa``, with compile options or without, and a line says that it is going to
@@ -236,7 +236,7 @@ def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog:
     assert "compiles flex attention at its first use" in caplog.text
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_flex_attention_uses_its_options(data: TextFiles) -> None:
     """The backend of ``attn_compile`` compiles flex attention, and validation has the perplexity of ``sdpa``."""
     used = []

@@ -258,7 +258,7 @@ def test_peak_of_any_head(dtype: torch.dtype) -> None:
     assert 2 < peak_bytes(run) / (256 * 32768 * dtype.itemsize) <= 2.1
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_auto_tiles_do_not_raise_the_peak() -> None:
     """With the head of a model of 1B weights, the peak of ``"auto"`` is that of far smaller tiles."""
     peaks = []

@@ -73,7 +73,7 @@ def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` prints the longest length, and both pictures are drawn."""
     text = planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--plot=step.svg", "--plot_lengths=lengths.png")
@@ -83,7 +83,7 @@ def test_longest_and_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("lengths.png").stat().st_size > 10_000
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find max-seq`` keeps the settings that it was given, a number of tiles among them, and writes them."""
     planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
@@ -110,7 +110,7 @@ def test_what_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory='lots' is not a number of bytes" in refused(capsys, "--memory=lots")
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """The config of Llama 3 8B is planned on any machine; its weights' shards on 8 ranks are their exact size, in
     bfloat16.
@@ -133,7 +133,7 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "single, num_shards=auto, activation checkpointing" in text
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
     """Other settings of the first config do not remain next to what was found, and what a strategy's name stands for is
     kept.

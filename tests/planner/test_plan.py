@@ -59,7 +59,7 @@ def test_parts_are_the_peak(found: Plan) -> None:
     assert found.place.startswith("model.")
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_features_lower_the_part_that_they_are_for() -> None:
     """A tiled loss lowers what the loss ever holds, recompute what attention does, tiles what the MLP does, and all
     lower the peak.
@@ -117,7 +117,7 @@ def test_offloaded_bytes_and_bandwidth() -> None:
     assert found.bandwidth(tflops=1.0) == pytest.approx(moved.disk_bytes / seconds / 1e9)
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_longest() -> None:
     """The longest sequence that is found fits, and one that is 3 % longer does not."""
     base = job(module=lambda: CausalLM({**LLAMA, "num_hidden_layers": 1}))
@@ -129,7 +129,7 @@ def test_longest() -> None:
         longest(base, 4 * MIB)
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_longest_with_scores_of_attention() -> None:
     """Where memory grows with the square of the sequence length, the longest sequence is found, too."""
     base = job(module=lambda: CausalLM({**SMALL, "num_hidden_layers": 1, "attention_dropout": 0.1}))
@@ -138,7 +138,7 @@ def test_longest_with_scores_of_attention() -> None:
     assert found.peak <= memory < plan(base, int(found.tokens * 1.03) + 256).peak
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_longest_beside_large_weights() -> None:
     """Just above what the optimizer takes at any length, the longest sequence is found, too, and in few steps."""
     base = job(module=lambda: CausalLM({**LLAMA, "hidden_size": 512, "intermediate_size": 4096}))
@@ -149,7 +149,7 @@ def test_longest_beside_large_weights() -> None:
     assert len(steps) <= 8
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_cheapest() -> None:
     """Where memory is plenty nothing is set; as it falls the settings come in the order of what they cost; then there
     are none.
@@ -179,7 +179,7 @@ def test_cheapest() -> None:
         cheapest(base, MIB, tokens)
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_found_settings_hold_in_a_run() -> None:
     """A real step with the settings that were found stays within the memory that they were found for."""
     memory, tokens = 15 * MIB, 2048

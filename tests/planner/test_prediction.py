@@ -118,7 +118,7 @@ def measured_others(engines: str) -> dict[str, int]:
     return others(engines, measured)
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.parametrize("engines", ["single", "ddp fsdp2", "zero2 zero3"])
 def test_other_models(on_ranks: OnRanks, engines: str) -> None:
     """For ten models of other kinds, the prediction is within 2 % of what a real step holds, on each engine."""
@@ -145,7 +145,7 @@ def of_shared(size: int, name: str) -> int:
     return measured(partial(sharing, size, name), config=TWO, tiled_loss=3)
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "size"), [("all", 4), ("attention kept", 2), ("head tiles", 2)])
 def test_shared_sequences(four_ranks: World, name: str, size: int) -> None:
     """Where two or four of four ranks share each sequence, the prediction is within 2 % of what a real step holds.

@@ -87,7 +87,7 @@ def test_longest() -> None:
     assert longest(base, memory, shared, granule=1024, tokens=8192).tokens >= 8192
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_cheapest() -> None:
     """Ranks share a sequence only if it does not fit otherwise, as few as possible, and no more than query heads."""
     base = job(TiledDDPStrategy(), devices=8)
@@ -102,7 +102,7 @@ def test_cheapest() -> None:
         cheapest(base, least[2] // 2, TOKENS)
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_found_sharing_is_taken_by_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find settings`` prints how many ranks share a sequence, and writes it for ``fit``."""
     strategy = ("--trainer.strategy=TiledDDPStrategy", "--devices=2")
@@ -115,7 +115,7 @@ def test_found_sharing_is_taken_by_fit(capsys: pytest.CaptureFixture[str]) -> No
     assert both["trainer"]["strategy"]["init_args"]["sequence_parallel"] == found["sequence_parallel"]
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """The config of Llama 3 8B shared by eight GPUs is planned with its exchange and its parts of the heads."""
     path = ROOT / "configs" / "plan" / "llama_8b_shared.yaml"

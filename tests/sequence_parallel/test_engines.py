@@ -210,7 +210,7 @@ def hybrid(engine: str) -> list[float]:
     return losses
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.parametrize("engine", HYBRID)
 def test_hybrid_sharding(engine: str, four_ranks: World) -> None:
     """Weights that two ranks shard and two replicate train as one process does, whoever shares a sequence."""

@@ -15,7 +15,7 @@ from tests.sequence_parallel.runs import peaks
 from tests.world import World
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "most"), [({}, 1.05), ({"head_tiles": 4, "keep": "attention"}, 1.01)], ids=["all heads", "head tiles"]
 )

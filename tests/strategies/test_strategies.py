@@ -247,7 +247,7 @@ def test_weight_averaging() -> None:
     )
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_compiled_lightning_module() -> None:
     """``torch.compile(model)`` trains under the strategy with the plain losses."""
     losses = []

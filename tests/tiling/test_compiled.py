@@ -84,7 +84,7 @@ def test_the_backward_computes_no_value_that_it_does_not_read() -> None:
     assert graphs.products == [3, 8]
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_inductor_with_dropout() -> None:
     """Under inductor, dropout draws the same masks in the compiled recompute: the gradient is the slope of the loss
     with one seed.
@@ -105,7 +105,7 @@ def test_inductor_with_dropout() -> None:
     assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-6)
 
 
-@pytest.mark.table
+@pytest.mark.full
 @pytest.mark.low_precision
 def test_a_whole_model() -> None:
     """A checkpointed Hugging Face model with compiled tiles has the untiled loss and gradients, with autocast too."""

@@ -315,7 +315,7 @@ def test_pickles_come_back_plain() -> None:
     assert worst(gradients(plain, x), true) <= ERROR
 
 
-@pytest.mark.table
+@pytest.mark.full
 def test_compiled_as_a_whole() -> None:
     """``torch.compile`` of a model with norms in the tiles works, and gives the untiled gradients."""
     net, x = model(), tokens()
