@@ -1,13 +1,13 @@
-"""A second device without a GPU: tensors on ``second`` are not CPU tensors, and an operation that mixes both raises.
+"""An accelerator without hardware: tensors on ``second`` are not CPU tensors, and operations that mix the two raise.
 
 The device is torch's ``PrivateUse1``, which vendors of accelerators register, with kernels in Python. A tensor on it is
 a plain ``torch.Tensor`` with a storage of its own. Its memory is CPU memory under another label, so each kernel is the
 CPU's. Everything above the kernels is torch's own: autograd with a thread for the device, views, factories, the state
 of autocast, and most checks of operands.
 
-``register()`` must run before the first backward pass of a process, in which torch starts a thread for each device, and
-lasts until its end. ``torch.accelerator`` then names this device, also where there is CUDA, so a process that uses CUDA
-must not register it. The device is available in ``attached()`` alone.
+Call ``register()`` before the first backward pass of a process, because torch then starts one thread per device. It
+cannot be undone. ``torch.accelerator`` then names this device, also where there is CUDA, so a process that uses CUDA
+must not register it. The device is available only inside ``attached()``.
 
 What torch leaves to C++, and this device therefore does not have:
 
@@ -15,7 +15,7 @@ What torch leaves to C++, and this device therefore does not have:
 - ``tensor.to("second")`` to another index than 0, for the same reason: name the index.
 - Streams and events of its own. The guard returns one default stream for each call, on which all work is in order.
   ``tests/offload/streams.py`` checks the order of copies and computation instead.
-- The same parameters after ``module.to("second")``, which makes new ones, as for any ``PrivateUse1`` device.
+- ``module.to("second")`` replaces parameters instead of changing their data, as for any ``PrivateUse1`` device.
 - ``torch.Generator("second")``, pinned memory and ``torch.UntypedStorage(..., device="second")``, on which
   ``torch.load`` without ``map_location`` relies: Python cannot register generators and allocators.
 """
