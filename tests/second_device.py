@@ -15,7 +15,7 @@ What torch leaves to C++, and this device therefore does not have:
 - ``tensor.to("second")`` to another index than 0, for the same reason: name the index.
 - Streams and events of its own. The guard returns one default stream for each call, on which all work is in order.
   ``tests/offload/streams.py`` checks the order of copies and computation instead.
-- ``module.to("second")`` replaces parameters instead of changing their data, as for any ``PrivateUse1`` device.
+- Parameters that ``module.to("second")`` moves: it makes new ones, as for any ``PrivateUse1`` device.
 - ``torch.Generator("second")``, pinned memory and ``torch.UntypedStorage(..., device="second")``, on which
   ``torch.load`` without ``map_location`` relies: Python cannot register generators and allocators.
 """
