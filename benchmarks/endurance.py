@@ -27,7 +27,7 @@ from tests.models import TinyLM, loss_of
 MEMORY_MIB = 8
 """By how much the memory of the process may grow. Allocators keep some."""
 OBJECTS = 32
-"""How many Python objects may be added. Threads make their own when they first have work; a leak adds some each step."""
+"""How many Python objects may be added. Threads make their own when they first have work; a leak adds some per step."""
 
 
 def usage(directory: str) -> dict[str, float]:
