@@ -177,7 +177,10 @@ def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def spread_of(train: Callable[[], list[float]]) -> float:
-    """Return how far the losses of untiled runs are apart, relative to them, if only the order of sums differs."""
+    """Return how far the losses of untiled runs are apart, relative to them, if only the order of sums differs.
+
+    It is at least float32's epsilon.
+    """
     runs = []
     for flipped in ORDERS:
         with torch.random.fork_rng(devices=[]), Reordered(*flipped):
@@ -186,7 +189,8 @@ def spread_of(train: Callable[[], list[float]]) -> float:
     assert losses.isfinite().all()
     lowest = losses.amin(0)
     assert (lowest >= 0).all()
-    return float(((losses.amax(0) - lowest) / lowest.clamp_min(1e-12)).max())
+    apart = float(((losses.amax(0) - lowest) / lowest.clamp_min(1e-12)).max())
+    return max(apart, torch.finfo(torch.float32).eps)
 
 
 @functools.cache
@@ -218,9 +222,9 @@ def rounding(
     """Return the relative difference that rounding may cause in float32 after some optimizer steps.
 
     It is ``SPREADS`` times the spread of untiled runs of this model with this optimizer, in as many steps on this
-    machine. The spread counts as at least float32's epsilon.
+    machine.
     """
-    return SPREADS * max(_spread(steps, build, optimizer), torch.finfo(torch.float32).eps)
+    return SPREADS * _spread(steps, build, optimizer)
 
 
 def near(losses: Any, **of: Any) -> Any:

@@ -32,7 +32,7 @@ from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import peak_bytes
 from tests.models import tiny_llama
-from tests.parity import less_accurate, worst
+from tests.parity import MIXED, less_accurate, worst
 from tests.processes import LIMIT
 
 LOSS: dict[str, Any] = {"loss": True}
@@ -174,7 +174,7 @@ def test_what_a_model_does_with_its_logits(use: Any, dtype: torch.dtype) -> None
         found = run(model, inputs)
     assert less_accurate(found, untiled, true, dtype) == {}
     # Logits that are more precise than the model asks for are another function, however near to float64.
-    assert float(found["loss"]) == pytest.approx(float(untiled["loss"]), rel=16 * torch.finfo(torch.float32).eps)
+    assert float(found["loss"]) == pytest.approx(float(untiled["loss"]), rel=MIXED)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
