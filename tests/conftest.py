@@ -120,7 +120,7 @@ def _check_tables(items: list[pytest.Item]) -> None:
         for rows in re.split(r"\|(?![^(]*\))", table.args[0]) if table else ():
             ids.setdefault((item.nodeid.partition("[")[0], rows), []).append(item.callspec.id)
     if unmatched := [f"{test}: {rows}" for (test, rows), found in ids.items() if not _any_matches(rows, found)]:
-        raise pytest.UsageError("No row matches " + "; ".join(unmatched))
+        raise ValueError("No row matches " + "; ".join(unmatched))  # pytest-xdist hides a UsageError of a worker
 
 
 def _any_matches(rows: str, ids: list[str]) -> bool:

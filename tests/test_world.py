@@ -82,8 +82,8 @@ def descendants(process: int) -> list[int]:
     return children + [below for child in children for below in descendants(child)]
 
 
-@pytest.mark.table("9")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.table("SIGKILL")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_no_process_outlives_pytest(number: signal.Signals, tmp_path: Path) -> None:
     """When pytest is killed, its four ranks, its scripts, their children in other sessions, and its helpers end too."""
     (tmp_path / "test_hangs.py").write_text(HANGS)
