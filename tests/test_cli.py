@@ -19,7 +19,7 @@ from lt_tiled.errors import OffloadError
 from tests.forks import Forked
 from tests.lit import LitTiny
 from tests.models import tiny_llama
-from tests.world import World
+from tests.world import world_of
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -534,7 +534,7 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
     """``--trainer.accelerator=cpu --trainer.devices=2`` runs every config: it trains in tiles, validates, saves, and
     reports once.
     """
-    world: World = request.getfixturevalue("deepspeed_world" if "deepspeed" in path.stem else "world")
+    world = world_of(request, path.stem)
     offload = yaml.safe_load(path.read_text())["trainer"]["strategy"].get("init_args", {}).get("checkpointing", True)
     tokens = 512 if offload is True else 2048  # smaller inputs are not offloaded
     both = world(

@@ -14,10 +14,13 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.forks import FORKS
 from tests.processes import LIMIT, guard
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class RanksFailed(AssertionError):
@@ -168,3 +171,10 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
         gc.collect()
         gc.freeze()  # what jobs imported: engines collect garbage when they start
     dist.destroy_process_group()
+
+
+def world_of(request: pytest.FixtureRequest, engine: str, size: int = 2) -> World:
+    """Return the ranks that run an engine: DeepSpeed's have their own."""
+    plain, deepspeed = {2: ("world", "deepspeed_world"), 4: ("four_ranks", "four_deepspeed_ranks")}[size]
+    world: World = request.getfixturevalue(deepspeed if engine.startswith(("zero", "deepspeed")) else plain)
+    return world

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.world import World
+from tests.world import world_of
 
 
 class OnRanks:
@@ -19,7 +19,7 @@ class OnRanks:
         self.known = known
 
     def __call__(self, fn: Callable[..., Any], engine: str, *args: Any, **kwargs: Any) -> list[Any]:
-        world: World = self.request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+        world = world_of(self.request, engine)
         return world(fn, engine, *args, **kwargs)
 
     def once(self, fn: Callable[..., Any], engine: str, *args: Any) -> list[Any]:

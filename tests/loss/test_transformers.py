@@ -550,7 +550,7 @@ def test_copies_and_release() -> None:
         with torch.no_grad():
             model.lm_head.weight.zero_()
         assert float(clone(input_ids=IDS, labels=IDS).loss.detach()) != pytest.approx(
-            float(model(input_ids=IDS, labels=IDS).loss)
+            float(model(input_ids=IDS, labels=IDS).loss.detach())
         )
     assert [set(vars(m)) for m in model.modules()] == before
     with pytest.raises(

@@ -26,7 +26,7 @@ from tests.lit import trainer
 from tests.parity import near, rounding
 from tests.sequence_parallel.models import GPT, causal, ids
 from tests.sequence_parallel.test_engines import MODELS, Lit, batches, error, loss_and_logits
-from tests.world import World
+from tests.world import World, world_of
 
 LLAMA = {
     "model_type": "llama",
@@ -231,7 +231,7 @@ def test_evaluation(engine: str, request: pytest.FixtureRequest, tmp_path: Path)
     """Losses that are logged, perplexities of validation and test, and predicted log-probabilities are those of one
     process, on both ranks.
     """
-    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    world = world_of(request, engine)
     both = world(shared_stages, str(tmp_path), engine)
     if engine == "zero3":  # its weights are drawn in another order
         assert {k: v for k, v in both[0].items() if k != "predicted"} == {
@@ -361,7 +361,7 @@ def test_resumed_after_an_epoch(
     engine: str, first: int, second: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """A run goes on with groups of another size where an epoch ended: the next epoch has all of its batches."""
-    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    world = world_of(request, engine)
     for losses, message in world(resumed, str(tmp_path), engine, first, second, -1):
         assert message == ""
         assert len(losses) == 4 * second // 2
@@ -374,7 +374,7 @@ def test_resumed_in_an_epoch(
     engine: str, first: int, second: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """In the middle of an epoch that is refused, because the batches that are left would be others."""
-    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    world = world_of(request, engine)
     for losses, message in world(resumed, str(tmp_path), engine, first, second, 1):
         assert losses == []
         assert f"with sequence_parallel={first}" in message

@@ -23,7 +23,7 @@ from tests.engines.cells import ENGINES, set_up, sgd, strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
 from tests.sequence_parallel.models import GPT, causal, ids
-from tests.world import World
+from tests.world import World, world_of
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ def one_process(name: str) -> tuple[list[float], Tensor]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Two ranks that share each sequence train as one process: the same losses, and logits after three steps."""
-    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    world = world_of(request, engine)
     for found in world(each_model, loop, engine, mode, str(tmp_path)):
         for name, (losses, logits) in found.items():
             true, true_logits = one_process(name)
@@ -171,7 +171,7 @@ def clipped(engine: str, size: int) -> tuple[list[float], Tensor]:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> None:
     """Two groups of two ranks with Lightning's sampler and clipped gradients train as plain DDP on two ranks."""
-    four: World = request.getfixturevalue("four_deepspeed_ranks" if engine.startswith("zero") else "four_ranks")
+    four = world_of(request, engine, 4)
     true = world(clipped, "plain", 1)
     for rank, (losses, logits) in enumerate(four(clipped, engine, 2)):
         assert losses == near(true[rank // 2][0])
@@ -229,7 +229,7 @@ def refused(engine: str, size: int) -> str:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_size_that_does_not_divide(engine: str, request: pytest.FixtureRequest) -> None:
     """A size that does not divide the ranks is refused with those that do."""
-    world: World = request.getfixturevalue("deepspeed_world" if engine.startswith("zero") else "world")
+    world = world_of(request, engine)
     for message in world(refused, engine, 3):
         assert message == "sequence_parallel=3 does not divide the 2 ranks: choose one of [1, 2]."
 
