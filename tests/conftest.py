@@ -146,12 +146,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _own_folder_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run each test in its own folder, and restore what Lightning or a benchmark changes: the environment, the process
-    group and the levels of loggers.
+    group, the levels of loggers and what was logged once.
     """
     before = dict(os.environ)
     loggers = [logging.getLogger(name) for name in ("lt_tiled", "lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lt_tiled._log._logged", set())
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)

@@ -161,8 +161,12 @@ class _OnDisk:
         into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         slot = None if self.device.type == "cpu" else self.home.stage(into)
         copy = partial(self.home.copier.copy, "load", into, cast(Slot, slot))  # used if there is one
-        allocated = torch.cuda.current_stream(self.device).record_event() if into.is_cuda else None
-        then = None if allocated is None else lambda: _synchronize(copy(allocated), slot)
+        then: Callable[[], None] | None = None
+        if into.is_cuda:
+            allocated = torch.cuda.current_stream(self.device).record_event()
+            then = lambda: _synchronize(copy(allocated), slot)  # noqa: E731
+        elif slot is not None:
+            then = partial(_synchronize, None, slot)  # keeps the slot until the read has ended, whoever drops this
         read = self.home.spill.read(self.extent, *_views([into] if slot is None else slot.memory), then=then)
         self._calls = [call for call in self._calls if not call.done] + [read]
         wait = partial(self._wait, read, "read")  # without the slot, which is free when it has been copied
@@ -171,7 +175,7 @@ class _OnDisk:
             wait(seconds)
             copy()
 
-        return Loading(into, lambda: read.done, wait if slot is None or then is not None else wait_and_copy)
+        return Loading(into, lambda: read.done, wait if slot is None or into.is_cuda else wait_and_copy)
 
     def _wait(self, call: Call, verb: str, seconds: float) -> None:
         self.home.spill.wait(call, f"the {verb} of {self.nbytes} bytes", seconds, self.extent.offset)

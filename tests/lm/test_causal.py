@@ -14,7 +14,6 @@ import torch
 from torchmetrics.functional.text import perplexity
 
 from lt_tiled import TiledSingleDeviceStrategy, Tiling
-from lt_tiled._log import _logged
 from lt_tiled.callbacks import TiledMLP, TilingReport
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import trainer
@@ -223,7 +222,6 @@ def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog:
     """Flex attention gives the logits of ``sdpa``, with compile options or without, and a line says that it is going to
     be compiled.
     """
-    _logged.clear()
     models = []
     for attention, compiled in (("sdpa", None), ("flex_attention", options)):
         torch.manual_seed(0)

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from lt_tiled import Checkpointing, Tiling, prepare
-from lt_tiled._log import _logged
+from lt_tiled import Checkpointing, Tiling, _log, prepare
 from lt_tiled.loss.logits import DeferredLogits
 from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.planner.ledger import Flops
@@ -530,7 +529,6 @@ def test_a_head_that_is_not_called(caplog: pytest.LogCaptureFixture) -> None:
     """A model that computes its logits without calling its head, as MobileBERT does, keeps its loss; a warning says so,
     and the report no longer lists the loss.
     """
-    _logged.clear()
     architecture = ARCHITECTURES["MobileBERT"]
     model = architecture.build()
     with prepare(model, **LOSS) as prepared:
@@ -608,7 +606,7 @@ def test_the_deprecated_field() -> None:
 def test_without_gradients() -> None:
     """Under ``no_grad`` and in inference mode the loss is the whole logits'."""
     model = tiny_llama().eval()
-    whole = float(model(input_ids=IDS, labels=IDS).loss)
+    whole = float(model(input_ids=IDS, labels=IDS).loss.detach())
     with prepare(model, **LOSS):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
@@ -647,7 +645,7 @@ def test_hooks_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
         lambda head: head.register_forward_hook(lambda module, args, output: output * 0.5),
         lambda head: head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
     ):
-        _logged.clear()
+        _log._logged.clear()
         model = tiny_llama().double()
         register(model.lm_head)
         true = run(model, {"input_ids": IDS, "labels": IDS})

@@ -7,6 +7,7 @@ import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,32 @@ def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(tmp_path: Path, mon
     del second
     assert unused(offloader)
     assert away(offloader, torch.randn(1000)).stored.extent.offset == offset
+    offloader.close()
+
+
+@pytest.mark.parametrize("device", ["second", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_a_load_that_is_dropped_does_not_lend_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The CPU memory of a load that nobody waits for any more goes to no other tensor while its read still runs."""
+    offloader, gate, running = disk(tmp_path), threading.Event(), threading.Event()
+    real, into = offloader.disk.spill._read, []
+
+    def read(extent: object, views: list[memoryview], *rest: object) -> None:
+        into.append(np.frombuffer(views[0], dtype=np.uint8).ctypes.data)
+        running.set()
+        assert gate.wait(LIMIT)
+        real(extent, views, *rest)
+
+    packed = away(offloader, torch.randn(1000, device=device))
+    monkeypatch.setattr(offloader.disk.spill, "_read", read)
+    packed.load()
+    assert running.wait(LIMIT)
+    other = offloader.disk.slabs.take(4000, torch.device(device))
+    assert other is not None
+    assert other.memory[0].data_ptr() != into[0]
+    gate.set()
+    del packed, other
     offloader.close()
 
 

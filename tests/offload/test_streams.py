@@ -271,11 +271,8 @@ def test_a_graph_that_is_captured_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)
-def test_other_devices(
-    fields: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_devices(fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Devices without the CUDA runtime (XPU, MPS, NPU) copy through memory that is not pinned, and say so once."""
-    monkeypatch.setattr("lt_tiled._log._logged", set())
     with caplog.at_level("INFO", "lt_tiled"), StreamCheck("xpu") as check:
         by_hand(check, fields)
     assert check.races == []
