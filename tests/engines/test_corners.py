@@ -138,6 +138,7 @@ def deprecations(engine: str) -> tuple[list[str], list[bool]]:
             look()
 
     with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()  # a run before may have left its filter, if nothing released its strategy
         warnings.simplefilter("always")
         chosen = strategy(lt_tiled, engine, tiling=4)
         look()
