@@ -18,6 +18,7 @@ from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError, Prepared
 from tests.meters import LiveBytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
+from tests.offload.test_faults import unused
 from tests.parity import randn
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
@@ -58,7 +59,7 @@ def train(
             gc.collect()
             assert not prepared.offloader._live
             if prepared.offloader.disk is not None:
-                assert prepared.offloader.disk.spill.used == 0
+                assert unused(prepared.offloader)
     return losses, [p.detach() for p in model.parameters()], prepared
 
 
@@ -225,7 +226,7 @@ def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseE
         assert not prepared.offloader._live
         found = step()
         gc.collect()
-        assert prepared.offloader.disk.spill.used == 0
+        assert unused(prepared.offloader)
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 

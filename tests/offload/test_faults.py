@@ -51,7 +51,7 @@ def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bo
 
 
 def unused(offloader: Offloader) -> bool:
-    """Return whether all space of the file is free within a limit."""
+    """Return whether all space of the file is free within a limit: a call that runs frees its space when it ends."""
     end = time.monotonic() + LIMIT
     while offloader.disk.spill.used and time.monotonic() < end:
         time.sleep(0.001)

@@ -25,6 +25,7 @@ from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.offload.stats import OffloadStats, StallClock, stall
 from tests.offload.faults import each_call, fail, nothing, nth_call
+from tests.offload.test_faults import unused
 from tests.processes import LIMIT
 
 Make = Callable[..., Offloader]
@@ -49,10 +50,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         settle(offloader)
         assert not offloader._live
         if offloader.disk is not None:
-            end = time.monotonic() + LIMIT
-            while offloader.disk.spill.used and time.monotonic() < end:  # a prefetch frees its space when it ends
-                time.sleep(0.001)
-            assert offloader.disk.spill.used == 0
+            assert unused(offloader)
         offloader.close()
     assert list(tmp_path.iterdir()) == []
 

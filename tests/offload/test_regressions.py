@@ -208,7 +208,7 @@ def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
         packed.clear()
         gc.collect()
         settle(offloader)
-        assert offloader.disk.spill.used == 0
+        assert unused(offloader)
     offloader.close()
 
 
