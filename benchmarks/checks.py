@@ -18,12 +18,15 @@ from benchmarks.costs import Size, llama, with_checkpointing
 from benchmarks.sheet import Cell, Sheet, machine
 from benchmarks.step_time import HERE, ON_GPU, QUICK, step_of
 from lt_tiled.tiling import patched, tiled_call
-from lt_tiled.tiling.recompute import ModuleState
+from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.state import Work
 
 _EVERY_STEP = [
-    (ModuleState, "__init__"),
-    (ModuleState, "check"),
+    (Observation, "__init__"),
+    (Observation, "end_forward"),
+    (Observation, "check"),
+    (Observation, "_now"),
+    (Observation, "_put"),
     (Work, "hooked"),
     (Work, "recorded"),
     (tiled_call, "_switches"),

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import Checkpointing, Keep
 from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
-from lt_tiled.side_effects import Seen, SideEffects
 from lt_tiled.tiling.layout import split_arguments
+from lt_tiled.tiling.observe import History, Observation, recomputing, restored
+from lt_tiled.tiling.recompute import AutocastState
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,12 @@ class BlockPatch(Patch):
 
     def __init__(self, offload: BlockOffload | None = None) -> None:
         self.offload = offload
-        self.seen = Seen()
+        self.history = History()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, BlockPatch)
-        copy.seen = Seen()
+        copy.history = History()
         return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,17 +77,20 @@ class BlockPatch(Patch):
         region = current()
         keeps = None if region is None or region.keep is None else self.keeps(region.keep)
         # The compiler traces a block as a function without side effects.
-        effects = None if torch.compiler.is_compiling() else SideEffects(module, args, kwargs, self.seen)
+        observed = None if torch.compiler.is_compiling() else self.observe(module, args, kwargs)
+        modes = [AutocastState.now(t.device) for t in tensors[:1]]
+        runs = count()
 
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
-            with _in_region(region, keeps):
-                if effects is None:
-                    return self.inner(module, *inner_args, **inner_kwargs)
-                return effects.run(lambda: self.inner(module, *inner_args, **inner_kwargs))
+            again = next(runs) > 0
+            with _in_region(region, keeps), _repeated(observed, modes) if again else nullcontext():
+                output = self.inner(module, *inner_args, **inner_kwargs)
+            if observed is not None and not again:
+                observed.end_forward()
+            return output
 
-        early_stop = effects is None or effects.early_stop
-        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, early_stop=early_stop)
+        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False)
         if offload is None:
             return checkpointed()
         select = offload.offloader.policy.select
@@ -99,12 +104,30 @@ class BlockPatch(Patch):
         with offload.hooks(lambda tensor: view_key(tensor) in views):
             return checkpointed()
 
+    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
+        """Return what the block can read now, its arguments among it."""
+        arguments = {**dict(zip(_argument_names(type(module)), args, strict=False)), **kwargs}
+        remedy = "leave the block out of Checkpointing(targets=...)"
+        return Observation(type(module).__name__, module.modules(), remedy, self.history, arguments, generators=True)
+
     def keeps(self, what: Keep) -> Kept:
         """Return what a call keeps of the exchange between ranks for its recompute."""
         if self.offload is None:
             return Kept(what)
         offloader, block = self.offload.offloader, self.offload.block
         return Kept(what, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+
+
+@cache
+def _argument_names(cls: Any) -> list[str]:
+    return list(inspect.signature(cls.forward).parameters)[1:]
+
+
+@contextmanager
+def _repeated(observed: Observation | None, modes: Sequence[AutocastState]) -> Iterator[None]:
+    """Compute a block with what its forward pass read."""
+    with restored(observed, "the recompute"), recomputing(), modes[0].context() if modes else nullcontext():
+        yield
 
 
 @contextmanager
@@ -190,7 +213,7 @@ def _without_cache(
         ValueError: If the cache is not empty, because the block needs its entries.
     """
     # RecurrentGemma passes its cache by position.
-    names = list(inspect.signature(type(module).forward).parameters)[1:] if len(args) > 1 else []
+    names = _argument_names(type(module)) if len(args) > 1 else []
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     own = getattr(module, "_can_checkpoint_with_cache", False)  # transformers' layers that restore their cache
     present = {} if own else {name: value for name, value in given.items() if value is not None}
@@ -198,8 +221,8 @@ def _without_cache(
     if not caches and not given.get("use_cache"):
         return args, kwargs
     kind = type(module).__name__
-    for name, cache in caches.items():
-        tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)
+    for name, entries in caches.items():
+        tokens = entries.get_seq_length() if hasattr(entries, "get_seq_length") else len(entries)
         if tokens:
             raise ValueError(
                 f"{kind} uses activation checkpointing and was given {name} with {tokens} cached entries: the recompute"

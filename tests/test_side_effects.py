@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import Checkpointing, prepare
-from lt_tiled import side_effects as module_under_test
-from tests.models import H, TinyLM, lm_loss
+from lt_tiled.tiling.observe import Observation
+from lt_tiled.tiling.weights import Substituted
+from tests.models import H
 from tests.parity import randn
 from tests.processes import LIMIT
 
@@ -305,12 +310,11 @@ def test_the_recompute_changes_nothing_for_other_threads() -> None:
     """While a block is recomputed, another thread sees its buffers as the forward pass left them."""
 
     class Waits(InPlace):
-        calls = 0
+        calls = itertools.count(1)  # no data to restore
 
         def change(self, x: Tensor) -> Tensor:
             x = super().change(x)
-            type(self).calls += 1
-            if type(self).calls == 2:
+            if next(self.calls) == 2:
                 inside.set()
                 assert seen.wait(LIMIT)
             return x
@@ -338,18 +342,18 @@ def test_an_exception_in_the_recompute_restores_buffers() -> None:
     """A recompute that is interrupted leaves the buffers as they were."""
 
     class Fails(Replaced):
-        fails = False
+        calls = itertools.count()  # no data to restore
 
         def change(self, x: Tensor) -> Tensor:
             x = super().change(x)
-            if self.fails:
+            if next(self.calls):
                 raise KeyboardInterrupt
             return x
 
     model = nn.ModuleList([Fails()])
     with prepare(model, checkpointing=Checkpointing("Fails")):
         y = model[0](randn(2, 5, H))
-        state, Fails.fails = model[0].state, True
+        state = model[0].state
         with pytest.raises(KeyboardInterrupt):
             y.sum().backward()
         assert model[0].state is state
@@ -410,16 +414,17 @@ def test_blocks_without_changes_save_nothing(monkeypatch: pytest.MonkeyPatch) ->
         def change(self, x: Tensor) -> Tensor:
             return x * self.state
 
-    made: list[module_under_test.SideEffects] = []
-    real = module_under_test.SideEffects.run
-    monkeypatch.setattr(module_under_test.SideEffects, "run", lambda self, f: (made.append(self), real(self, f))[1])
-    monkeypatch.setattr(module_under_test, "Substituted", None)
+    made: list[Observation] = []
+    real = Observation.end_forward
+    monkeypatch.setattr(Observation, "end_forward", lambda self: (real(self), made.append(self))[0])
+    monkeypatch.setattr(Substituted, "__enter__", None)
     model = nn.Sequential(Constant(), Constant())
     with prepare(model, checkpointing=Checkpointing("Constant")):
         for _ in range(2):
             y = model(randn(2, 5, H))
-            assert all(b.copy is None for effects in made for b in effects._buffers._before)
+            assert all(held.copy is None for observation in made for held in observation._tensors)
             y.sum().backward()
+    assert len(made) == 4
 
 
 def test_a_compiled_part() -> None:
@@ -471,18 +476,14 @@ CHANGES: dict[str, tuple[Callable[[Scaled], object], str]] = {
     ),
     "weight in place": (lambda b: _in_place(b.b.weight), r"Linear\.weight of shape \[16, 16\] was changed in place"),
     "buffer in place": (lambda b: _in_place(b.state), r"Scaled\.state of shape \[16\] was changed in place"),
-    "number": (lambda b: setattr(b, "factor", 3.0), r"Scaled\.factor was changed"),
-    "names": (lambda b: b.names.append("second"), r"Scaled\.names was changed"),
-    "plain tensor": (lambda b: setattr(b, "plain", b.plain * 2), r"Scaled\.plain of shape \[16\] was replaced"),
     "plain tensor in place": (lambda b: _in_place(b.plain), r"Scaled\.plain of shape \[16\] was changed in place"),
-    "submodule": (lambda b: setattr(b, "b", nn.Linear(H, H)), r"Scaled\._modules was changed"),
 }
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
 def test_changes_before_the_recompute(change: Callable[[Scaled], object], message: str, frozen: bool) -> None:
-    """What the recompute would read differently, because others changed it, raises with its name."""
+    """What the recompute would read differently, because others changed its values, raises with its name."""
     model, x = nn.ModuleList([Scaled()]).requires_grad_(not frozen), randn(2, 5, H)
     with prepare(model, checkpointing=Checkpointing("Scaled")):
         for _ in range(2):
@@ -524,22 +525,31 @@ def test_blocks_that_are_odd(kind: type[Base]) -> None:
     assert all(part.training for part in model.modules())
 
 
-def _set_buffer(block: WithBuffer) -> None:
-    block.state = block.state * 2
+RESTORED: dict[str, Callable[[Scaled], object]] = {
+    "buffer": lambda b: setattr(b, "state", b.state * 2),
+    "mode": nn.Module.eval,
+    "number": lambda b: setattr(b, "factor", 3.0),
+    "names": lambda b: b.names.append("second"),
+    "plain tensor": lambda b: setattr(b, "plain", b.plain * 2),
+    "submodule": lambda b: setattr(b, "b", nn.Linear(H, H)),
+    "frozen": lambda b: b.b.weight.requires_grad_(False),
+}
 
 
-@pytest.mark.parametrize("change", [_set_buffer, nn.Module.eval])
-def test_changes_that_the_recompute_does_not_see(change: Callable[[WithBuffer], object]) -> None:
-    """A buffer that is replaced, or another training mode, between the passes changes no gradient."""
+@pytest.mark.parametrize("change", RESTORED.values(), ids=RESTORED)
+def test_changes_that_the_recompute_does_not_see(change: Callable[[Scaled], object]) -> None:
+    """What others set between the passes changes no gradient, and is there afterwards."""
     found = []
     for checkpointing in (False, Checkpointing("Scaled")):
         torch.manual_seed(0)
         model, x = nn.ModuleList([Scaled()]), randn(2, 5, H).requires_grad_()
+        weights = [x, *model.parameters()]
         with prepare(model, checkpointing=checkpointing, tiling=False):
             y = model[0](x)
             change(model[0])
-            found.append([*torch.autograd.grad(y.square().sum(), [x, *model.parameters()]), model[0].state])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            y.square().sum().backward()
+            found.append([*(t.grad for t in weights), model[0].state, model[0](x), torch.tensor(model[0].calls)])
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # What a block keeps in Python
@@ -604,76 +614,76 @@ class PlainTensor(Base):
         return x
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(Appends, "log"), (KeepsDeque, "log"), (KeepsDict, "log"), (Calls, "calls"), (CallsLast, "calls"),
-     (PlainTensor, "ema")],
-)  # fmt: skip
-def test_a_change_that_is_made_twice_is_warned_of(
-    kind: type[Base], name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A list, dictionary, deque, number or tensor that the recompute changes again is named once, with the remedy."""
-    model = nn.Sequential(kind(), kind())
-    with prepare(model, checkpointing=Checkpointing(kind.__name__)):
-        for _ in range(4):
-            model(randn(2, 5, H)).sum().backward()
-    told = [m for m in caplog.messages if "once more" in m]
-    assert len(told) == 1
-    assert f"{kind.__name__} changes {kind.__name__}.{name} in its forward pass" in told[0]
-    assert "register_buffer" in told[0]
+class Shared(Base):
+    """Counts in its class, appends to a global, and keeps a running mean in an object."""
+
+    calls, reads = 0, SimpleNamespace(mean=0.0)
+
+    def change(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        LOG.append(self.calls)
+        self.reads.mean = 0.5 * self.reads.mean + float(x.detach().mean())
+        return x * (1 + self.calls % 3) + len(LOG) + self.reads.mean
 
 
-def test_a_list_among_the_arguments(caplog: pytest.LogCaptureFixture) -> None:
-    """A list of the caller's to which a block appends is named by the name of the argument."""
+class Draws(Base):
+    """Draws from Python's, NumPy's and its own generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.others = torch.Generator().manual_seed(1), [random.Random(2), np.random.default_rng(3)]
+
+    def change(self, x: Tensor) -> Tensor:
+        one = random.random() + np.random.rand() + self.others[0].random() + self.others[1].random()
+        return x * one + torch.rand(H, generator=self.own)
+
+
+LOG: list[int] = []
+STATEFUL = [Appends, KeepsDeque, KeepsDict, Calls, CallsLast, PlainTensor, Shared, Draws]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_python_state_changes_once(kind: type[Base]) -> None:
+    """What a block keeps in Python, and the random numbers that it draws, are bit for bit those without checkpointing,
+    with two forward passes before the first backward pass.
+    """
+    found = []
+    for checkpointing in (False, Checkpointing(kind.__name__)):
+        LOG.clear()
+        Shared.calls, Shared.reads.mean = 0, 0.0
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(), kind())
+        with prepare(model, checkpointing=checkpointing, tiling=False):
+            result = steps(model)
+        kept = [{name: v for name, v in vars(b).items() if name in ("log", "calls", "ema")} for b in model]
+        found.append((result, str(kept), list(LOG), Shared.calls, Shared.reads.mean, random.random(), np.random.rand()))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+
+
+def test_a_list_among_the_arguments() -> None:
+    """A list and a dictionary of the caller's to which blocks add hold one entry for each forward pass, whose losses
+    have their gradients, step after step.
+    """
 
     class Notes(Base):
         def forward(self, x: Tensor, notes: list[Tensor], names: dict[str, int]) -> Tensor:  # type: ignore[override]
-            notes.append(x.detach().mean())
-            names["rows"] = len(x)
+            notes.append(self.b(x).square().mean() * (1 + len(notes)))
+            names["rows"] = names.get("rows", 0) + len(x)
             return super().forward(x)
 
-    model, notes = nn.ModuleList([Notes(), Notes()]), []
-    with prepare(model, checkpointing=Checkpointing("Notes")):
-        for _ in range(2):
-            x = randn(2, 5, H)
-            for block in model:
-                x = block(x, notes, names={})
-            x.sum().backward()
-    told = [m for m in caplog.messages if "once more" in m]
-    assert len(told) == 1
-    assert "Notes changes its argument notes" in told[0]
-
-
-def test_no_false_alarms(caplog: pytest.LogCaptureFixture) -> None:
-    """What the recompute sets to the same value again is no cause for a warning."""
-
-    class Caches(OldSpectralNorm):
-        length: int | None = None
-        last: Tensor | None = None
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.masks: dict[int, Tensor] = {}
-
-        def change(self, x: Tensor) -> Tensor:
-            self.length, self.last = x.shape[1], x
-            mask = self.masks.setdefault(x.shape[1], torch.ones(x.shape[1], 1))
-            return x * mask
-
-    model = nn.Sequential(Caches(), Caches())
-    with prepare(model, checkpointing=Checkpointing("Caches")):
-        for _ in range(3):
-            model(randn(2, 5, H)).sum().backward()
-    lm = TinyLM()
-    with prepare(lm, checkpointing=True):
-        lm_loss(lm(IDS), IDS).backward()
-    assert not [m for m in caplog.messages if "once more" in m]
-
-
-def test_attributes_are_compared_in_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later calls of a block that changes no attribute do not look at attributes."""
-    model = nn.Sequential(Base(), Base())
-    with prepare(model, checkpointing=Checkpointing("Base")):
-        model(randn(2, 5, H)).sum().backward()
-        monkeypatch.setattr(module_under_test, "_Watch", None)
-        model(randn(2, 5, H)).sum().backward()
+    found = []
+    for checkpointing in (False, Checkpointing("Notes")):
+        torch.manual_seed(0)
+        model = nn.ModuleList([Notes(), Notes()])
+        with prepare(model, checkpointing=checkpointing, tiling=False):
+            for _ in range(3):
+                x, notes, names = randn(2, 5, H), [], {}
+                for block in model:
+                    x = block(x, notes, names=names)
+                (x.sum() + sum(notes)).backward()
+                assert (len(notes), names) == (2, {"rows": 4})
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert same(*found)

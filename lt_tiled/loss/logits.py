@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,7 +19,8 @@ from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.recompute import AutocastState, ModuleState, training_set, version_of
+from lt_tiled.tiling.observe import Observation, restored
+from lt_tiled.tiling.recompute import AutocastState, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import substituted, trainable_weights
 
@@ -187,16 +187,13 @@ class DeferredLogits(Deferred):
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
                 return tiles.loss(linear, rows, target, plain, vocab_size)
             work = Work(head.forward, (head,))
-            modes = [(part, part.training) for part in work.parts()]
-            weights = trainable_weights(work) if torch.is_grad_enabled() else []
-            alone = not (dist.is_available() and dist.is_initialized())  # else engines may change what a module holds
-            state = ModuleState(work.parts(), False) if alone and reduction == "none" else None
+            weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
+            remedy, later = "turn the tiled loss off with loss=False", reduction == "none"  # in the backward pass
+            state = Observation(f"the head of {patch.name}", work.parts(), remedy, substituted=True) if later else None
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-                if state is not None and torch.is_grad_enabled():  # "none" computes gradients in the backward pass
-                    state.check(f"the head of {patch.name}", "its backward pass")
                 before = {} if patch.checked else kept_tensors(work)
-                with substituted(weights, leaves), training_set(modes):
+                with restored(state, "its backward pass"), substituted(weights, leaves):
                     found = _computed(patch, head, steps, rows)
                 if found.requires_grad and not patch.checked:
                     known = [cast("Tensor", rows._base), *leaves]

@@ -180,5 +180,10 @@ def _with_self(of: Signature) -> Signature:
     return of.replace(parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *of.parameters.values()])
 
 
+def is_patched(method: Any) -> bool:
+    """Whether a value is what :func:`set_patch` puts in place of a method."""
+    return type(method) is MethodType and "stands_for" in getattr(method.__func__, "__dict__", ())
+
+
 def _is(method: Any, function: Callable[..., Any]) -> bool:
     return getattr(getattr(method, "__func__", None), "stands_for", None) is function

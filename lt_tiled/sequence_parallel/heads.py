@@ -122,7 +122,7 @@ class _Call:
 
     def weights(self) -> list[Weight]:
         """Return the trainable weights in front of the output projection."""
-        found = trainable_weights(Work(self.module.forward, (self.module,)))
+        found = trainable_weights(self.module.modules())
         return [weight for weight in found if not any(owner is self.module.o_proj for owner, _ in weight.places)]
 
     def run(self, part: _Part, hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, _Projections]:

@@ -51,7 +51,6 @@ def adapt_to_fsdp_units(model: nn.Module) -> None:
     apart = any(get_patch(unit, NeighborPatch) or get_patch(unit, TiledPatch) for unit in fsdp_units)
     for path, module, patch in tiled_patches(model):
         patch.needs.defer = patch.needs.defer and not apart
-        patch.needs.moves_weights = patch.needs.moves_weights or bool(fsdp_units)
         for name, part in module.named_modules():
             if unwrapped(part) in fsdp_units and part is not module:
                 kind = type(module).__name__

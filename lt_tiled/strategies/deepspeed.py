@@ -24,7 +24,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -213,7 +212,7 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
         ValueError: Under ZeRO-3, if a tiled module is neither a leaf module nor inside of one.
     """
     for _, _, patch in tiled_patches(model):
-        patch.needs = replace(EngineNeeds.of_zero(3 if strategy.zero_stage_3 else 2), own_attributes=_OWN_ATTRIBUTES)
+        patch.needs = EngineNeeds.of_zero(3 if strategy.zero_stage_3 else 2)
     if not strategy.zero_stage_3:
         return
     from deepspeed.utils import get_z3_leaf_modules
@@ -232,17 +231,6 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
 
 
 _INSTEAD = "Use another strategy or stage, or do not tile it: Tiling(targets=...), or tiling=False."
-_OWN_ATTRIBUTES = frozenset(
-    (
-        "applied_pre_backward_ref_cnt",
-        "ds_grads_remaining",
-        "ds_inflight_param_registry",
-        "ds_recompute_parameters",
-        "post_bwd_fn",
-        "pre_bwd_fn",
-    )
-)
-"""What ZeRO-3's hooks set on modules between the forward and the backward pass (runtime/zero/parameter_offload.py)."""
 
 
 def _let_modes_see_linear(*_: Any) -> None:

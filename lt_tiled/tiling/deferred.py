@@ -25,7 +25,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
-from lt_tiled.tiling.recompute import AutocastState, ModuleState, training_set
+from lt_tiled.tiling.observe import Observation, restored
+from lt_tiled.tiling.recompute import AutocastState
 from lt_tiled.tiling.state import TiledPatch, Work
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ def none_left() -> Iterator[None]:
             deferred.computed()
 
 
+_USE = "the first use of its output"
+
+
 class DeferredCall(Deferred):
     """The output of a tiled call that has not run yet."""
 
@@ -105,7 +109,7 @@ class DeferredCall(Deferred):
     inputs: list[Tensor]
     versions: list[int]
     """Of the inputs."""
-    modules: ModuleState
+    modules: Observation | None
     traces: list[Trace]
     """The trace of the call once it ran; the call's node shares the list."""
     taken: bool
@@ -123,7 +127,7 @@ class DeferredCall(Deferred):
         """Return the deferred output of a call."""
         deferred: DeferredCall = cls.like(shape, dtype, call.device)
         deferred.call, deferred.inputs, deferred.traces, deferred.taken = call, inputs, traces, False
-        deferred.versions, deferred.modules = [t._version for t in inputs], call.module_state()
+        deferred.versions, deferred.modules = [t._version for t in inputs], call.observe()
         deferred.again = call.patch.found.guessed
         deferred._data = deferred._value = deferred._node = None
         if (unused := _unused.get()) is not None:
@@ -175,15 +179,14 @@ class DeferredCall(Deferred):
     def computed(self) -> Tensor:
         """Run the call, once."""
         if self._data is None:
-            self._check_unchanged()
-            with torch.inference_mode(False), training_set(self.call.modes):
+            self._check_inputs()
+            with torch.inference_mode(False), restored(self.modules, _USE):
                 leaves, trace = self.call.forward(self.inputs, learn=True)
             self.traces.append(trace)
             self._data, self.inputs = leaves[0], []
         return self._data
 
-    def _check_unchanged(self) -> None:
-        self.modules.check(self.call.patch.name, "the first use of its output")
+    def _check_inputs(self) -> None:
         if [t._version for t in self.inputs] != self.versions:
             raise RuntimeError(
                 f"{self.call.patch.name}: its input was changed in place before its output was used. Make the change"
@@ -200,7 +203,9 @@ class DeferredCall(Deferred):
 
         The work takes those in the place of the neighbor's first argument, which is this tensor.
         """
-        self._check_unchanged()
+        self._check_inputs()
+        if self.modules is not None:
+            self.modules.check(_USE, everything=True)
         run = partial(_run_both, self.call.work.function, work.function)
         key = (self.call.work.key, self.call.arguments.tree, work.key)
         own = self.call.work

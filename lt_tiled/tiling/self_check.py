@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import gc
-import random
-import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from copy import copy
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from math import ceil, prod
 from types import CellType, FrameType, GeneratorType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.patch import Patch, get_patches, place_of
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
-from lt_tiled.tiling.recompute import (
-    SMALL_BUFFER,
-    RandomState,
-    SavedCounter,
-    is_unchanged,
-    random_state_kept,
-    snapshot,
-    version_of,
-)
+from lt_tiled.tiling.observe import History, Observation
+from lt_tiled.tiling.recompute import RandomState, SavedCounter, random_state_kept, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
@@ -68,20 +56,28 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
             from torch's generators, if the module changes arguments, buffers or attributes, or if it fails on a few
             tokens.
     """
+    before = _observe(call)
     try:
-        # An activation checkpoint around it would count what its graphs save.
-        with SavedCounter(), _attributes_restored(call):
-            _check(call, inputs)
-    except (NotPositionWiseError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
+        with SavedCounter():  # an activation checkpoint around it would count what its graphs save
+            _check(call, inputs, before)
+    except BaseException as error:
+        before.undo()  # it may run untiled from here
+        if isinstance(error, NotPositionWiseError | torch.OutOfMemoryError | MemoryError) or not isinstance(
+            error, Exception
+        ):
+            raise
         raise NotPositionWiseError(
             f"{call.patch.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
             f" tokens must be expanded to all of them before the call. {REMEDY}"
         ) from error
 
 
-def _check(call: TiledCall, inputs: Sequence[Tensor]) -> None:
+def _observe(call: TiledCall) -> Observation:
+    arguments = {str(index): value for index, value in enumerate(call.arguments.others)}
+    return Observation(call.patch.name, call.work.parts(), REMEDY, History(), arguments, generators=True, shared=False)
+
+
+def _check(call: TiledCall, inputs: Sequence[Tensor], before: Observation) -> None:
     shape, picked = _pick(call.shape.lead, call.device)
     triples = zip(call.cut(call.flat(inputs), picked), call.per_token, call.wants_grad, strict=True)
     sample = [(shape.unflatten(t) if per_token else t).requires_grad_(wants) for t, per_token, wants in triples]
@@ -93,24 +89,30 @@ def _check(call: TiledCall, inputs: Sequence[Tensor]) -> None:
 
     one, kept = cut(shape.tokens), kept_tensors(call.work)
     # In the module's own mode and with a graph, if one is wanted: statistics and auxiliary losses are computed there.
-    with (
-        random_state_kept(call.device),
-        _Survivors(call.patch.name, call.work),
-        _arguments_unchanged(call, sample),
-        _buffers_unchanged(call),
-    ):
-        start, others = RandomState.now(call.device), _other_generators(call)
+    versions = [version_of(t) for t in sample]
+    with random_state_kept(call.device), _Survivors(call.patch.name, call.work):
+        start = RandomState.now(call.device)
         output = one.run_tile(one.flat(sample))
         dropout = not start.same_as(RandomState.now(call.device))
         check_closed(output, None, call.work, kept, call.patch.name)
         del output
-        if others != _other_generators(call) and _draws_elsewhere(one, sample):
+        if before.drew and all(_draws_elsewhere(one, sample) for _ in range(_DRAWS)):  # not another thread
             raise NotPositionWiseError(
                 f"{call.patch.name} draws random numbers from Python, NumPy or a torch.Generator of its own, which the"
                 f" recompute would not repeat. Draw them from torch's default generators. {REMEDY}"
             )
-        with _attributes_unchanged(call):  # in the second run, with fewer tokens: the first one may fill caches
-            call.run_tile(_scaled(one, sample, torch.tensor(0.5), slice(0, max(1, shape.tokens // 2))))
+        after = _observe(call)  # the first run may fill caches; the second one has fewer tokens
+        call.run_tile(_scaled(one, sample, torch.tensor(0.5), slice(0, max(1, shape.tokens // 2))))
+        if change := next(chain(before.changes(names=()), after.changes()), None):
+            raise NotPositionWiseError(
+                f"{call.patch.name} changes {change[0]} in its forward, which would be changed once for each tile, and"
+                f" again in the recompute. Return it as an output instead. {REMEDY}"
+            )
+        if versions != [version_of(t) for t in sample]:
+            raise NotPositionWiseError(
+                f"{call.patch.name} changes its input in place, which tiles cannot do for the caller. Make the change"
+                f" out of place. {REMEDY}"
+            )
         if dropout and len(call.bounds) > 1:
             _check_dropout(call, one.flat(sample))
     if len(call.bounds) == 1:  # it cannot differ from the untiled call, but runs again in the backward pass
@@ -214,21 +216,10 @@ def _token(flat: Tensor, which: int) -> Tensor:
 
 
 def _draws_elsewhere(one: TiledCall, sample: Sequence[Tensor]) -> bool:
-    """Whether each of several runs changes the other generators: another thread may draw from them at the same time."""
-    for _ in range(_DRAWS):
-        before = _other_generators(one)
-        one.run_tile(one.cut(one.flat(sample), slice(0, 2)))  # few, so that this takes little time
-        if before == _other_generators(one):
-            return False
-    return True
-
-
-def _other_generators(call: TiledCall) -> list[Any]:
-    """Return the states of the generators that a recompute does not restore."""
-    own = [v for part in call.work.parts() for v in part.__dict__.values() if isinstance(v, torch.Generator)]
-    numpy = sys.modules.get("numpy")
-    shared = None if numpy is None else [getattr(v, "tolist", lambda v=v: v)() for v in numpy.random.get_state()]
-    return [random.getstate(), shared, *(g.get_state().tolist() for g in own)]
+    """Whether a run draws from the generators that a recompute of tiles does not restore."""
+    before = _observe(one)
+    one.run_tile(one.cut(one.flat(sample), slice(0, 2)))  # few, so that this takes little time
+    return before.drew
 
 
 def _compare_tiles(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
@@ -427,75 +418,3 @@ def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str
             f"{module} is not position-wise: its {what} differs by {difference:.1e} between two ways to compute it"
             f" (relative; rounding explains {bound:.0e}). {REMEDY} {_UNLESS}"
         )
-
-
-@contextmanager
-def _arguments_unchanged(call: TiledCall, sample: list[Tensor]) -> Iterator[None]:
-    """Refuse a module that changes its arguments: the caller would see the change of one tile, or of each."""
-    containers: list[Any] = [leaf for leaf in call.arguments.others if isinstance(leaf, list | dict | set)]
-    before = [(copy(container), snapshot(container, objects=True)) for container in containers]
-    versions = [version_of(t) for t in sample]
-    yield
-    changed = [
-        (now, then) for now, (then, held) in zip(containers, before, strict=True) if not is_unchanged(now, now, held)
-    ]
-    for now, then in changed:
-        now.clear()
-        (now.extend if isinstance(now, list) else now.update)(then)
-    if changed or versions != [version_of(t) for t in sample]:
-        raise NotPositionWiseError(
-            f"{call.patch.name} changes its {'arguments' if changed else 'input'} in place, which tiles cannot do for"
-            f" the caller. Make the change out of place. {REMEDY}"
-        )
-
-
-@contextmanager
-def _attributes_restored(call: TiledCall) -> Iterator[None]:
-    """Restore what a module set on itself in a check that it does not pass: it may run untiled from here."""
-    before = [(part, dict(part.__dict__)) for part in call.work.parts()]
-    try:
-        yield
-    except BaseException:
-        for part, then in before:
-            for name in part.__dict__.keys() - then.keys():
-                del part.__dict__[name]
-            part.__dict__.update(then)
-        raise
-
-
-@contextmanager
-def _attributes_unchanged(call: TiledCall) -> Iterator[None]:
-    """Refuse a module that changes its attributes, such as counters and lists: each tile would do so once."""
-    parts = list(call.work.parts())
-    before = [{name: (v, snapshot(v, objects=True)) for name, v in _attributes(part).items()} for part in parts]
-    yield
-    for part, then in zip(parts, before, strict=True):
-        now = _attributes(part).items()
-        changed = [name for name, value in now if name not in then or not is_unchanged(value, *then[name])]
-        if changed:
-            raise NotPositionWiseError(
-                f"{call.patch.name} changes {type(part).__name__}.{changed[0]} in its forward, which would be changed"
-                f" once for each tile, and again in the recompute. Return it as an output instead. {REMEDY}"
-            )
-
-
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module but its buffers, and patches, which learn from calls in other threads too."""
-    ignored = {"_buffers", *(place_of(type(patch), patch.method) for patch in get_patches(part, Patch))}
-    return {name: value for name, value in part.__dict__.items() if name not in ignored}
-
-
-@contextmanager
-def _buffers_unchanged(call: TiledCall) -> Iterator[None]:
-    """Refuse a module that counts or averages in a buffer: each tile, and its recompute, would do so once."""
-    named = ((part, name, b) for part in call.work.parts() for name, b in part._buffers.items())
-    buffers = [(part, name, b) for part, name, b in named if b is not None]
-    before = [(version_of(b), b.clone() if b.nbytes <= SMALL_BUFFER else None) for _, _, b in buffers]
-    yield
-    for (part, name, buffer), (version, copied) in zip(buffers, before, strict=True):
-        if part._buffers[name] is not buffer or version_of(buffer) != version:
-            part._buffers[name] = buffer if copied is None else buffer.copy_(copied)
-            raise NotPositionWiseError(
-                f"{call.patch.name} changes its buffer {type(part).__name__}.{name} in its forward, which would be"
-                f" changed once for each tile, and again in the recompute. {REMEDY}"
-            )

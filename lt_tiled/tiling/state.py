@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ from lt_tiled._log import inform
 from lt_tiled.modules.patch import HOOKS, Patch, is_of
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
+from lt_tiled.tiling.observe import History
 
 _CAPTURING = "transformers.utils.output_capturing"
 _NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)
@@ -56,6 +58,8 @@ class Learned:
     layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
+    histories: dict[Hashable, History] = field(default_factory=lambda: defaultdict(History))
+    """What observations of each work showed."""
     saved: dict[Hashable, int | None] = field(default_factory=dict)
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
     last: dict[Hashable, int] = field(default_factory=dict)
@@ -93,11 +97,6 @@ class EngineNeeds:
     same_order: bool = False
     """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
     and what would fall back to another path is an error."""
-    moves_weights: bool | None = None
-    """Whether the engine frees weights and all-gathers them again, in other memory or as other tensors. ``None`` means
-    unknown: true if torch.distributed is initialized."""
-    own_attributes: frozenset[str] = frozenset()
-    """The names of attributes that the engine sets on modules."""
     defer: bool = True
     """Whether neighbors may run in the same tiles: their weights must be there while both run."""
 
@@ -105,7 +104,7 @@ class EngineNeeds:
     def of_zero(cls, stage: int) -> EngineNeeds:
         """Return what a stage of DeepSpeed's ZeRO needs; see the notes in ``strategies/deepspeed.py``."""
         # It reads the gradient of each weight that autograd reaches, and takes the others as zeros.
-        return cls(zeros_for_unused=True, same_order=stage < 3, moves_weights=stage == 3)
+        return cls(zeros_for_unused=True, same_order=stage < 3)
 
 
 class TiledPatch(Patch):

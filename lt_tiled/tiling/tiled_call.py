@@ -10,7 +10,6 @@ from itertools import repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -32,15 +31,8 @@ from lt_tiled.tiling.layout import (
     tile_bounds,
     whole_output,
 )
-from lt_tiled.tiling.recompute import (
-    AutocastState,
-    ModuleState,
-    RandomState,
-    SavedCounter,
-    hidden_from_modes,
-    random_state_kept,
-    training_set,
-)
+from lt_tiled.tiling.observe import Observation, is_recomputing, restored
+from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import TiledPatch, Work
 from lt_tiled.tiling.weights import GradientSum, substituted, trainable_weights
@@ -53,7 +45,7 @@ class Trace:
     layout: OutputLayout
     random: RandomState | None
     """The generators' state before the forward pass, if it drew random numbers."""
-    modules: ModuleState | None
+    modules: Observation | None
     """What it read of the modules, if a backward pass may follow."""
 
 
@@ -84,8 +76,7 @@ class TiledCall:
         self.other_shapes = [None if p else t.shape for t, p in zip(inputs, self.per_token, strict=True)]
         self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
         self.autocast = AutocastState.now(self.device)
-        self.weights = trainable_weights(work) if torch.is_grad_enabled() else []
-        self.modes = [(part, part.training) for part in work.parts()]
+        self.weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
 
     @classmethod
     def of(
@@ -115,7 +106,7 @@ class TiledCall:
     @cached_property
     def key(self) -> Hashable:
         """Tells calls apart whose tiles run different code."""
-        switches = tuple(_switches(part) for part, _ in self.modes)
+        switches = tuple(_switches(part) for part in self.work.parts())
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
@@ -255,7 +246,7 @@ class TiledCall:
         Returns:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
-        start = RandomState.now(self.device)
+        start, modules = RandomState.now(self.device), self.observe() if learn else None
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
         # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
@@ -277,14 +268,15 @@ class TiledCall:
                 del output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
-        return assembly.leaves, Trace(assembly.layout, random, self.module_state() if learn else None)
+        return assembly.leaves, Trace(assembly.layout, random, None if modules is None else modules.end_forward())
 
-    def module_state(self) -> ModuleState:
-        """Return what the modules hold now, to be checked later."""
-        moved = self.patch.needs.moves_weights
-        if moved is None:
-            moved = dist.is_available() and dist.is_initialized()
-        return ModuleState(self.work.parts(), moved, self.patch.needs.own_attributes)
+    def observe(self) -> Observation | None:
+        """Return what the modules hold now, unless no backward pass will follow."""
+        if is_recomputing():
+            return None
+        history = self.patch.learned.histories[self.work.key]
+        remedy = "lt_tiled.untile() the module"
+        return Observation(self.patch.name, self.work.parts(), remedy, history, substituted=True)
 
     def _count_saved(self, inputs: Sequence[Tensor]) -> Any:
         """Run the first tile with a graph; learn how many tensors it saves and if its last part is a linear module."""
@@ -323,11 +315,13 @@ class TiledCall:
             A gradient for each tensor argument that wants one, then one for each trainable weight.
         """
         random = random_state_kept(self.device, trace.random) if trace.random is not None else nullcontext()
-        if trace.modules is not None:
-            trace.modules.check(self.patch.name, "its backward pass")
         weights = [w.tensor for w in self.weights]
-        with self._sums(weights) as sums, self._sums(self._wholes(inputs)) as wholes:
-            with training_set(self.modes), self.autocast.context(), random:
+        with (
+            restored(trace.modules, "its backward pass"),
+            self._sums(weights) as sums,
+            self._sums(self._wholes(inputs)) as wholes,
+        ):
+            with self.autocast.context(), random:
                 parts = iter(Backward(self, trace, sums, wholes).run(inputs, gradients))
             totals = iter([s.take() for s in wholes])
             pairs = zip(self.wants_grad, self.per_token, strict=True)

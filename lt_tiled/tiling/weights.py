@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.recompute import entry
-from lt_tiled.tiling.state import Work
 
 T = TypeVar("T")
 
@@ -48,14 +47,14 @@ class Weight:
         return list(there.values())
 
 
-def trainable_weights(work: Work) -> list[Weight]:
-    """Return the tensors of the work's modules that want a gradient, each once.
+def trainable_weights(parts: Iterable[nn.Module]) -> list[Weight]:
+    """Return the tensors of modules that want a gradient, each once.
 
     Leaves in plain attributes count, and views of a parameter: FSDP with ``use_orig_params=False`` keeps its views of
     the flat weights there. Other attributes are what the module computed itself.
     """
     found: dict[int, Weight] = {}
-    for owner in work.parts():
+    for owner in parts:
         plain = ((name, t) for name, t in owner.__dict__.items() if isinstance(t, Tensor))
         attributes = ((name, t) for name, t in plain if t.is_leaf or isinstance(t._base, nn.Parameter))
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items(), *attributes]:
@@ -80,6 +79,9 @@ class Substituted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [self._instead(value) for value in args]
         return func(*given, **{key: self._instead(v) for key, v in kwargs.items()}) if kwargs else func(*given)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
 
     def end(self) -> None:
         """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""

@@ -70,22 +70,49 @@ def test_parity(name: str, after: bool) -> None:
     assert not Report.of(model).tiled
 
 
-@pytest.mark.parametrize("how", ["set_adapter", "disable_adapter_layers", "merge_adapter", "delete_adapter"])
-def test_adapters_that_change_between_the_passes(how: str) -> None:
-    """Another active adapter, none, or a merged or deleted one in the backward pass raises with the module's name."""
-    base = tiny_llama()
-    model = adapted(base, target_modules=MLP)
-    model.add_adapter("other", LoraConfig(r=2, target_modules=MLP, init_lora_weights=False))
-    change: dict[str, Callable[[], object]] = {
-        "set_adapter": lambda: model.set_adapter("other"),
-        "disable_adapter_layers": model.disable_adapter_layers,
-        "merge_adapter": model.merge_adapter,
-        "delete_adapter": lambda: model.delete_adapter("other"),
-    }
-    with prepare(model, tiling=TILES):
+def change(model: Any, how: str) -> None:
+    if how == "delete_adapter":
+        model.delete_adapter("other")
+    elif how == "set_adapter":
+        model.set_adapter("other")
+    else:
+        getattr(model, how)()
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "tiles": {"tiling": TILES},
+    "checkpointing": {"checkpointing": Checkpointing()},
+    "both": {"tiling": TILES, "checkpointing": Checkpointing()},
+}
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("how", ["set_adapter", "disable_adapter_layers", "delete_adapter"])
+def test_adapters_that_change_between_the_passes(how: str, policies: str) -> None:
+    """Another active adapter, none, or a deleted one in the backward pass changes no gradient."""
+    found = []
+    for options in ({}, POLICIES[policies]):
+        torch.manual_seed(0)
+        model = adapted(tiny_llama().double(), target_modules=MLP)
+        model.add_adapter("other", LoraConfig(r=2, target_modules=MLP, init_lora_weights=False))
+        model.get_input_embeddings().requires_grad_(True)
+        with prepare(model, **options):
+            first = model(input_ids=IDS, labels=IDS).loss
+            change(model, how)
+            second = model(input_ids=IDS, labels=IDS).loss
+            (first + 2 * second).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert worst(found[1], found[0]) <= MIXED
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+def test_an_adapter_that_is_merged_between_the_passes(policies: str) -> None:
+    """A merged adapter, which changes weights without a new version, raises with the module's name."""
+    model = adapted(tiny_llama(), target_modules=MLP)
+    with prepare(model, **POLICIES[policies]):
         loss = model(input_ids=IDS, labels=IDS).loss
-        change[how]()
-        with pytest.raises(RuntimeError, match=r"LlamaMLP\): .* between the forward pass and its backward pass"):
+        model.merge_adapter()
+        with pytest.raises(RuntimeError, match=r"merged_adapters was changed between the forward pass and"):
             loss.backward()
 
 

@@ -35,7 +35,7 @@ def entered(run: Callable[[], Any]) -> set[str]:
     return files
 
 
-AROUND = {"checkpointing.py", "side_effects.py", "sequence_parallel/region.py"}
+AROUND = {"checkpointing.py", "tiling/observe.py", "sequence_parallel/region.py"}
 
 
 def test_a_step_is_read_in_few_files() -> None:

@@ -218,7 +218,7 @@ def test_changes_inside_an_argument_are_refused(change: Callable[[Any, Tensor], 
             change(notes, x)
             return super().forward(x)
 
-    with pytest.raises(NotPositionWiseError, match="Notes changes its arguments in place"):
+    with pytest.raises(NotPositionWiseError, match="Notes changes its argument"):
         tile(Notes(), num_shards=4)(randn(1, 40, H), {"a": [], "b": torch.ones(3)})
 
 
@@ -227,7 +227,7 @@ def test_argument_changed_in_place_is_refused() -> None:
     was.
     """
     module, losses = tile(Appends(), num_shards=4), [torch.zeros(())]
-    with pytest.raises(ValueError, match="Appends changes its arguments in place"):
+    with pytest.raises(ValueError, match="Appends changes its argument"):
         module(randn(1, 40, H), losses)
     assert len(losses) == 1
 
@@ -410,7 +410,7 @@ def test_changed_attributes_are_refused(how: Callable[[Any, Tensor], Any]) -> No
     """A module that changes an attribute of its own in each call is refused by name, with the remedy."""
     module = tile(Keeps(how), num_shards=4)
     with pytest.raises(
-        NotPositionWiseError, match=r"changes Keeps\.(calls|seen|stats|last|state) in its forward.*Return"
+        NotPositionWiseError, match=r"changes Keeps\.(calls|seen|stats|last|state)[.a-z]* in its forward.*Return"
     ):
         module(randn(1, 40, H))
 
@@ -662,7 +662,7 @@ def test_a_changed_buffer_is_refused() -> None:
     was.
     """
     module = tile(Counts(), num_shards=4)
-    with pytest.raises(ValueError, match=r"Counts changes its buffer Counts.tokens in its forward"):
+    with pytest.raises(ValueError, match=r"Counts changes Counts\.tokens of shape \[\] in its forward"):
         module(randn(1, 24, H))
     assert module.tokens == 0
     module.eval()(randn(1, 24, H))
