@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import torch
@@ -31,10 +32,10 @@ EXACT = 1e-5
 class Activation(nn.Module):
     """SiLU that remembers the dtypes it saw, outside of the module: one that changes itself is not tiled."""
 
-    seen: ClassVar[list[torch.dtype]] = []
+    seen: ClassVar[SimpleQueue[torch.dtype]] = SimpleQueue()  # no data, which the recompute would restore
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x.dtype)
+        self.seen.put(x.dtype)
         return F.silu(x)
 
 
@@ -191,9 +192,10 @@ def autocast(tile: Tile) -> Cell:
     with torch.autocast("cpu", torch.bfloat16):
         module(x)
         out = module(x)
-    module.act_fn.seen.clear()
+    while not module.act_fn.seen.empty():
+        module.act_fn.seen.get()
     out.float().sum().backward()
-    seen = {str(dtype)[6:] for dtype in module.act_fn.seen}
+    seen = {str(module.act_fn.seen.get())[6:] for _ in range(module.act_fn.seen.qsize())}
     return Cell("kept" if seen == {"bfloat16"} else f"recomputes in {', '.join(sorted(seen))}", seen == {"bfloat16"})
 
 

@@ -27,7 +27,7 @@ from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.layout import split_arguments
 from lt_tiled.tiling.observe import History, Observation, recomputing, restored
-from lt_tiled.tiling.recompute import AutocastState
+from lt_tiled.tiling.recompute import Precision
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BlockPatch(Patch):
         keeps = None if region is None or region.keep is None else self.keeps(region.keep)
         # The compiler traces a block as a function without side effects.
         observed = None if torch.compiler.is_compiling() else self.observe(module, args, kwargs)
-        modes = [AutocastState.now(t.device) for t in tensors[:1]]
+        modes = [Precision.now(t.device) for t in tensors[:1]]
         runs = count()
 
         def block(*given: Tensor) -> Any:
@@ -106,7 +106,7 @@ class BlockPatch(Patch):
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
-        arguments = {**dict(zip(_argument_names(type(module)), args, strict=False)), **kwargs}
+        arguments = {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
         remedy = "leave the block out of Checkpointing(targets=...)"
         return Observation(type(module).__name__, module.modules(), remedy, self.history, arguments, generators=True)
 
@@ -119,12 +119,12 @@ class BlockPatch(Patch):
 
 
 @cache
-def _argument_names(cls: Any) -> list[str]:
-    return list(inspect.signature(cls.forward).parameters)[1:]
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)[1:]
 
 
 @contextmanager
-def _repeated(observed: Observation | None, modes: Sequence[AutocastState]) -> Iterator[None]:
+def _repeated(observed: Observation | None, modes: Sequence[Precision]) -> Iterator[None]:
     """Compute a block with what its forward pass read."""
     with restored(observed, "the recompute"), recomputing(), modes[0].context() if modes else nullcontext():
         yield
@@ -213,7 +213,7 @@ def _without_cache(
         ValueError: If the cache is not empty, because the block needs its entries.
     """
     # RecurrentGemma passes its cache by position.
-    names = _argument_names(type(module)) if len(args) > 1 else []
+    names = _argument_names(type(module).forward) if len(args) > 1 else []
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     own = getattr(module, "_can_checkpoint_with_cache", False)  # transformers' layers that restore their cache
     present = {} if own else {name: value for name, value in given.items() if value is not None}

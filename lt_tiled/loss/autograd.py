@@ -19,7 +19,7 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, each_tile, tile_bounds
-from lt_tiled.tiling.recompute import AutocastState, RandomState, random_state_kept
+from lt_tiled.tiling.recompute import Precision, RandomState, random_state_kept
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -107,7 +107,7 @@ class LossTiles:
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(wide_dtype(hidden))
-        autocast = AutocastState.now(hidden.device)
+        autocast = Precision.now(hidden.device)
         places = loss_places(self.num_shards, flat.detach(), self.kind.counted(flat_labels))
         call = _LossCall(self, head, places, flat_labels, divisor, autocast, torch.is_grad_enabled())
         try:
@@ -147,7 +147,7 @@ class _LossCall:
     places: list[Place]
     labels: Tensor
     divisor: Tensor
-    autocast: AutocastState
+    autocast: Precision
     grad: bool
     random: RandomState | None = None
     """The generators' state before the forward pass."""

@@ -20,7 +20,7 @@ from lt_tiled.loss.products import linear
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.observe import Observation, restored
-from lt_tiled.tiling.recompute import AutocastState, version_of
+from lt_tiled.tiling.recompute import Precision, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import substituted, trainable_weights
 
@@ -48,7 +48,7 @@ class HeadCall:
 
     def __init__(self, head: nn.Module, patch: HeadPatch, hidden: Tensor, model: ModelCall) -> None:
         self.head, self.patch, self.hidden, self.model = head, patch, hidden, model
-        self.autocast = AutocastState.now(hidden.device)
+        self.autocast = Precision.now(hidden.device)
         self.versions = self._versions()
         self.logits: list[weakref.ref[DeferredLogits]] = []
         """All that its output became, oldest first; they may share memory."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lt_tiled.tiling.recompute import AutocastState, SavedCounter
+from lt_tiled.tiling.recompute import Precision, SavedCounter
 from lt_tiled.tiling.weights import GradientSum, adds_in_product, differentiate, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -28,7 +28,7 @@ class LinearTile:
     """
 
     def __init__(
-        self, head: Head, weights: Sequence[Tensor], wants: Sequence[bool], accumulate: str, autocast: AutocastState
+        self, head: Head, weights: Sequence[Tensor], wants: Sequence[bool], accumulate: str, autocast: Precision
     ) -> None:
         self._dtype, self._wants_rows = autocast.dtype, wants[0]
         self._weight, *self._bias = (self._cast(w.detach()) for w in weights)
@@ -85,7 +85,7 @@ class GraphTile:
     """Tiles of any other head, by autograd. Sums take each tile's gradient as it arrives."""
 
     def __init__(
-        self, head: Head, weights: Sequence[Tensor], wants: Sequence[bool], accumulate: str, autocast: AutocastState
+        self, head: Head, weights: Sequence[Tensor], wants: Sequence[bool], accumulate: str, autocast: Precision
     ) -> None:
         self._head, self._wants_rows, self._autocast = head, wants[0], autocast
         self._wants = wants[1:]

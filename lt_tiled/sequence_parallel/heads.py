@@ -29,7 +29,7 @@ from lt_tiled.sequence_parallel.kept import keeping_nothing, kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.layout import each_tile
-from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, random_state_kept, saves_elsewhere
+from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, random_state_kept, saves_elsewhere
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.weights import Substituted, Weight, paired, trainable_weights
 
@@ -95,7 +95,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             " head_tiles=1."
         )
     hidden = given.value("attention in head tiles") if isinstance(given, Deferred) else given
-    call = _Call(self, patch, region, parts, args[1:], kwargs, AutocastState.now(hidden.device))
+    call = _Call(self, patch, region, parts, args[1:], kwargs, Precision.now(hidden.device))
     attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
     output = self.o_proj(attended)
     return pytree.tree_map(lambda leaf: output if leaf is _OUTPUT else leaf, call.output)
@@ -114,7 +114,7 @@ class _Call:
     parts: list[_Part]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    autocast: AutocastState
+    autocast: Precision
     output: Any = None
     """What the module returned, with ``_OUTPUT`` in place of its tensor."""
     random: RandomState | None = None

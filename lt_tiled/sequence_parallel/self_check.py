@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.region import Region, entered
-from lt_tiled.tiling.recompute import random_state_kept, training_set
+from lt_tiled.tiling.observe import Observation
+from lt_tiled.tiling.recompute import random_state_kept
 
 TOKENS = 4
 """Tokens of each rank; the first rank has one more, as lengths may be uneven."""
@@ -55,8 +56,10 @@ def check_shared(
         ValueError: On all ranks, if they differ on any, or if the module cannot run on so few tokens.
     """
     whole, shared = regions[:2]
-    modes = training_set([(part, False) for part in module.modules()])
-    with torch.no_grad(), random_state_kept(device), modes:
+    modules = list(module.modules())
+    with torch.no_grad(), random_state_kept(device), Observation(owner, modules, "").restored("the comparison"):
+        for part in modules:
+            part.training = False
         try:
             expected = _run_in(whole, run)
         except (RuntimeError, IndexError, TypeError) as error:  # on all ranks: they have the same tokens

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.layout import each_tile, tile_gradients
-from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, saves_elsewhere
+from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, saves_elsewhere
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
 from lt_tiled.tiling.weights import GradientSum, Substituted, differentiate, paired
 
@@ -261,7 +261,7 @@ class LastLinear(Substituted):
     def _stand_in(self, input: Any) -> _StandIn:
         dtype = self._dtype or input.dtype
         wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
-        if AutocastState.now(input.device).dtype != self._dtype:  # the module's own code changed it
+        if Precision.now(input.device).dtype != self._dtype:  # the module's own code changed it
             raise CannotSkip
         kept = input.dtype == torch.float64 and dtype != torch.float64  # autocast leaves float64 as it is
         if wrapped or kept or dtype.is_complex or self._weight.dtype != dtype:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
 from lt_tiled.tiling.observe import Observation, restored
-from lt_tiled.tiling.recompute import AutocastState
+from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.state import TiledPatch, Work
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class DeferredCall(Deferred):
 
     def open_for(self, patch: TiledPatch) -> bool:
         """Whether a neighbor of the same tiled module can run in the same tiles."""
-        same = self.call.patch is patch and self.call.autocast == AutocastState.now(self.call.device)
+        same = self.call.patch is patch and self.call.autocast == Precision.now(self.call.device)
         return self._data is None and same and torch.is_grad_enabled() and (self.again or not self.taken)
 
     def then(self, work: Work) -> tuple[Work, tuple[Any, ...]]:

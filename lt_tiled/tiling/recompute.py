@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,51 +56,45 @@ def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
     return _disable_current_modes() if type(tensor) in (Tensor, nn.Parameter) else nullcontext()
 
 
-@contextmanager
-def training_set(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set the training mode of modules for a while, without ``train()`` and ``eval()``, which modules override."""
-    both = [(part, part.training, mode) for part, mode in modes]
-    try:
-        for part, before, mode in both:
-            if before != mode:
-                part.training = mode
-        yield
-    finally:  # all of them: a recompute may stop where the module's own code has changed its mode for a while
-        for part, before, _ in both:
-            if part.training != before:
-                part.training = before
-
-
 @dataclass(frozen=True)
-class AutocastState:
-    """The settings of ``torch.autocast``; ``None`` on devices without it."""
+class Precision:
+    """Torch's default dtype, and the settings of ``torch.autocast`` for a device and for the CPU."""
 
-    settings: tuple[str, bool, torch.dtype, bool] | None
+    kind: str
+    default: torch.dtype
+    cache: bool
+    settings: tuple[tuple[str, bool, torch.dtype], ...]
+    """Kind of device, whether autocast is enabled, its dtype. Devices without autocast have none."""
 
     @classmethod
-    def now(cls, device: torch.device) -> AutocastState:
+    def now(cls, device: torch.device) -> Precision:
         """Return the current settings."""
-        kind = device.type
-        if not torch.amp.is_autocast_available(kind):
-            return cls(None)
-        enabled, cache = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
-        return cls((kind, enabled, torch.get_autocast_dtype(kind), cache))
+        kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
+        settings = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(device.type, torch.get_default_dtype(), torch.is_autocast_cache_enabled(), settings)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of autocast where it is enabled."""
-        return self.settings[2] if self.settings is not None and self.settings[1] else None
+        """The dtype of autocast on the device where it is enabled."""
+        return next((dtype for kind, enabled, dtype in self.settings if enabled and kind == self.kind), None)
 
-    def context(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def context(self) -> Iterator[None]:
         """Apply these settings."""
-        if self.settings is None:
-            return nullcontext()
-        kind, enabled, dtype, cache = self.settings
-        return torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
+        before = torch.get_default_dtype()
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.settings:
+                if (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) != (enabled, dtype):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
+            torch.set_default_dtype(self.default)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
 
     def disabled(self) -> AbstractContextManager[object]:
         """Disable autocast inside of these settings, if they enable it."""
-        return nullcontext() if self.dtype is None else torch.autocast(self.settings[0], enabled=False)  # type: ignore[index]
+        return nullcontext() if self.dtype is None else torch.autocast(self.kind, enabled=False)
 
 
 class SavedCounter(torch.autograd.graph.saved_tensors_hooks):

@@ -32,7 +32,7 @@ from lt_tiled.tiling.layout import (
     whole_output,
 )
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
-from lt_tiled.tiling.recompute import AutocastState, RandomState, SavedCounter, hidden_from_modes, random_state_kept
+from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import TiledPatch, Work
 from lt_tiled.tiling.weights import GradientSum, substituted, trainable_weights
@@ -75,7 +75,7 @@ class TiledCall:
         self.wants_grad = [t.requires_grad for t in inputs]
         self.other_shapes = [None if p else t.shape for t, p in zip(inputs, self.per_token, strict=True)]
         self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
-        self.autocast = AutocastState.now(self.device)
+        self.autocast = Precision.now(self.device)
         self.weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
 
     @classmethod

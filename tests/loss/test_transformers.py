@@ -300,7 +300,6 @@ class ScaledHead(nn.Linear):
 @pytest.mark.parametrize("way", ["replaced", "in place", "data"])
 def test_heads_that_change_before_the_backward_pass(way: str) -> None:
     """The losses of single tokens, whose logits are recomputed, refuse a head that is not that of the forward pass."""
-
     model: Any = ByUse(tiny_llama().config)
     head = model.lm_head = ScaledHead(32, 64, bias=False).requires_grad_(False)
     model.use = lambda head, x, labels: F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="none").sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from functools import cache
@@ -209,11 +210,10 @@ def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseE
 
     with prepare(model, checkpointing=Checkpointing()):
         plain = step()
-    fail_at, calls = (after + 1 if moment == "forward" else 4 + after + 1), [0]
+    fail_at, calls = (after + 1 if moment == "forward" else 4 + after + 1), itertools.count(1)  # no data to restore
 
     def stumble(*_: object) -> None:
-        calls[0] += 1
-        if calls[0] == fail_at:
+        if next(calls) == fail_at:
             raise kind("stumbled")
 
     with prepare(model, checkpointing=policy(offload="disk", keep_last=0)) as prepared:

@@ -35,14 +35,14 @@ def entered(run: Callable[[], Any]) -> set[str]:
     return files
 
 
-AROUND = {"checkpointing.py", "tiling/observe.py", "sequence_parallel/region.py"}
+AROUND = {"checkpointing.py", "tiling/observe.py", "tiling/places.py", "sequence_parallel/region.py"}
 
 
 def test_a_step_is_read_in_few_files() -> None:
     """A tiled forward enters at most ten files, and a tiled backward with the recompute of its block at most ten.
 
-    From the second step on: the first one checks the modules too. Not counted is activation checkpointing around them,
-    which also asks whether ranks share the sequence.
+    From the second step on: the first one checks the modules too. Not counted are what they read being observed, and
+    activation checkpointing around them, which also asks whether ranks share the sequence.
     """
     architecture = ARCHITECTURES["Llama"]
     net = architecture.build(torch.float32)

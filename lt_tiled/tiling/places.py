@@ -1,0 +1,227 @@
+"""Where code finds values: attributes, containers, classes, globals and closures; and what of that is data."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections import deque
+from contextlib import suppress
+from operator import is_
+from types import CellType, CodeType, FunctionType, ModuleType, NoneType, SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lt_tiled.modules.patch import is_patched
+
+_ENGINES = frozenset(("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_external_params"))
+_NOT_USERS = ("_lt_tiled", "ds_")
+"""Beginnings of the names of what lt_tiled, and ZeRO-3 between the passes, sets on modules, besides ``_ENGINES``
+(runtime/zero/parameter_offload.py)."""
+_NOT_READ = (frozenset(nn.Module().__dict__) - {"training"}) | _ENGINES
+_LIBRARIES = frozenset(("torch", "deepspeed", "lightning", "pytorch_lightning", "accelerate", "lt_tiled", "numpy"))
+_LIBRARIES |= sys.stdlib_module_names - {"__main__"}
+"""Packages whose own state is not looked into."""
+ATOMS = frozenset((bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, type))
+
+
+class Place:
+    """A container, or the attributes of an object: what was there, by name or index.
+
+    Args:
+        name: The name in messages.
+        holder: A dictionary, list, deque, set, NumPy array, or a variable of a closure.
+    """
+
+    def __init__(self, name: str, holder: Any) -> None:
+        self.name, self.holder = name, holder
+        self.shared = False
+        """Whether code of others finds it too."""
+        self.then = self.read()
+
+    def read(self) -> dict[Any, Any]:
+        """Return what is there now."""
+        if isinstance(self.holder, dict):
+            return dict(self.holder.items())  # no lookups: with those ZeRO-3 gathers weights
+        if isinstance(self.holder, CellType):
+            with suppress(ValueError):  # it is empty
+                return {0: self.holder.cell_contents}
+            return {}
+        return {0: self.holder.tobytes()} if is_array(self.holder) else dict(enumerate(self.holder))
+
+    def differing(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> list[Any]:
+        """Return the names at which there is something else than these values, if ``now`` is what was read."""
+        now = self.read() if now is None else now
+        if now.keys() == values.keys() and all(map(is_, map(now.get, values), values.values())):
+            return []
+        both = values.keys() & now.keys()
+        return [*(values.keys() ^ now.keys()), *(name for name in both if not _is_same(now[name], values[name]))]
+
+    def put(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> None:
+        """Let these values be there."""
+        names, holder = self.differing(values, now), self.holder
+        if names and isinstance(holder, list | deque | set):
+            holder.clear()
+            (holder.update if isinstance(holder, set) else holder.extend)(values.values())
+        elif names and isinstance(holder, CellType):
+            holder.cell_contents = values[0]
+        elif names and is_array(holder):
+            holder.flat = type(holder)(holder.shape, holder.dtype, values[0]).flat
+        else:
+            for name in names:
+                self.set(name, values[name]) if name in values else self.remove(name)
+
+    def set(self, name: Any, value: Any) -> None:
+        self.holder[name] = value
+
+    def remove(self, name: Any) -> None:
+        del self.holder[name]
+
+
+class Attributes(Place):
+    """The attributes of a module that its users set, and its training mode."""
+
+    def read(self) -> dict[str, Any]:
+        found = {}
+        for name in self.holder.keys() - _NOT_READ:
+            value = self.holder[name]
+            data = type(value) in ATOMS or not (is_patched(value) or is_weight(value))
+            if data and not name.startswith(_NOT_USERS):
+                found[name] = value
+        return found
+
+
+class Data(Place):
+    """Attributes of a class, or globals of some names, as far as they are data."""
+
+    def __init__(self, holder: Any, names: tuple[str, ...]) -> None:
+        self.names, self.is_class = names, isinstance(holder, type)
+        super().__init__(holder.__name__ if self.is_class else holder.get("__name__", ""), holder)
+
+    def read(self) -> dict[str, Any]:
+        space = vars(self.holder) if self.is_class else self.holder
+        return {name: space[name] for name in self.names if name in space}
+
+    def set(self, name: str, value: Any) -> None:
+        setattr(self.holder, name, value) if self.is_class else super().set(name, value)
+
+    def remove(self, name: str) -> None:
+        delattr(self.holder, name) if self.is_class else super().remove(name)
+
+
+# What code reads
+
+
+_reads: WeakKeyDictionary[type, list[tuple[Any, tuple[str, ...]]]] = WeakKeyDictionary()
+
+
+def read_by_class(cls: type) -> list[tuple[Any, tuple[str, ...]]]:
+    """Return the classes, globals and variables of closures that the methods of a class may read."""
+    if (known := _reads.get(cls)) is not None:
+        return known
+    found: list[tuple[Any, tuple[str, ...]]] = []
+    for base in filter(is_users, cls.__mro__):
+        found.append((base, tuple(n for n, value in vars(base).items() if not n.startswith("__") and is_data(value))))
+        for value in vars(base).values():
+            if isinstance(function := getattr(value, "__func__", getattr(value, "fget", value)), FunctionType):
+                found += read_by(function)
+    found = [(holder, names) for holder, names in found if names != ()]
+    if not any(isinstance(holder, CellType) for holder, _ in found):  # which may refer to the class
+        _reads[cls] = found
+    return found
+
+
+def read_by(function: FunctionType) -> list[tuple[Any, tuple[str, ...]]]:
+    """Return the globals and variables of closures that a function, and those of its module that it names, read."""
+    found: list[tuple[Any, tuple[str, ...]]] = []
+    todo, known = [function], {function.__code__}
+    while todo:
+        function = todo.pop()
+        space, names = function.__globals__, _names_in(function.__code__)
+        for cell in function.__closure__ or ():
+            value = Place("", cell).then.get(0)
+            todo += [value] if isinstance(value, FunctionType) and value.__code__ not in known else []
+            found += [(cell, ("",))] if is_data(value) else []
+        for value in [space.get(name) for name in names]:
+            if isinstance(value, FunctionType) and value.__globals__ is space and value.__code__ not in known:
+                todo.append(value)
+            elif isinstance(value, ModuleType) and is_users(value):
+                found.append((vars(value), tuple(name for name in names if is_data(vars(value).get(name, value)))))
+        known.update(one.__code__ for one in todo)
+        found.append((space, tuple(name for name in names if is_data(space.get(name, function)))))
+    return [(holder, names) for holder, names in found if names != ()]
+
+
+@functools.cache
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    inside = (name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const))
+    return tuple(dict.fromkeys((*code.co_names, *inside)))
+
+
+def is_users(value: Any) -> bool:
+    """Whether a class, function or module is neither of the standard library nor of the libraries that run models."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return name is not None and name.partition(".")[0] not in _LIBRARIES
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value has attributes that code may read as data."""
+    plain = not isinstance(value, type | nn.Module | Tensor | ModuleType | FunctionType)
+    return plain and hasattr(value, "__dict__") and (type(value) is SimpleNamespace or is_users(type(value)))
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is data, and no code."""
+    kinds = (tuple, list, dict, set, deque, Tensor, torch.Generator, random.Random)
+    if type(value) in ATOMS:
+        return type(value) is not type
+    return isinstance(value, kinds) or is_array(value) or is_object(value)
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value is a parameter or a view of one, as FSDP sets for a while."""
+    if not isinstance(value, Tensor):
+        return False
+    return (isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter)) and not is_lazy(value)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of NumPy, which need not be there."""
+    return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is bytes and a == b) or (isinstance(a, Tensor) and same_memory(a, b))
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """Whether two values are the same view of one storage, as FSDP makes them anew for each pass."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or storage_of(a) is None or storage_of(a) != storage_of(b):
+        return False
+    return (a.shape, a.stride(), a.storage_offset()) == (b.shape, b.stride(), b.storage_offset())
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Return what tells a tensor's storage from others that are alive, if the tensor is plain."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.untyped_storage()._cdata if plain and tensor.device.type != "meta" else None
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors and NumPy arrays among them, and nan equal to nan."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return same and bool(torch.equal(a.detach(), b.detach()))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(x is y or is_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(a[key] is b[key] or is_equal(a[key], b[key]) for key in a)
+    if is_array(a):
+        return bool(a.shape == b.shape and a.tobytes() == b.tobytes())
+    return bool(a == b) or (isinstance(a, float) and a != a and b != b)

@@ -1,0 +1,134 @@
+"""Two forward passes before one backward pass, with a change in between, on each engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+import lt_tiled
+from lt_tiled import Checkpointing
+from tests.engines.cells import ENGINES, draw, set_up, strategy
+from tests.engines.conftest import OnRanks
+from tests.models import Block, GatedMLP, H, TinyLM, lm_loss
+from tests.parity import near
+
+SWITCH = {"gain": 1.0}
+
+
+class SwitchedMLP(GatedMLP):
+    """Reads a buffer and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tau", torch.ones(H))
+        self.strength = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.tau) * self.strength
+
+
+class Switched(Block):
+    """Reads what users switch, keeps a running mean, and collects a loss in a list of its class."""
+
+    gain = 1.0
+    collected: list[Tensor] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = SwitchedMLP()
+        self.task, self.mean, self.mask, self.collects = "first", 0.0, torch.ones(24, 1), False
+        self.scale = nn.Parameter(torch.ones(H))
+        self.register_buffer("shift", torch.zeros(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + float(x.detach().mean())
+        x = x * self.mask * self.gain * SWITCH["gain"] * self.scale + self.shift + self.mean
+        x = super().forward(x if self.task == "first" else x.sin())
+        if self.collects:
+            self.collected.append(x.square().mean())
+        return x
+
+
+CHANGES: dict[str, Callable[[Switched], object]] = {
+    "nothing": lambda block: None,
+    "collected losses": lambda block: None,
+    "attribute": lambda block: setattr(block, "task", "second" if block.task == "first" else "first"),
+    "attribute of the MLP": lambda block: setattr(block.mlp, "strength", block.mlp.strength * 1.5),
+    "mask": lambda block: setattr(block, "mask", block.mask.flip(0) * 0.5),
+    "buffer": lambda block: setattr(block, "shift", block.shift + 1),
+    "buffer of the MLP": lambda block: setattr(block.mlp, "tau", block.mlp.tau * 1.5),
+    "buffer in place": lambda block: block.shift.add_(1),
+    "class attribute": lambda block: setattr(Switched, "gain", Switched.gain * 1.1),
+    "global": lambda block: SWITCH.update(gain=SWITCH["gain"] * 1.1),
+    "frozen weight": lambda block: block.scale.requires_grad_(not block.scale.requires_grad),
+}
+REFUSED = {
+    "buffer in place": r"Switched\.shift of shape \[16\] was changed in place",
+    "collected losses": "was sharded again .what modules compute beside their output",
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "untiled": {"tiling": None, "checkpointing": None},
+    "tiles": {"tiling": 4, "checkpointing": None},
+    "checkpointing": {"tiling": None, "checkpointing": Checkpointing()},
+    "both": {"tiling": 4, "checkpointing": Checkpointing()},
+}
+
+
+def switched(engine: str, policies: str) -> dict[str, list[float] | str]:
+    """The losses of three steps with each change, or the error."""
+    found: dict[str, list[float] | str] = {}
+    for name, change in CHANGES.items():
+        Switched.gain, SWITCH["gain"] = 1.0, 1.0
+        chosen = strategy(lt_tiled.fabric, engine, **POLICIES[policies])
+        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+        fabric.launch()
+        torch.manual_seed(0)
+        net = TinyLM()
+        net.blocks = nn.ModuleList([Switched(), Switched()])
+        blocks = list(net.blocks)
+        model, optimizer = set_up(fabric, net, engine, lambda ps: torch.optim.SGD(ps, 0.1))
+        losses = []
+        try:
+            for step in range(3):
+                Switched.collected.clear()
+                first = lm_loss(model(ids := draw((2, 24), step)), ids)
+                for block in blocks:
+                    change(block)
+                    block.collects = name == "collected losses"
+                second = lm_loss(model(ids := draw((2, 24), step + 10)), ids)
+                loss = first + 2 * second + sum(Switched.collected)
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            found[name] = losses
+        except Exception as error:
+            found[name] = str(error)
+        finally:
+            fabric.strategy.release()
+    return found
+
+
+@pytest.mark.table("(ddp|fsdp2|zero2)-both|fsdp-checkpointing|zero1-tiles")
+@pytest.mark.parametrize("policies", ["tiles", "checkpointing", "both"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_change_between_two_forward_passes(engine: str, policies: str, on_ranks: OnRanks) -> None:
+    """The losses are those of the untiled run on the same engine, or the change is refused by name."""
+    true, found = on_ranks.once(switched, engine, "untiled"), on_ranks(switched, engine, policies)
+    for plain, tiled in zip(true, found, strict=True):
+        wrong = {
+            name: (losses, plain[name])
+            for name, losses in tiled.items()
+            if not isinstance(plain[name], str) and losses != near(plain[name])
+        }
+        refused = {name: error for name, (error, _) in wrong.items() if isinstance(error, str)}
+        assert wrong.keys() == refused.keys(), wrong
+        for name, error in refused.items():
+            assert re.search(REFUSED[name], error)
