@@ -286,6 +286,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_computed": metric_state,
     "_update_count": metric_state,
     "__compatible_ops__": compatible_ops,
+    "_external_params": lambda: "module._external_params = {}" in source("deepspeed.runtime.zero.partition_parameters"),
 }
 
 
