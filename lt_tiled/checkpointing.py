@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -202,6 +203,8 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
+_left_out: WeakKeyDictionary[Any, nn.Module] = WeakKeyDictionary()
+"""Caches that are empty because a call left them out, with the block that did so first."""
 
 
 def _without_cache(
@@ -210,7 +213,7 @@ def _without_cache(
     """Remove an empty key-value cache, as Hugging Face does: the recompute would append to it again.
 
     Raises:
-        ValueError: If the cache is not empty, because the block needs its entries.
+        ValueError: If the cache is not empty, because the block needs its entries, or was left out before.
     """
     # RecurrentGemma passes its cache by position.
     names = _argument_names(type(module).forward) if len(args) > 1 else []
@@ -228,6 +231,14 @@ def _without_cache(
                 f"{kind} uses activation checkpointing and was given {name} with {tokens} cached entries: the recompute"
                 " would append to it again. Run without a cache, or under torch.no_grad(), or with checkpointing=False."
             )
+        if _left_out.get(entries) is module:  # in one call of a model its first block runs once
+            raise ValueError(
+                f"{kind} uses activation checkpointing and was given {name} again, which it left out of the call"
+                " before, so it lacks those tokens. Run without a cache, or under torch.no_grad(), or with"
+                " checkpointing=False."
+            )
+        with suppress(TypeError):  # of what has no weak references: it is used for one call
+            _left_out.setdefault(entries, module)
     inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
     instead = {**dict.fromkeys(caches), "use_cache": False}
     args = tuple(instead.get(name, arg) for name, arg in zip(names, args, strict=False)) + args[len(names) :]

@@ -103,7 +103,9 @@ def _check(call: TiledCall, inputs: Sequence[Tensor], before: Observation) -> No
             )
         after = _observe(call)  # the first run may fill caches; the second one has fewer tokens
         call.run_tile(_scaled(one, sample, torch.tensor(0.5), slice(0, max(1, shape.tokens // 2))))
-        if change := next(chain(before.changes(attributes=False), after.changes()), None):
+        change = next(chain(before.changes(attributes=False), after.changes()), None)
+        del after  # which holds what the first run kept
+        if change is not None:
             raise NotPositionWiseError(
                 f"{call.patch.name} changes {change[0]} in its forward, which would be changed once for each tile, and"
                 f" again in the recompute. Return it as an output instead. {REMEDY}"

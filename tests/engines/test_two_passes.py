@@ -116,9 +116,12 @@ def switched(engine: str, policies: str) -> dict[str, list[float] | str]:
     return found
 
 
-@pytest.mark.table("(ddp|fsdp2|zero2)-both|fsdp-checkpointing|zero1-tiles")
-@pytest.mark.parametrize("policies", ["tiles", "checkpointing", "both"])
-@pytest.mark.parametrize("engine", ENGINES)
+CELLS = [(e, p) for e in ENGINES for p in ("tiles", "checkpointing", "both") if e != "zero3" or p == "checkpointing"]
+"""Under ZeRO-3 a second call of a block with tiles before the backward pass is refused."""
+
+
+@pytest.mark.table("(ddp|fsdp2|zero2)-both|(fsdp|zero3)-checkpointing|zero1-tiles")
+@pytest.mark.parametrize(("engine", "policies"), CELLS)
 def test_a_change_between_two_forward_passes(engine: str, policies: str, on_ranks: OnRanks) -> None:
     """The losses are those of the untiled run on the same engine, or the change is refused by name."""
     true, found = on_ranks.once(switched, engine, "untiled"), on_ranks(switched, engine, policies)

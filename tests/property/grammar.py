@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
+from lt_tiled.checkpointing import patch_block
 from tests.property.parts import MODULES, OTHER_MODULES, OTHERS, POSITION_WISE, H, build
 
 Values = dict[str, Any]
@@ -42,6 +44,12 @@ class Case:
     backward: str = "once"
     between: str = "nothing"
     autocast: str = "off"
+    checkpointed: bool = False
+    """Whether the module, tiled or not, is a block with activation checkpointing in the run that is compared."""
+    again: bool = False
+    """Whether a second forward pass follows what happens between the passes."""
+    group: bool = False
+    """Whether there is a process group."""
 
 
 # The module and its input
@@ -359,6 +367,9 @@ def cases() -> st.SearchStrategy[Case]:
         backward=_seldom(BACKWARD),
         between=_seldom(BETWEEN),
         autocast=st.just("off") | st.just("off") | st.sampled_from(AUTOCAST),
+        checkpointed=st.booleans(),
+        again=st.booleans(),
+        group=st.booleans(),
     ).filter(lambda case: not any(known(case) for known in KNOWN.values()))
 
 
@@ -379,6 +390,9 @@ def position_wise_cases() -> st.SearchStrategy[Case]:
         around=_seldom(["nothing", "checkpoint", "called twice", "weights used outside", "copied", "hooks"]),
         backward=_seldom(["once", "twice", "input alone", "weights alone", "part of the outputs", "no_grad"]),
         between=_seldom(BENIGN),
+        checkpointed=st.booleans(),
+        again=st.booleans(),
+        group=st.booleans(),
     ).filter(lambda case: not any(known(case) for known in (*KNOWN.values(), *REFUSED.values())))
 
 
@@ -409,6 +423,9 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     ),
     "a hook of the input, which a derivative inside of the forward calls without tiles": lambda case: (
         "force" in case.parts and case.around == "hook of the input"
+    ),
+    "the input of a block that is changed before its recompute: torch's own error": lambda case: (
+        case.checkpointed and "input" in case.around and "changed" in case.around
     ),
     "noise of rows, which are tokens": lambda case: "noise of rows" in case.parts and len(case.lead) == 1,
 }
@@ -451,6 +468,20 @@ def _narrow(t: Tensor) -> Tensor:
 
 def run(case: Case, tiled: bool) -> Values:
     """Return the outputs, the gradients, and what is left in the module."""
+    with _process_group() if case.group else nullcontext():
+        return _run(case, tiled)
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(case: Case, tiled: bool) -> Values:
     random.seed(0)
     torch.manual_seed(0)
     module: nn.Module = Composed(case.parts, case.output).train(case.training)
@@ -458,6 +489,8 @@ def run(case: Case, tiled: bool) -> Values:
     FROZEN[case.frozen](module)
     if tiled:
         tile(module, num_shards=case.tiles)
+        if case.checkpointed:
+            patch_block(module)
     BEFORE[case.before](case)(module)
     call = AROUND[case.around](module)
     if isinstance(call, Composed):
@@ -470,6 +503,11 @@ def run(case: Case, tiled: bool) -> Values:
     found: Values = {f"output {i}": t.detach().clone() if isinstance(t, Tensor) else t for i, t in enumerate(leaves)}
     with torch.no_grad():
         BETWEEN[case.between](module)
+    if case.again:
+        with torch.set_grad_enabled(case.backward != "no_grad"), _autocast(case, "forward"):
+            more = pytree.tree_leaves(call(x, *args, **kwargs))
+        found |= {f"output {i}, again": t.detach().clone() for i, t in enumerate(more) if isinstance(t, Tensor)}
+        leaves += more
     wanted = {"input": x} | {f"argument {i}": t for i, t in enumerate(pytree.tree_leaves((args, kwargs)))}
     wanted |= {f"weight {name}": p for name, p in [*module.named_parameters(), *module.named_buffers()]}
     wanted |= module.__dict__.get("given", {})
