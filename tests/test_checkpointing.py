@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM, XLMConfig, XLMWithLMHeadModel
+from transformers import DynamicCache, RecurrentGemmaConfig, RecurrentGemmaForCausalLM, XLMConfig, XLMWithLMHeadModel
 
-from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled import Checkpointing, TiledSingleDeviceStrategy, Tiling, prepare
 from lt_tiled.checkpointing import find_checkpointable
+from tests.lit import LitTiny, trainer
 from tests.meters import LiveBytes, flops, peak_bytes
 from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import EXACT, MIXED, gradients, randn, reference, worst
@@ -247,6 +249,47 @@ def test_a_filled_cache_is_refused() -> None:
         ),
     ):
         model(input_ids=ids, past_key_values=cache)
+
+
+def test_a_cache_that_was_left_out_is_refused() -> None:
+    """A second call with a cache that the first one left out, as in truncated backpropagation through time, is refused:
+    it would not see the tokens before.
+    """
+    model, cache = tiny_llama(), DynamicCache()
+    with prepare(model, checkpointing=Checkpointing()):
+        model(input_ids=IDS[:, :8], past_key_values=cache, use_cache=True)
+        with pytest.raises(ValueError, match=r"was given past_key_values again, which it left out"):
+            model(input_ids=IDS[:, 8:16], past_key_values=cache, use_cache=True)
+
+
+class Makes(Block):
+    """A block that makes tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.linspace(0.5, 1.5, H) * torch.ones(()).exp())
+
+
+class DefaultDtype(LitTiny):
+    """A model whose blocks make tensors of the default dtype, which Lightning sets in ``training_step`` alone."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.blocks = nn.ModuleList([Makes(), Makes()])
+
+
+@pytest.mark.parametrize("policies", [{"checkpointing": True, "tiling": None}, {"checkpointing": True, "tiling": 4}])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_the_default_dtype_of_the_recompute(precision: Any, policies: dict[str, Any]) -> None:
+    """Under ``64-true`` and ``bf16-true`` a block that makes tensors of the default dtype trains as without
+    checkpointing: bit for bit if it is not tiled.
+    """
+    weights = []
+    for options in ({"checkpointing": None, "tiling": policies["tiling"]}, policies):
+        run = trainer(TiledSingleDeviceStrategy(**options), precision=precision, max_steps=2, limit_val_batches=0)
+        run.fit(model := DefaultDtype())
+        weights.append([p.detach() for p in model.parameters()])
+    assert {w.dtype for w in weights[1]} == {torch.float64 if precision == "64-true" else torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_generation_keeps_its_cache() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import warn
+from lt_tiled._log import inform, warn
 from lt_tiled.tiling.backward import Backward
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
@@ -86,6 +86,9 @@ class TiledCall:
         inputs, arguments = split_arguments(args, kwargs)
         hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
+            return None
+        if hidden.is_nested:
+            inform(f"{patch.name} runs untiled on nested tensors", once=f"nested {patch.name}")
             return None
         arguments.refuse_gradients_inside(patch.name)
         shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import Checkpointing
-from tests.engines.cells import ENGINES, draw, set_up, strategy
+from tests.engines.cells import ENGINES, draw, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss
 from tests.parity import near
+from tests.world import World
 
 SWITCH = {"gain": 1.0}
 
@@ -135,3 +139,62 @@ def test_a_change_between_two_forward_passes(engine: str, policies: str, on_rank
         assert wrong.keys() == refused.keys(), wrong
         for name, error in refused.items():
             assert re.search(REFUSED[name], error)
+
+
+def by_hand(tiled: bool) -> list[float]:
+    """The losses of a model under ZeRO-3 that ``prepare`` tiled and checkpointed, without a strategy that knows it."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, "zero3", **POLICIES["untiled"]))
+    fabric.launch()
+    torch.manual_seed(0)
+    net = TinyLM()
+    set_z3_leaf_modules(net, [Block])
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    with lt_tiled.prepare(net, tiling=4, checkpointing=True) if tiled else nullcontext():
+        losses = train(fabric, model, optimizer, [draw((2, 24), step) for step in range(3)])
+    fabric.strategy.release()
+    return losses
+
+
+def test_prepared_by_hand_under_zero3(deepspeed_world: World) -> None:
+    """What ZeRO-3 keeps on modules between the passes is no change, also where no strategy tells of it."""
+    plain, tiled = deepspeed_world(by_hand, False), deepspeed_world(by_hand, True)
+    assert tiled == [near(losses) for losses in plain]
+
+
+def adapters(engine: str, policies: str) -> list[float]:
+    """The losses of three steps in which the active LoRA adapter is another one in the second forward pass."""
+    chosen = strategy(lt_tiled.fabric, engine, **POLICIES[policies])
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    net = get_peft_model(TinyLM(), config)
+    net.add_adapter("other", config)
+    for name, weight in net.named_parameters():
+        weight.requires_grad_("lora_" in name)  # of both
+    model, optimizer = set_up(fabric, net, engine, lambda ps: torch.optim.SGD(ps, 0.1))
+    losses = []
+    for step in range(3):
+        loss: Any = 0.0
+        for weight, adapter in ((1, "default"), (2, "other")):
+            for part in net.modules():
+                if isinstance(part, BaseTunerLayer):
+                    part._active_adapter = [adapter]  # as set_adapter, which also freezes the others
+            loss = loss + weight * lm_loss(model(ids := draw((2, 24), step + weight)), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    fabric.strategy.release()
+    return losses
+
+
+@pytest.mark.table("(ddp|zero2)-both")
+@pytest.mark.parametrize("policies", ["tiles", "checkpointing", "both"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2"])
+def test_another_adapter_in_the_second_forward_pass(engine: str, policies: str, on_ranks: OnRanks) -> None:
+    """The losses are those of the untiled run where PEFT's active adapter changes between two forward passes."""
+    true, found = on_ranks.once(adapters, engine, "untiled"), on_ranks(adapters, engine, policies)
+    assert found == [near(losses) for losses in true]

@@ -488,3 +488,21 @@ def test_a_sparse_gradient() -> None:
     tile(m, num_shards=4)(x, ids).square().sum().backward()
     assert m.table.weight.grad.is_sparse
     assert worst({"table": m.table.weight.grad.to_dense()}, {"table": true}) < EXACT
+
+
+def test_nested_tensors() -> None:
+    """A jagged nested tensor runs untiled, with its gradients."""
+    torch.manual_seed(0)
+    m = GatedMLP()
+
+    def run() -> dict[str, Tensor]:
+        rows = [randn(n, H, seed=n) for n in (5, 7)]
+        x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        m(x).values().square().sum().backward()
+        found = {name: p.grad for name, p in m.named_parameters()} | {"x": x.grad.values()}
+        m.zero_grad()
+        return found
+
+    true = run()
+    tile(m, num_shards=4)
+    assert worst(run(), true) < EXACT
