@@ -425,7 +425,8 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         "force" in case.parts and case.around == "hook of the input"
     ),
     "the input of a block that is changed before its recompute: torch's own error": lambda case: (
-        case.checkpointed and "input" in case.around and "changed" in case.around
+        case.checkpointed
+        and (("input" in case.around and "changed" in case.around) or "writes into its input" in case.parts)
     ),
     "noise of rows, which are tokens": lambda case: "noise of rows" in case.parts and len(case.lead) == 1,
 }
