@@ -19,7 +19,6 @@ from benchmarks.sheet import Cell, Sheet, machine
 from benchmarks.step_time import HERE, ON_GPU, QUICK, step_of
 from lt_tiled.tiling import patched, tiled_call
 from lt_tiled.tiling.observe import Observation
-from lt_tiled.tiling.places import Place
 from lt_tiled.tiling.state import Work
 
 _EVERY_STEP = [
@@ -27,8 +26,8 @@ _EVERY_STEP = [
     (Observation, "end_forward"),
     (Observation, "check"),
     (Observation, "_now"),
-    (Observation, "_set_flags"),
-    (Place, "put"),
+    (Observation, "_restore"),
+    (Observation, "_put_back"),
     (Work, "hooked"),
     (Work, "recorded"),
     (tiled_call, "_switches"),

@@ -286,6 +286,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_computed": metric_state,
     "_update_count": metric_state,
     "__compatible_ops__": compatible_ops,
+    "_fsdp_flattened": lambda: torch.distributed.fsdp._common_utils.FSDP_FLATTENED == "_fsdp_flattened",
     "_external_params": lambda: "module._external_params = {}" in source("deepspeed.runtime.zero.partition_parameters"),
 }
 

@@ -13,8 +13,8 @@ one object, made before the forward pass, knows what that is:
   [Substitution]), so other threads see no change. Batch norm and ``.data`` change tensors without a new version, so
   the first call compares values.
 * Weights and tensors without a copy. They are compared by identity, version and storage, and a recompute that would
-  read other values is refused. Weights that FSDP gathered again are in the storage of before, those of ZeRO-3 are told
-  by ``ds_id``. Nothing else that an engine changes is excused.
+  read other values is refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3
+  may be elsewhere and have the engine's mark. Nothing else that an engine changes is excused.
 * The generators of Python, of NumPy and of the modules, if a block drew from them.
 """
 
@@ -83,6 +83,7 @@ _SHARDED = (
     "was sharded again (what modules compute beside their output, such as a loss that a list collects, has its backward"
     " pass before FSDP gathers their weights: return it)"
 )
+_Now = tuple[list[dict[Any, Any]], list[bool], list[Any]]
 Change = tuple[str, str]
 """What changed, and how."""
 
@@ -107,15 +108,18 @@ class Held:
         if (now := version_of(self.tensor)) != self.version:
             return str(self), f"was changed in place (version {self.version}, now {now})"
         moved = self.storage is not None and storage_of(self.tensor) != self.storage.cdata
-        return (f"the data of {self}", "was replaced") if moved and not hasattr(self.tensor, "ds_id") else None
+        engines = hasattr(self.tensor, "ds_id") or hasattr(self.tensor, "_fsdp_flattened")
+        return (f"the data of {self}", "was replaced") if moved and not engines else None
 
     def lost(self, substituted: bool) -> Change | None:
         """Return what happened to it that cannot be restored."""
         if self.is_weight and not (substituted and self.requires_grad):
             there = entry(self.holder, self.key)
             if there is not self.tensor and there is not None and not same_memory(there, self.tensor):
-                sharded = type(there).__name__ == "DTensor" and type(self.tensor) is nn.Parameter
-                return str(self), _SHARDED if sharded else "was replaced"
+                was, sharded = (type(t).__name__ == "DTensor" for t in (self.tensor, there))
+                if was == sharded:
+                    return str(self), "was replaced"
+                return (str(self), _SHARDED) if sharded else None  # FSDP2 gathers units inside of a block by themselves
         return None if self.copy is not None else self.changed()
 
     def __str__(self) -> str:
@@ -160,16 +164,19 @@ class Observation:
         self._first = history is not None and mode not in history.modes
         if history is not None:
             history.modes.add(mode)
-        if generators:
-            self._draw_from(random.getstate, random.setstate)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                self._draw_from(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
-        for index, part in enumerate(parts):
-            self._look_at_module(index, part)
-        for key, value in (arguments or {}).items():
-            self._look_into(f"its argument {key}", value, DEPTH)
+        self._look_at_all(parts, arguments or {})
 
     # What is observed
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _look_at_all(self, parts: Sequence[nn.Module], arguments: Mapping[str, Any]) -> None:
+        self._draw_from(random.getstate, random.setstate)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self._draw_from(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
+        for index, part in enumerate(parts):
+            self._look_at_module(index, part)
+        for key, value in arguments.items():
+            self._look_into(f"its argument {key}", value, DEPTH)
 
     def _look_at_module(self, index: int, part: nn.Module) -> None:
         kind = type(part).__name__
@@ -266,6 +273,7 @@ class Observation:
 
     # What changed
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_forward(self) -> Observation:
         """Keep what the recompute needs of what the forward pass changed.
 
@@ -310,6 +318,7 @@ class Observation:
                 if not (both and is_equal(now[name], place.then[name])):
                     yield f"{place.name}.{name}" if isinstance(name, str) else place.name, "was changed"
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def check(self, until: str, everything: bool = False) -> None:
         """Refuse to compute with other values than those observed.
 
@@ -341,22 +350,15 @@ class Observation:
         copies = ((held, held.copy) for held in self._tensors if held.copy is not None)
         mode = Substituted([(h.tensor, copy.clone().detach().requires_grad_(h.requires_grad)) for h, copy in copies])
         try:
-            for place, values in zip(self._places, now[0], strict=True):
-                place.put(place.then, values)
-            self._set_flags([held.requires_grad for held in self._tensors])
-            for _, set, state in self._generators:
-                set(state)
+            self._restore(now)
             with mode if mode else nullcontext():
                 yield
         finally:
             mode.end()
-            for place, values in zip(self._places, now[0], strict=True):
-                place.put(values)
-            self._set_flags(now[1])
-            for (_, set, _), state in zip(self._generators, now[2], strict=True):
-                set(state)
+            self._put_back(now)
 
-    def _now(self) -> tuple[list[dict[Any, Any]], list[bool], list[Any]]:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _now(self) -> _Now:
         for name, holder in self._empty:
             if holder:
                 self._places.append(Place(name, holder))
@@ -364,6 +366,22 @@ class Observation:
         self._empty = [(name, holder) for name, holder in self._empty if not holder]
         flags = [held.tensor.requires_grad for held in self._tensors]
         return [place.read() for place in self._places], flags, [get() for get, _, _ in self._generators]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _restore(self, now: _Now) -> None:
+        for place, values in zip(self._places, now[0], strict=True):
+            place.put(place.then, values)
+        self._set_flags([held.requires_grad for held in self._tensors])
+        for _, set, state in self._generators:
+            set(state)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _put_back(self, now: _Now) -> None:
+        for place, values in zip(self._places, now[0], strict=True):
+            place.put(values)
+        self._set_flags(now[1])
+        for (_, set, _), state in zip(self._generators, now[2], strict=True):
+            set(state)
 
     def _set_flags(self, flags: Sequence[bool]) -> None:
         for held, flag in zip(self._tensors, flags, strict=True):

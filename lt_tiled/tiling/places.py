@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from contextlib import suppress
 from operator import is_
-from types import CellType, CodeType, FunctionType, ModuleType, NoneType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -117,22 +117,30 @@ class Data(Place):
 
 
 _reads: WeakKeyDictionary[type, list[tuple[Any, tuple[str, ...]]]] = WeakKeyDictionary()
+"""What :func:`read_by_class` found; classes by their place in the method resolution order, because values that refer to
+a key would keep it alive."""
 
 
 def read_by_class(cls: type) -> list[tuple[Any, tuple[str, ...]]]:
     """Return the classes, globals and variables of closures that the methods of a class may read."""
-    if (known := _reads.get(cls)) is not None:
-        return known
+    found = _reads.get(cls)
+    if found is None:
+        found = _find_reads(cls)
+        if not any(isinstance(holder, CellType) for holder, _ in found):  # which may refer to the class
+            _reads[cls] = found
+    return [(cls.__mro__[holder] if isinstance(holder, int) else holder, names) for holder, names in found]
+
+
+def _find_reads(cls: type) -> list[tuple[Any, tuple[str, ...]]]:
     found: list[tuple[Any, tuple[str, ...]]] = []
-    for base in filter(is_users, cls.__mro__):
-        found.append((base, tuple(n for n, value in vars(base).items() if not n.startswith("__") and is_data(value))))
+    for index, base in enumerate(cls.__mro__):
+        if not is_users(base):
+            continue
+        found.append((index, tuple(n for n, value in vars(base).items() if not n.startswith("__") and is_data(value))))
         for value in vars(base).values():
             if isinstance(function := getattr(value, "__func__", getattr(value, "fget", value)), FunctionType):
                 found += read_by(function)
-    found = [(holder, names) for holder, names in found if names != ()]
-    if not any(isinstance(holder, CellType) for holder, _ in found):  # which may refer to the class
-        _reads[cls] = found
-    return found
+    return [(holder, names) for holder, names in found if names != ()]
 
 
 def read_by(function: FunctionType) -> list[tuple[Any, tuple[str, ...]]]:
@@ -165,13 +173,15 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
 def is_users(value: Any) -> bool:
     """Whether a class, function or module is neither of the standard library nor of the libraries that run models."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return name is not None and name.partition(".")[0] not in _LIBRARIES
+    return isinstance(name, str) and name.partition(".")[0] not in _LIBRARIES
 
 
 def is_object(value: Any) -> bool:
     """Whether a value has attributes that code may read as data."""
-    plain = not isinstance(value, type | nn.Module | Tensor | ModuleType | FunctionType)
-    return plain and hasattr(value, "__dict__") and (type(value) is SimpleNamespace or is_users(type(value)))
+    if isinstance(value, type | nn.Module | Tensor | ModuleType | FunctionType):
+        return False
+    known = type(value).__name__ in ("SimpleNamespace", "Namespace")  # of the standard library
+    return (known or is_users(type(value))) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def is_data(value: Any) -> bool:
@@ -224,4 +234,7 @@ def is_equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(a[key] is b[key] or is_equal(a[key], b[key]) for key in a)
     if is_array(a):
         return bool(a.shape == b.shape and a.tobytes() == b.tobytes())
-    return bool(a == b) or (isinstance(a, float) and a != a and b != b)
+    try:
+        return bool(a == b) or (isinstance(a, float) and a != a and b != b)
+    except Exception:  # of the user's own comparison
+        return False
