@@ -25,7 +25,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
@@ -43,6 +43,8 @@ from lt_tiled.tiling.places import (
     Attributes,
     Data,
     Place,
+    ScriptedMode,
+    Slots,
     is_array,
     is_equal,
     is_object,
@@ -58,7 +60,7 @@ from lt_tiled.tiling.weights import Substituted
 
 SMALL = 2**20
 """Larger buffers, in bytes, are copied only once a call showed that they change."""
-DEPTH = 3
+DEPTH = 6
 """How many containers inside of each other are looked into."""
 MAX_ENTRIES = 1000
 """Entries of larger containers are not looked into."""
@@ -187,6 +189,7 @@ class Observation:
             if not is_lazy(weight) and (place is part._parameters or is_weight(weight)):
                 self._hold(f"{kind}.{key}", index, place, key, weight, is_weight=True)
         if isinstance(part, torch.jit.ScriptModule):
+            self._places.append(ScriptedMode(kind, part))
             return
         self._look_at(Attributes(kind, part.__dict__), DEPTH, index)
         for name, holder in ((f"{kind}._modules", part._modules), (kind, part._buffers)):
@@ -200,7 +203,7 @@ class Observation:
         for source in read_by_class(type(part)):
             self._look_at_shared(*source)
         for hook in (hook for name in HOOKS[:2] for hook in part.__dict__[name].values()):
-            if is_users(hook):
+            if is_users(getattr(hook, "func", hook)):
                 self._look_into(f"a hook of {kind}", hook, DEPTH)
         for shared in self._places[own:]:
             shared.shared = True
@@ -224,7 +227,8 @@ class Observation:
             if isinstance(value, Tensor) and index >= 0 and not is_lazy(value):
                 self._hold(name, index, place.holder, key, value, is_weight=False)
             elif depth:
-                self._look_into(name, value, depth - 1)
+                with suppress(Exception):  # of what users' own classes do where they are asked for their attributes
+                    self._look_into(name, value, depth - 1)
 
     def _look_into(self, name: str, value: Any, depth: int) -> None:
         """Record what a value holds, if anything."""
@@ -243,15 +247,21 @@ class Observation:
                 self._look_into(name, one, depth - 1)
         elif isinstance(value, dict | list | deque | set) or (is_array(value) and value.nbytes <= SMALL):
             self._look_at(Place(name, value), depth)
+            if is_object(value):  # of a subclass with attributes
+                self._look_at(Place(name, value.__dict__), depth)
         elif isinstance(value, FunctionType):
             for source in read_by(value) if self._shared else ():
                 self._look_at_shared(*source)
-        elif isinstance(value, MethodType | functools.partial):
-            inside = (value.__func__, value.__self__) if isinstance(value, MethodType) else (value.func, *value.args)
-            for one in inside:
+        elif isinstance(value, MethodType):
+            for one in (value.__func__, value.__self__):
+                self._look_into(name, one, depth)
+        elif isinstance(value, functools.partial):
+            for one in (value.func, *value.args, *value.keywords.values()):
                 self._look_into(name, one, depth)
         elif is_object(value):
             self._look_at(Place(name, value.__dict__), depth)
+        elif is_users(type(value)) and (slots := Slots(name, value)).then:
+            self._look_at(slots, depth)
 
     def _draw_from(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
         if self._draws:
@@ -268,7 +278,7 @@ class Observation:
             return
         if history.versions.get((index, name), (id(tensor), version)) != (id(tensor), version):
             history.changing.add(index)  # others change it between calls, as DDP broadcasts buffers
-        if self._first or index in history.changing or tensor.nbytes <= SMALL:
+        if (self._first and self._shared) or index in history.changing or tensor.nbytes <= SMALL:
             held.copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     # What changed
@@ -307,6 +317,7 @@ class Observation:
 
     def changes(self, attributes: bool = True) -> Iterator[Change]:
         """Yield the tensors, and the attributes, that are not as they were. What was computed anew may be equal."""
+        self._note_filled()
         for held in self._tensors:
             same = held.copy is None or held.is_weight or is_equal(held.copy, held.tensor)
             if change := held.lost(False) if same else (str(held), "was changed in place"):
@@ -359,11 +370,7 @@ class Observation:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _now(self) -> _Now:
-        for name, holder in self._empty:
-            if holder:
-                self._places.append(Place(name, holder))
-                self._places[-1].then = {}
-        self._empty = [(name, holder) for name, holder in self._empty if not holder]
+        self._note_filled()
         flags = [held.tensor.requires_grad for held in self._tensors]
         return [place.read() for place in self._places], flags, [get() for get, _, _ in self._generators]
 
@@ -383,6 +390,14 @@ class Observation:
         for (_, set, _), state in zip(self._generators, now[2], strict=True):
             set(state)
 
+    def _note_filled(self) -> None:
+        """Count what was empty, and is not any more, among the places."""
+        for name, holder in self._empty:
+            if holder:
+                self._places.append(Place(name, holder))
+                self._places[-1].then = {}
+        self._empty = [(name, holder) for name, holder in self._empty if not holder]
+
     def _set_flags(self, flags: Sequence[bool]) -> None:
         for held, flag in zip(self._tensors, flags, strict=True):
             if held.tensor.requires_grad != flag and held.tensor.is_leaf:
@@ -390,8 +405,11 @@ class Observation:
 
     def undo(self) -> None:
         """Put back what was observed, but for what :meth:`check` refuses."""
+        self._note_filled()
         for place in self._places:
             place.put(place.then)
+        for _, set, state in self._generators:
+            set(state)
         for held in self._tensors:
             if held.copy is not None:
                 held.tensor.data.copy_(held.copy)

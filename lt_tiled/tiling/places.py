@@ -19,9 +19,8 @@ from torch.nn.parameter import is_lazy
 from lt_tiled.modules.patch import is_patched
 
 _ENGINES = frozenset(("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_external_params"))
-_NOT_USERS = ("_lt_tiled", "ds_")
-"""Beginnings of the names of what lt_tiled, and ZeRO-3 between the passes, sets on modules, besides ``_ENGINES``
-(runtime/zero/parameter_offload.py)."""
+_ENGINES |= {"ds_grads_remaining", "ds_inflight_param_registry", "ds_recompute_parameters"}
+"""What ZeRO-3's hooks set on modules between the passes (runtime/zero/parameter_offload.py)."""
 _NOT_READ = (frozenset(nn.Module().__dict__) - {"training"}) | _ENGINES
 _LIBRARIES = frozenset(("torch", "deepspeed", "lightning", "pytorch_lightning", "accelerate", "lt_tiled", "numpy"))
 _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
@@ -79,7 +78,32 @@ class Place:
         self.holder[name] = value
 
     def remove(self, name: Any) -> None:
-        del self.holder[name]
+        self.holder.pop(name, None)
+
+
+class ScriptedMode(Place):
+    """The training mode of a scripted module, which is no attribute in Python."""
+
+    def read(self) -> dict[str, Any]:
+        return {"training": self.holder.training}
+
+    def set(self, name: str, value: Any) -> None:
+        self.holder.training = value
+
+
+class Slots(Place):
+    """The attributes of an object without a dictionary."""
+
+    def read(self) -> dict[str, Any]:
+        slots = [getattr(cls, "__slots__", ()) for cls in type(self.holder).__mro__]
+        names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+        return {name: getattr(self.holder, name) for name in names if hasattr(self.holder, name)}
+
+    def set(self, name: str, value: Any) -> None:
+        object.__setattr__(self.holder, name, value)
+
+    def remove(self, name: str) -> None:
+        object.__delattr__(self.holder, name)
 
 
 class Attributes(Place):
@@ -90,7 +114,7 @@ class Attributes(Place):
         for name in self.holder.keys() - _NOT_READ:
             value = self.holder[name]
             data = type(value) in ATOMS or not (is_patched(value) or is_weight(value))
-            if data and not name.startswith(_NOT_USERS):
+            if data and not name.startswith("_lt_tiled"):
                 found[name] = value
         return found
 
@@ -180,7 +204,7 @@ def is_object(value: Any) -> bool:
     """Whether a value has attributes that code may read as data."""
     if isinstance(value, type | nn.Module | Tensor | ModuleType | FunctionType):
         return False
-    known = type(value).__name__ in ("SimpleNamespace", "Namespace")  # of the standard library
+    known = type(value).__name__ in ("SimpleNamespace", "Namespace", "UserDict", "UserList", "ChainMap")
     return (known or is_users(type(value))) and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -225,7 +249,7 @@ def is_equal(a: Any, b: Any) -> bool:
     """Whether two values are equal, tensors and NumPy arrays among them, and nan equal to nan."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-        return same and bool(torch.equal(a.detach(), b.detach()))
+        return same and bool(((a == b) | ((a != a) & (b != b))).all())
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):

@@ -33,6 +33,13 @@ def _scaled(x: Tensor) -> Tensor:
     return x * SWITCH["scale"]
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.5
+
+
 class Scaled(GatedMLP):
     """A gated MLP with a buffer, a frozen weight, an activation, a plain tensor and numbers in many places."""
 
@@ -43,13 +50,13 @@ class Scaled(GatedMLP):
         self.register_buffer("mean", torch.full((H,), 0.5))
         self.frozen = nn.Linear(H, H, bias=False).requires_grad_(False)
         self.factor = 2.0
-        self.options = {"power": [2]}
+        self.options, self.slots = {"power": [2]}, Slotted()
         self.act: Callable[[Tensor], Tensor] = torch.tanh
         self.offset, self.table = torch.ones(H), np.full(1, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.act(self.frozen(super().forward(x - self.mean)) * self.factor + self.offset)
-        return _scaled(y + self.shift + float(self.table[0])) ** self.options["power"][0]
+        return _scaled(y + self.shift + float(self.table[0]) + self.slots.value) ** self.options["power"][0]
 
 
 def _replace_submodule(m: Scaled) -> None:
@@ -98,6 +105,7 @@ RESTORED: dict[str, Callable[[Scaled], Any]] = {
     "function": lambda m: setattr(m, "act", torch.sin),
     "plain tensor": lambda m: setattr(m, "offset", torch.zeros(H)),
     "frozen": lambda m: m.up.weight.requires_grad_(False),
+    "slot": lambda m: setattr(m.slots, "value", 1.5),
     "array": lambda m: m.table.fill(3.0),
     "class attribute": lambda m: setattr(Scaled, "shift", 3.0),
     "global": lambda m: SWITCH.update(scale=3.0),
@@ -506,3 +514,19 @@ def test_nested_tensors() -> None:
     true = run()
     tile(m, num_shards=4)
     assert worst(run(), true) < EXACT
+
+
+def test_the_mode_of_a_scripted_part() -> None:
+    """A scripted part is in the training mode of the forward pass while it is recomputed, and in its own afterwards."""
+    torch.manual_seed(0)
+    m, x = GatedMLP(), randn(1, 40, H)
+    true = reference(m, x)
+    m.up = torch.jit.script(m.up)  # type: ignore[no-untyped-call]
+
+    def call(x: Tensor) -> Any:
+        y = m(x)
+        m.eval()
+        return y
+
+    assert worst(gradients(tile(m, num_shards=4), x, call=call), true) < EXACT
+    assert not m.up.training
