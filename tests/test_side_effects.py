@@ -631,10 +631,13 @@ class Draws(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.others = torch.Generator().manual_seed(1), [random.Random(2), np.random.default_rng(3)]
+        self.own, self.objects = torch.Generator().manual_seed(1), np.array([None], dtype=object)
+        self.others = [random.Random(2), np.random.default_rng(3), np.random.RandomState(4), random.SystemRandom()]
 
     def change(self, x: Tensor) -> Tensor:
-        one = random.random() + np.random.rand() + self.others[0].random() + self.others[1].random()
+        one = random.random() + np.random.rand() + sum(generator.random() for generator in self.others[:2])
+        one += self.others[2].random_sample()
+        self.objects[0] = [x.shape]
         return x * one + torch.rand(H, generator=self.own)
 
 

@@ -162,10 +162,8 @@ class Observation:
         self._seen: set[Any] = set()
         self._draws, self._shared = generators, shared
         parts = list(parts)
-        mode = tuple(part.training for part in parts)
-        self._first = history is not None and mode not in history.modes
-        if history is not None:
-            history.modes.add(mode)
+        self._mode = tuple(part.training for part in parts)
+        self._first = history is not None and self._mode not in history.modes
         self._look_at_all(parts, arguments or {})
 
     # What is observed
@@ -239,13 +237,17 @@ class Observation:
             self._draw_from(value.get_state, value.set_state)
         elif isinstance(value, random.Random):
             self._draw_from(value.getstate, value.setstate)
+        elif type(value).__name__ == "RandomState" and type(value).__module__.startswith("numpy.random"):
+            self._draw_from(functools.partial(value.get_state, legacy=False), value.set_state)
         elif type(value).__module__.startswith("numpy.random"):
             bits = getattr(value, "bit_generator", value)
             self._draw_from(lambda: bits.state, lambda state: setattr(bits, "state", state))
         elif isinstance(value, tuple):
             for one in value if depth else ():
                 self._look_into(name, one, depth - 1)
-        elif isinstance(value, dict | list | deque | set) or (is_array(value) and value.nbytes <= SMALL):
+        elif isinstance(value, dict | list | deque | set) or (
+            is_array(value) and not value.dtype.hasobject and value.nbytes <= SMALL
+        ):
             self._look_at(Place(name, value), depth)
             if is_object(value):  # of a subclass with attributes
                 self._look_at(Place(name, value.__dict__), depth)
@@ -293,6 +295,7 @@ class Observation:
         self._generators = [drawn for drawn in self._generators if _drew(*drawn)]
         if (history := self._history) is None:
             return self
+        history.modes.add(self._mode)
         buffers = [held for held in self._tensors if not held.is_weight]
         for held in buffers:
             unseen = self._first and held.copy is not None and not is_equal(held.copy, held.tensor)
@@ -411,7 +414,7 @@ class Observation:
         for _, set, state in self._generators:
             set(state)
         for held in self._tensors:
-            if held.copy is not None:
+            if held.copy is not None and held.copy.shape == held.tensor.shape:
                 held.tensor.data.copy_(held.copy)
 
 
