@@ -8,10 +8,10 @@ one object, made before the forward pass, knows what that is:
   class attributes; the globals and closures that the code of the modules and of their hooks names. They are recorded
   by identity, and the recompute finds what was there. So nothing happens twice: a list to which a block appends has
   one entry more after the forward pass, and no other after the recompute.
-* Buffers and plain tensors that change in place. The first call in each training mode copies small ones and shows
-  which modules have some; later calls copy those. A torch function mode gives the recompute clones (see NOTE
-  [Substitution]), so other threads see no change. Batch norm and ``.data`` change tensors without a new version, so
-  the first call compares values.
+* Buffers and plain tensors that change in place. The first call in each training mode copies all of them and shows
+  which modules have some; later calls copy those, and small ones until the forward pass ends. A torch function mode
+  gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm and ``.data`` change
+  tensors without a new version, so the first call compares values.
 * Weights and tensors without a copy. They are compared by identity, version and storage, and a recompute that would
   read other values is refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3
   may be elsewhere and have the engine's mark. Nothing else that an engine changes is excused.
@@ -59,7 +59,7 @@ from lt_tiled.tiling.recompute import entry, version_of
 from lt_tiled.tiling.weights import Substituted
 
 SMALL = 2**20
-"""Larger buffers, in bytes, are copied only once a call showed that they change."""
+"""Larger buffers, in bytes, are copied only in a first call, and once a call showed that they change."""
 DEPTH = 6
 """How many containers inside of each other are looked into."""
 MAX_ENTRIES = 1000
@@ -165,6 +165,7 @@ class Observation:
         self._mode = tuple(part.training for part in parts)
         self._first = history is not None and self._mode not in history.modes
         self._look_at_all(parts, arguments or {})
+        self._seen.clear()
 
     # What is observed
 
@@ -281,7 +282,7 @@ class Observation:
         if history.versions.get((index, name), (id(tensor), version)) != (id(tensor), version):
             history.changing.add(index)  # others change it between calls, as DDP broadcasts buffers
         if (self._first and self._shared) or index in history.changing or tensor.nbytes <= SMALL:
-            held.copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            held.copy = tensor.detach().clone()
 
     # What changed
 
@@ -362,7 +363,7 @@ class Observation:
         self.check(until)
         now = self._now()
         copies = ((held, held.copy) for held in self._tensors if held.copy is not None)
-        mode = Substituted([(h.tensor, copy.clone().detach().requires_grad_(h.requires_grad)) for h, copy in copies])
+        mode = Substituted([(h.tensor, copy.clone().requires_grad_(h.requires_grad)) for h, copy in copies])
         try:
             self._restore(now)
             with mode if mode else nullcontext():
@@ -407,7 +408,7 @@ class Observation:
                 held.tensor.requires_grad_(flag)
 
     def undo(self) -> None:
-        """Put back what was observed, but for what :meth:`check` refuses."""
+        """Put back what was observed, generators among it, but for what :meth:`check` refuses."""
         self._note_filled()
         for place in self._places:
             place.put(place.then)
@@ -439,7 +440,7 @@ _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Compute again what was observed: nothing inside is observed, because its graph is not used."""
+    """Compute again what was observed: tiled calls inside are not observed, because their graph is not used."""
     token = _recomputing.set(True)
     try:
         yield

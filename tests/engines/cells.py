@@ -153,14 +153,15 @@ def set_up(
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: Iterable[Tensor]) -> list[float]:
     """One optimizer step on each batch; the losses."""
-    losses = []
-    for ids in batches:
-        loss = lm_loss(model(ids), ids)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return [step_on(fabric, optimizer, lm_loss(model(ids), ids)) for ids in batches]
+
+
+def step_on(fabric: Fabric, optimizer: Any, loss: Tensor) -> float:
+    """One optimizer step on a loss, which is returned."""
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
 
 
 def draw(shape: tuple[int, int], rank: int) -> Tensor:

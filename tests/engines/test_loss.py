@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lt_tiled
 from lt_tiled import tiled_linear_cross_entropy
-from tests.engines.cells import ENGINES, set_up, strategy
+from tests.engines.cells import ENGINES, set_up, step_on, strategy
 from tests.engines.conftest import OnRanks
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
@@ -36,10 +36,7 @@ def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
         labels: Any = ids.clone()
         labels[0, : 3 + 9 * rank] = -100
         loss = model(ids, labels) if tiled else lm_loss(model(ids), labels)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
+        found.append(step_on(fabric, optimizer, loss))
     fabric.strategy.release()
     return found
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import lt_tiled
 from lt_tiled import Checkpointing, SequenceParallel, Tiling
-from tests.engines.cells import ENGINES, set_up, sgd, strategy
+from tests.engines.cells import ENGINES, set_up, sgd, step_on, strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
 from tests.sequence_parallel.models import GPT, causal, ids
@@ -105,10 +105,7 @@ def in_fabric(engine: str, name: str, mode: str, directory: str) -> tuple[list[f
     losses = []
     for x in fabric.setup_dataloaders(DataLoader(torch.cat(batches()), batch_size=2)):
         loss = loss_and_logits(name, model, x)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(step_on(fabric, optimizer, loss))
     model.eval()
     with torch.no_grad():
         logits = loss_and_logits(name, model, batches(1)[0], labels=False).clone()
@@ -202,10 +199,7 @@ def hybrid(engine: str) -> list[float]:
     losses = []
     for x in batches():
         loss = loss_and_logits("llama", model, x)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(step_on(fabric, optimizer, loss))
     fabric.strategy.release()
     return losses
 

@@ -70,12 +70,7 @@ def test_parity(name: str, after: bool) -> None:
 
 
 def change(model: Any, how: str) -> None:
-    if how == "delete_adapter":
-        model.delete_adapter("other")
-    elif how == "set_adapter":
-        model.set_adapter("other")
-    else:
-        getattr(model, how)()
+    getattr(model, how)(*(["other"] if how in ("delete_adapter", "set_adapter") else []))
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -111,7 +106,10 @@ def test_an_adapter_that_is_merged_between_the_passes(policies: str) -> None:
     with prepare(model, **POLICIES[policies]):
         loss = model(input_ids=IDS, labels=IDS).loss
         model.merge_adapter()
-        with pytest.raises(RuntimeError, match=r"merged_adapters was changed between the forward pass and"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"(LlamaMLP\)|LlamaDecoderLayer): .*merged_adapters was changed between the forward pass and",
+        ):
             loss.backward()
 
 
