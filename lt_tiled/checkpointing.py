@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
+from lt_tiled.determinism import DETERMINISM_CHECK, Compared
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
@@ -28,7 +29,9 @@ from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.layout import split_arguments
 from lt_tiled.tiling.observe import History, Observation, recomputing, restored
-from lt_tiled.tiling.recompute import Precision
+from lt_tiled.tiling.recompute import Due, Precision, Runs
+
+_REMEDY = "leave the block out of Checkpointing(targets=...)"
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,15 @@ class BlockPatch(Patch):
 
     def __init__(self, offload: BlockOffload | None = None) -> None:
         self.offload = offload
-        self.history = History()
+        self.history, self.runs = History(), Runs()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, BlockPatch)
-        copy.history = History()
+        copy.history, copy.runs = History(), Runs()
         return copy
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, module: nn.Module, due: Due | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
 
         All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
@@ -77,21 +80,25 @@ class BlockPatch(Patch):
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
         keeps = None if region is None or region.keep is None else self.keeps(region.keep)
-        # The compiler traces a block as a function without side effects.
-        observed = None if torch.compiler.is_compiling() else self.observe(module, args, kwargs)
+        observed = None if due is None else self.observe(module, args, kwargs)
+        hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
+        compared = None if due is None or hidden is None else Compared(type(module).__name__, hidden, due, _REMEDY)
         modes = [Precision.now(t.device) for t in tensors[:1]]
         runs = count()
 
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
-            again = next(runs) > 0
-            with _in_region(region, keeps), _repeated(observed, modes) if again else nullcontext():
+            if next(runs) > 0:
+                with _in_region(region, keeps), _repeated(observed, modes):
+                    return self.inner(module, *inner_args, **inner_kwargs)
+            with _in_region(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
-            if observed is not None and not again:
+            if observed is not None:
                 observed.end_forward()
             return output
 
-        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False)
+        check = "default" if compared is None else DETERMINISM_CHECK
+        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, determinism_check=check)
         if offload is None:
             return checkpointed()
         select = offload.offloader.policy.select
@@ -108,8 +115,8 @@ class BlockPatch(Patch):
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
         arguments = {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
-        remedy = "leave the block out of Checkpointing(targets=...)"
-        return Observation(type(module).__name__, module.modules(), remedy, self.history, arguments, generators=True)
+        kind = type(module).__name__
+        return Observation(kind, module.modules(), _REMEDY, self.history, arguments, generators=True)
 
     def keeps(self, what: Keep) -> Kept:
         """Return what a call keeps of the exchange between ranks for its recompute."""
@@ -144,9 +151,11 @@ def _in_region(region: Region | None, keeps: Kept | None) -> Iterator[None]:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replace the forward of a block. Pickle looks the name up on the block's class."""
     patch = self.__dict__[BlockPatch.attribute]
+    compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
+    due = None if compiled else patch.runs.begin()
     if not patch.active or not torch.is_grad_enabled() or _checkpoints_itself(self):
         return patch.inner(self, *args, **kwargs)
-    return patch.run(self, *_without_cache(self, args, kwargs))
+    return patch.run(self, due, *_without_cache(self, args, kwargs))
 
 
 def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:

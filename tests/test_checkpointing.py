@@ -100,14 +100,17 @@ def test_dropout_is_replayed(device: str) -> None:
 
 
 def test_only_block_inputs_are_kept() -> None:
-    """Between forward and backward a checkpointed model holds one hidden state per block, not the blocks' insides."""
+    """Between forward and backward a checkpointed model holds one hidden state per block and a sample of what the block
+    saves, not the blocks' insides.
+    """
     model = nn.Sequential(*(Block() for _ in range(4)))
-    x = randn(1, 64, H)
+    x = randn(1, 512, H)
     with prepare(model, checkpointing=Checkpointing()), LiveBytes() as meter:
         y = model(x)
         held = meter.now
     assert y.requires_grad
-    assert held == 4 * x.nbytes  # three between the blocks, and the output
+    inputs = 4 * x.nbytes  # three between the blocks, and the output
+    assert inputs < held < inputs + 4 * 2048
 
 
 def test_tensors_in_keywords_and_containers_are_packed() -> None:

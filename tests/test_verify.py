@@ -287,6 +287,18 @@ class Averaging(nn.LayerNorm):
         return super().forward(x) * self.average * self.calls
 
 
+class Counting(nn.LayerNorm):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step begins with the same buffers, and a buffer that a tiled step changes in another way fails."""
     net = TinyLM()
@@ -296,6 +308,7 @@ def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.passed, str(result)
     assert {"blocks.*.norm1.calls", "blocks.*.norm1.average"} <= {row.path for row in result.rows}
     assert net.blocks[0].norm1.calls == 0
+    net.blocks[0].norm1 = Counting()
     monkeypatch.setattr(Observation, "restored", lambda self, until: nullcontext())  # each recompute counts, too
     result = verify(net, IDS, step=step, strategy=TiledSingleDeviceStrategy(checkpointing=True))
     assert not {row.path: row.passed for row in result.rows}["blocks.*.norm1.calls"]

@@ -16,7 +16,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.layout import each_tile, tile_gradients
-from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, saves_elsewhere
+from lt_tiled.tiling.recompute import (
+    Precision,
+    RandomState,
+    SavedCounter,
+    check_same,
+    hidden_from_modes,
+    random_state_kept,
+    samples_of,
+    saves_elsewhere,
+)
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
 from lt_tiled.tiling.weights import GradientSum, Substituted, differentiate, paired
 
@@ -77,6 +86,8 @@ class Backward:
             repeat(None) if gradient is None else tile_gradients(gradient, kind, call.shape, bounds)
             for gradient, kind in zip(gradients, kinds, strict=True)
         ]
+        if self.trace.sample and self.trace.due():
+            self._compare(inputs)
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
@@ -86,6 +97,23 @@ class Backward:
         finally:
             self._mode.end()
         return results
+
+    def _compare(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees]."""
+        if self._compiled is not None and self.trace.random is not None:  # which draws others
+            return
+        call = self.call
+        with (
+            hidden_from_modes(inputs[0]),
+            random_state_kept(call.device),
+            torch.no_grad(),
+            SavedCounter(),
+            Substituted(self._pairs),
+        ):
+            output = call.run_views(next(call.tiles([t.detach() for t in inputs])))
+        remedy = "lt_tiled.untile() the module"
+        for before, now in zip(self.trace.sample, samples_of(output)):  # noqa: B905  # another structure fails below
+            check_same(call.patch.name, "its outputs", before, now, remedy)
 
     def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
         """Recompute a tile and differentiate it.

@@ -1,15 +1,30 @@
-"""What a recompute must find as the forward pass found it: torch's random generators, default dtype and autocast."""
+"""Random generators, default dtype and autocast of a forward pass, which its recompute restores; and what both compute.
+
+NOTE [What no observation sees]
+Code can read more than an observation records: a tensor inside of a container that changes in place, a variable of
+another module or thread, a file. Whatever it is, a gradient is wrong only if the recompute computes other values. So
+each forward pass keeps some entries of what it computed, and its recompute is refused if more than a few of them differ
+by more than rounding: a few may, where a kernel that sums in any order sends a token to another expert.
+
+A block's entries are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
+shapes and dtypes. A tiled call's are those of its first tile's output, which its backward pass computes twice for that.
+Comparing takes time and waits for the device. So it is done in the first calls, which show what happens in every step,
+and where the same code ran again between a forward pass and its recompute, which is when others change what it reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from lt_tiled.tiling.places import storage_of
 
 
 @dataclass(frozen=True)
@@ -132,3 +147,61 @@ def entry(holder: Any, name: str) -> Any:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
+_ENTRIES = 16
+_CALLS = 2
+_FEW = 1 / 8
+
+Due = Callable[[], bool]
+"""Whether a recompute is to be compared with its forward pass."""
+
+
+class Runs:
+    """Counts how often some code ran."""
+
+    count = 0
+
+    def begin(self) -> Due:
+        """Count a call. Its recompute is to be compared if it is one of the first, or not the last any more."""
+        self.count += 1
+        mine = self.count
+        return lambda: mine <= _CALLS or self.count > mine
+
+
+def samples_of(output: Any) -> list[Tensor]:
+    """Return a copy of some entries of each tensor in an output that can be compared."""
+    views = (entries_of(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    return [view.clone() for view in views if view is not None]
+
+
+def entries_of(tensor: Tensor) -> Tensor | None:
+    """Return a view of some entries from all over a plain tensor of floating-point numbers without gaps."""
+    if tensor.dtype not in TOLERANCE or storage_of(tensor) is None:
+        return None
+    count = tensor.numel()
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if count == 0 or span != count:
+        return None
+    step = count // _ENTRIES | 1  # odd, so that it does not meet the same feature of each token
+    return tensor.detach().as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset())
+
+
+def check_same(name: str, what: str, before: Tensor, now: Tensor, remedy: str) -> None:
+    """Compare entries of the forward pass with those of the recompute.
+
+    Raises:
+        RuntimeError: If more than a few differ.
+    """
+    if torch.equal(before, now):
+        return
+    largest = torch.maximum(before.abs(), now.abs()).double()
+    differ = int(((before.double() - now.double()).abs() > TOLERANCE[now.dtype] * largest).sum())
+    if differ > max(1, _FEW * int((largest > 0).sum())):
+        raise RuntimeError(
+            f"{name}: its recompute computes other values than its forward pass did ({differ} of {len(before)} samples"
+            f" of {what} differ), because something that it reads changed between the two. Make the change after the"
+            f" backward pass, such as the optimizer's step, or {remedy}."
+        )

@@ -20,13 +20,11 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
 from lt_tiled.tiling.observe import History, Observation
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, random_state_kept, version_of
+from lt_tiled.tiling.recompute import TOLERANCE, RandomState, SavedCounter, random_state_kept, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 CHECK_TOKENS = 32
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
 _GRADIENT_TOLERANCE = 5e-2
 """The same for gradients of any dtype: a module may compute in 16 bits inside, and weights sum what is rounded."""
 _FLOOR = 1e-3
@@ -301,7 +299,7 @@ def _check_influence(
     received = [None if g is None else unchanged(g) for g in given]
     scale = sum(float(g.norm()) for g in received if g is not None)
     dtypes = [one.autocast.dtype, *(leaf.dtype for leaf in outputs if isinstance(leaf, Tensor))]
-    bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in (*dtypes, *(t.dtype for t in sample)) if dtype is not None)
+    bound = max(TOLERANCE.get(dtype, 0.0) for dtype in (*dtypes, *(t.dtype for t in sample)) if dtype is not None)
     wide = [per_token for per_token, wants in zip(one.per_token, one.wants_grad, strict=True) if wants]
     wide += [False] * len(one.weights)
 
@@ -367,7 +365,7 @@ def _compare_outputs(
     one: TiledCall, sample: Sequence[Tensor], a: Tensor, b: Tensor, autocast: torch.dtype | None, what: str
 ) -> None:
     """Compare outputs, with the tolerance of their dtype and of autocast's, where that explains a difference too."""
-    bound = max(_TOLERANCE.get(dtype, 0.0) for dtype in (a.dtype, autocast or a.dtype))
+    bound = max(TOLERANCE.get(dtype, 0.0) for dtype in (a.dtype, autocast or a.dtype))
     _compare(a, b, bound, _noise(one, sample, bound), what, one.patch.name)
 
 

@@ -16,6 +16,7 @@ from lt_tiled.modules.patch import HOOKS, Patch, is_of
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 from lt_tiled.tiling.observe import History
+from lt_tiled.tiling.recompute import Runs
 
 _CAPTURING = "transformers.utils.output_capturing"
 _NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)
@@ -60,6 +61,7 @@ class Learned:
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
     histories: dict[Hashable, History] = field(default_factory=lambda: defaultdict(History))
     """What observations of each work showed."""
+    runs: dict[Hashable, Runs] = field(default_factory=lambda: defaultdict(Runs))
     saved: dict[Hashable, int | None] = field(default_factory=dict)
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
     last: dict[Hashable, int] = field(default_factory=dict)

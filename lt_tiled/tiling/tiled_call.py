@@ -32,7 +32,15 @@ from lt_tiled.tiling.layout import (
     whole_output,
 )
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
-from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, hidden_from_modes, random_state_kept
+from lt_tiled.tiling.recompute import (
+    Due,
+    Precision,
+    RandomState,
+    SavedCounter,
+    hidden_from_modes,
+    random_state_kept,
+    samples_of,
+)
 from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import TiledPatch, Work
 from lt_tiled.tiling.weights import GradientSum, substituted, trainable_weights
@@ -47,6 +55,10 @@ class Trace:
     """The generators' state before the forward pass, if it drew random numbers."""
     modules: Observation | None
     """What it read of the modules, if a backward pass may follow."""
+    sample: Sequence[Tensor]
+    """Some of the first tile's outputs."""
+    due: Due
+    """Whether they are to be compared with a recompute."""
 
 
 class TiledCall:
@@ -250,6 +262,7 @@ class TiledCall:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
         start, modules = RandomState.now(self.device), self.observe() if learn else None
+        due, sample = bool if is_recomputing() else self.patch.learned.runs[self.work.key].begin(), list[Tensor]()
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
         # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
@@ -267,11 +280,14 @@ class TiledCall:
                     low, high = self.bounds[0]
                     layout = self.layout_of(output, inputs, high - low)
                     assembly = OutputAssembly(layout, self.shape, self.bounds, self.patch.name)
+                    if modules is not None:
+                        sample = [t.clone() for t in samples_of(output)]
                 assembly.add(output, index)
                 del output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
-        return assembly.leaves, Trace(assembly.layout, random, None if modules is None else modules.end_forward())
+        seen = None if modules is None else modules.end_forward()
+        return assembly.leaves, Trace(assembly.layout, random, seen, sample, due)
 
     def observe(self) -> Observation | None:
         """Return what the modules hold now, unless no backward pass will follow."""

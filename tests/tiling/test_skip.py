@@ -189,7 +189,9 @@ def test_hooks_of_torch_see_real_values() -> None:
     hook.__module__ = "torch.nn.utils"
     m.down.register_forward_hook(hook)
     tile(m, num_shards=4, self_check=False)
-    m(randn(1, 40, H)).sum().backward()
+    for _ in range(3):  # in the first two calls the backward pass compares the first tile
+        seen.clear()
+        m(randn(1, 40, H)).sum().backward()
     assert seen[:4] == seen[4:]
     assert min(seen) > 0
 
