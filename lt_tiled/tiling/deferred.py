@@ -194,9 +194,22 @@ class DeferredCall(Deferred):
             )
 
     def open_for(self, patch: TiledPatch) -> bool:
-        """Whether a neighbor of the same tiled module can run in the same tiles."""
+        """Whether a neighbor of the same tiled module can run in the same tiles.
+
+        Raises:
+            RuntimeError: If what the call reads changed since, and all ranks must run the same tiles.
+        """
         same = self.call.patch is patch and self.call.autocast == Precision.now(self.call.device)
-        return self._data is None and same and torch.is_grad_enabled() and (self.again or not self.taken)
+        if not same or self._data is not None or not torch.is_grad_enabled() or (self.taken and not self.again):
+            return False
+        change = None if self.modules is None else next(self.modules.changes(), None)
+        if change is not None and patch.needs.same_order:
+            raise RuntimeError(
+                f"{patch.name}: {' '.join(change)} before the first use of its output. The engine needs the same order"
+                " of gradients on all ranks, so make the change after that, or remove the module from"
+                " Tiling(targets=...)."
+            )
+        return change is None
 
     def then(self, work: Work) -> tuple[Work, tuple[Any, ...]]:
         """Return one work that runs this call's and, on its output, the neighbor's; and this call's arguments.
@@ -204,8 +217,6 @@ class DeferredCall(Deferred):
         The work takes those in the place of the neighbor's first argument, which is this tensor.
         """
         self._check_inputs()
-        if self.modules is not None:
-            self.modules.check(_USE, everything=True)
         run = partial(_run_both, self.call.work.function, work.function)
         key = (self.call.work.key, self.call.arguments.tree, work.key)
         own = self.call.work

@@ -25,7 +25,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
@@ -42,9 +42,12 @@ from lt_tiled.tiling.places import (
     ATOMS,
     Attributes,
     Data,
+    Drawn,
+    Large,
     Place,
     ScriptedMode,
     Slots,
+    Trained,
     is_array,
     is_equal,
     is_object,
@@ -85,13 +88,12 @@ _SHARDED = (
     "was sharded again (what modules compute beside their output, such as a loss that a list collects, has its backward"
     " pass before FSDP gathers their weights: return it)"
 )
-_Now = tuple[list[dict[Any, Any]], list[bool], list[Any]]
 Change = tuple[str, str]
 """What changed, and how."""
 
 
 @dataclass(eq=False)
-class Held:
+class TensorRecord:
     """A tensor as it was."""
 
     name: str
@@ -156,15 +158,15 @@ class Observation:
         self.name, self.remedy, self._history, self._substituted = name, remedy, history, substituted
         self._places: list[Place] = []
         self._merged: list[Place] = []
-        self._empty: list[tuple[str, dict[str, Any]]] = []
-        self._tensors: list[Held] = []
-        self._generators: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        self._tensors: list[TensorRecord] = []
+        self._generators: list[Drawn] = []
         self._seen: set[Any] = set()
         self._draws, self._shared = generators, shared
         parts = list(parts)
         self._mode = tuple(part.training for part in parts)
         self._first = history is not None and self._mode not in history.modes
         self._look_at_all(parts, arguments or {})
+        self._places.append(Trained("", tuple(record.tensor for record in self._tensors)))
         self._seen.clear()
 
     # What is observed
@@ -191,21 +193,16 @@ class Observation:
             self._places.append(ScriptedMode(kind, part))
             return
         self._look_at(Attributes(kind, part.__dict__), DEPTH, index)
-        for name, holder in ((f"{kind}._modules", part._modules), (kind, part._buffers)):
-            if holder:
-                self._look_at(Place(name, holder), 0, index)
-            else:  # as of most modules
-                self._empty.append((name, holder))
+        self._look_at(Place(kind, part._buffers), 0, index)
+        if part._modules:
+            self._look_at(Place(f"{kind}._modules", part._modules), 0, index)
         if not self._shared:
             return
-        own = len(self._places)
         for source in read_by_class(type(part)):
             self._look_at_shared(*source)
         for hook in (hook for name in HOOKS[:2] for hook in part.__dict__[name].values()):
             if is_users(getattr(hook, "func", hook)):
                 self._look_into(f"a hook of {kind}", hook, DEPTH)
-        for shared in self._places[own:]:
-            shared.shared = True
 
     def _look_at_shared(self, holder: Any, names: tuple[str, ...]) -> None:
         if (key := (id(holder), names)) in self._seen:
@@ -217,9 +214,9 @@ class Observation:
     def _look_at(self, place: Place, depth: int, index: int = -1) -> None:
         """Record a place and, to a depth, what is in it; ``index`` is the number of the module that it belongs to."""
         self._places.append(place)
-        if not _MERGED.isdisjoint(place.then) or place.name.rpartition(".")[2] in _MERGED:
+        if not _MERGED.isdisjoint(place.recorded) or place.name.rpartition(".")[2] in _MERGED:
             self._merged.append(place)
-        for key, value in place.then.items() if len(place.then) <= MAX_ENTRIES else ():
+        for key, value in place.recorded.items():
             if type(value) in ATOMS:
                 continue
             name = f"{place.name}.{key}" if isinstance(key, str) else place.name
@@ -249,7 +246,10 @@ class Observation:
         elif isinstance(value, dict | list | deque | set) or (
             is_array(value) and not value.dtype.hasobject and value.nbytes <= SMALL
         ):
-            self._look_at(Place(name, value), depth)
+            if isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
+                self._places.append(Large(name, value))
+            elif is_array(value) or len(value) <= MAX_ENTRIES:
+                self._look_at(Place(name, value), depth)
             if is_object(value):  # of a subclass with attributes
                 self._look_at(Place(name, value.__dict__), depth)
         elif isinstance(value, FunctionType):
@@ -263,26 +263,26 @@ class Observation:
                 self._look_into(name, one, depth)
         elif is_object(value):
             self._look_at(Place(name, value.__dict__), depth)
-        elif is_users(type(value)) and (slots := Slots(name, value)).then:
+        elif is_users(type(value)) and (slots := Slots(name, value)).recorded:
             self._look_at(slots, depth)
 
     def _draw_from(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
         if self._draws:
-            self._generators.append((get, set, get()))
+            self._generators.append(Drawn(get, set))
 
     def _hold(self, name: str, index: int, holder: Any, key: Any, tensor: Tensor, is_weight: bool) -> None:
         version, storage, history = version_of(tensor), storage_of(tensor), self._history
-        held = Held(name, index, holder, key, tensor, version, None, tensor.requires_grad, is_weight)
-        self._tensors.append(held)
+        record = TensorRecord(name, index, holder, key, tensor, version, None, tensor.requires_grad, is_weight)
+        self._tensors.append(record)
         if storage is None:
             return
-        held.storage = StorageWeakRef(tensor.untyped_storage())
+        record.storage = StorageWeakRef(tensor.untyped_storage())
         if is_weight or history is None or tensor.grad_fn is not None:
             return
         if history.versions.get((index, name), (id(tensor), version)) != (id(tensor), version):
             history.changing.add(index)  # others change it between calls, as DDP broadcasts buffers
         if (self._first and self._shared) or index in history.changing or tensor.nbytes <= SMALL:
-            held.copy = tensor.detach().clone()
+            record.copy = tensor.detach().clone()
 
     # What changed
 
@@ -293,22 +293,22 @@ class Observation:
         Raises:
             RuntimeError: If a value is lost that the recompute would read.
         """
-        self._generators = [drawn for drawn in self._generators if _drew(*drawn)]
+        self._places += [generator for generator in self._generators if generator.drew]
         if (history := self._history) is None:
             return self
         history.modes.add(self._mode)
-        buffers = [held for held in self._tensors if not held.is_weight]
-        for held in buffers:
-            unseen = self._first and held.copy is not None and not is_equal(held.copy, held.tensor)
-            if unseen or held.changed():
-                history.changing.add(held.part)
-        for held in buffers:
-            held.copy = held.copy if held.part in history.changing else None
-            if isinstance(there := entry(held.holder, held.key), Tensor):
-                history.versions[held.part, held.name] = id(there), version_of(there)
-            if held.copy is None and held.changed():
+        buffers = [record for record in self._tensors if not record.is_weight]
+        for record in buffers:
+            unseen = self._first and record.copy is not None and not is_equal(record.copy, record.tensor)
+            if unseen or record.changed():
+                history.changing.add(record.part)
+        for record in buffers:
+            record.copy = record.copy if record.part in history.changing else None
+            if isinstance(there := entry(record.holder, record.key), Tensor):
+                history.versions[record.part, record.name] = id(there), version_of(there)
+            if record.copy is None and record.changed():
                 raise RuntimeError(
-                    f"{self.name}: its forward pass changed the buffer {held} in place for the first time, and the"
+                    f"{self.name}: its forward pass changed the buffer {record} in place for the first time, and the"
                     " recompute needs the old values. Buffers of more than 1 MiB are copied only once a call showed"
                     f" that they change. Replace the buffer instead (self.buffer = ...), or {self.remedy}."
                 )
@@ -317,36 +317,34 @@ class Observation:
     @property
     def drew(self) -> bool:
         """Whether a generator is no longer in its state."""
-        return any(_drew(*drawn) for drawn in self._generators)
+        return any(generator.drew for generator in self._generators)
 
     def changes(self, attributes: bool = True) -> Iterator[Change]:
         """Yield the tensors, and the attributes, that are not as they were. What was computed anew may be equal."""
-        self._note_filled()
-        for held in self._tensors:
-            same = held.copy is None or held.is_weight or is_equal(held.copy, held.tensor)
-            if change := held.lost(False) if same else (str(held), "was changed in place"):
+        for record in self._tensors:
+            same = record.copy is None or record.is_weight or is_equal(record.copy, record.tensor)
+            if change := record.lost(False) if same else (str(record), "was changed in place"):
                 yield change
         for place in self._places if attributes else ():
-            now = {} if place.shared else place.read()
-            for name in () if place.shared else place.differing(place.then, now):
-                both = name in now and name in place.then
-                if not (both and is_equal(now[name], place.then[name])):
+            now = place.read()
+            for name in place.differing(place.recorded, now):
+                both = name in now and name in place.recorded
+                if not (both and is_equal(now[name], place.recorded[name])):
                     yield f"{place.name}.{name}" if isinstance(name, str) else place.name, "was changed"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def check(self, until: str, everything: bool = False) -> None:
-        """Refuse to compute with other values than those observed.
+    def check(self, until: str) -> None:
+        """Refuse to compute with other values than those observed, unless :meth:`restored` restores them.
 
         Args:
             until: What is about to read the values again.
-            everything: Whether what :meth:`restored` would restore counts too.
 
         Raises:
             RuntimeError: If a value changed.
         """
-        lost = (held.lost(self._substituted) for held in self._tensors)
+        lost = (record.lost(self._substituted) for record in self._tensors)
         merged = ((p.name, "was changed") for p in self._merged if not _MERGED.isdisjoint(_merged_in(p)))
-        if change := next(filter(None, self.changes() if everything else chain(lost, merged)), None):
+        if change := next(filter(None, chain(lost, merged)), None):
             raise RuntimeError(
                 f"{self.name}: {' '.join(change)} between the forward pass and {until}, which would"
                 f" compute with other values. Make the change after the backward pass, such as the optimizer's step, or"
@@ -361,72 +359,35 @@ class Observation:
             RuntimeError: If a weight changed, or a tensor of which there is no copy.
         """
         self.check(until)
-        now = self._now()
-        copies = ((held, held.copy) for held in self._tensors if held.copy is not None)
-        mode = Substituted([(h.tensor, copy.clone().requires_grad_(h.requires_grad)) for h, copy in copies])
-        try:
-            self._restore(now)
+        copies = ((record, record.copy) for record in self._tensors if record.copy is not None)
+        mode = Substituted([(r.tensor, copy.clone().requires_grad_(r.requires_grad)) for r, copy in copies])
+        with ExitStack() as after:
+            self._restore(after)
+            after.callback(mode.end)
             with mode if mode else nullcontext():
                 yield
-        finally:
-            mode.end()
-            self._put_back(now)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _now(self) -> _Now:
-        self._note_filled()
-        flags = [held.tensor.requires_grad for held in self._tensors]
-        return [place.read() for place in self._places], flags, [get() for get, _, _ in self._generators]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _restore(self, now: _Now) -> None:
-        for place, values in zip(self._places, now[0], strict=True):
-            place.put(place.then, values)
-        self._set_flags([held.requires_grad for held in self._tensors])
-        for _, set, state in self._generators:
-            set(state)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _put_back(self, now: _Now) -> None:
-        for place, values in zip(self._places, now[0], strict=True):
-            place.put(values)
-        self._set_flags(now[1])
-        for (_, set, _), state in zip(self._generators, now[2], strict=True):
-            set(state)
-
-    def _note_filled(self) -> None:
-        """Count what was empty, and is not any more, among the places."""
-        for name, holder in self._empty:
-            if holder:
-                self._places.append(Place(name, holder))
-                self._places[-1].then = {}
-        self._empty = [(name, holder) for name, holder in self._empty if not holder]
-
-    def _set_flags(self, flags: Sequence[bool]) -> None:
-        for held, flag in zip(self._tensors, flags, strict=True):
-            if held.tensor.requires_grad != flag and held.tensor.is_leaf:
-                held.tensor.requires_grad_(flag)
+    def _restore(self, after: ExitStack) -> None:
+        """Restore what was observed, and add to ``after`` what puts back what is there now."""
+        before = [(place, place.read()) for place in self._places]
+        for place, now in before:
+            after.callback(place.restore, now)
+        for place, now in before:
+            place.restore(place.recorded, now)
 
     def undo(self) -> None:
         """Put back what was observed, generators among it, but for what :meth:`check` refuses."""
-        self._note_filled()
-        for place in self._places:
-            place.put(place.then)
-        for _, set, state in self._generators:
-            set(state)
-        for held in self._tensors:
-            if held.copy is not None and held.copy.shape == held.tensor.shape:
-                held.tensor.data.copy_(held.copy)
-
-
-def _drew(get: Callable[[], Any], _: Any, state: Any) -> bool:
-    now = get()
-    return bool(now != state) if isinstance(now, tuple) else not is_equal(now, state)
+        for place in (*self._places, *self._generators):
+            place.restore(place.recorded)
+        for record in self._tensors:
+            if record.copy is not None and record.copy.shape == record.tensor.shape:
+                record.tensor.data.copy_(record.copy)
 
 
 def _merged_in(place: Place) -> set[str]:
     """Return the names at which a place differs, and its own."""
-    names = place.differing(place.then)
+    names = place.differing(place.recorded)
     return {*map(str, names), place.name.rpartition(".")[2]} if names else set()
 
 

@@ -6,6 +6,7 @@ import functools
 import random
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from operator import is_
 from types import CellType, CodeType, FunctionType, ModuleType, NoneType
@@ -38,9 +39,7 @@ class Place:
 
     def __init__(self, name: str, holder: Any) -> None:
         self.name, self.holder = name, holder
-        self.shared = False
-        """Whether code of others finds it too."""
-        self.then = self.read()
+        self.recorded = self.read()
 
     def read(self) -> dict[Any, Any]:
         """Return what is there now."""
@@ -60,7 +59,7 @@ class Place:
         both = values.keys() & now.keys()
         return [*(values.keys() ^ now.keys()), *(name for name in both if not _is_same(now[name], values[name]))]
 
-    def put(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> None:
+    def restore(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> None:
         """Let these values be there."""
         names, holder = self.differing(values, now), self.holder
         if names and isinstance(holder, list | deque | set):
@@ -104,6 +103,55 @@ class Slots(Place):
 
     def remove(self, name: str) -> None:
         object.__delattr__(self.holder, name)
+
+
+class Large(Place):
+    """A list or dictionary of so many entries that those which are added at its end alone are seen."""
+
+    def read(self) -> dict[str, int]:
+        return {"length": len(self.holder)}
+
+    def set(self, name: str, value: int) -> None:
+        if isinstance(self.holder, list):
+            del self.holder[value:]
+        while len(self.holder) > value:
+            self.holder.popitem()
+
+
+class Trained(Place):
+    """Which of some tensors require a gradient."""
+
+    def read(self) -> dict[int, bool]:
+        return {index: tensor.requires_grad for index, tensor in enumerate(self.holder)}
+
+    def set(self, name: int, value: bool) -> None:
+        if self.holder[name].is_leaf:
+            self.holder[name].requires_grad_(value)
+
+
+class Drawn(Place):
+    """The state of a generator of random numbers.
+
+    Args:
+        get: Returns the state.
+        set: Sets it.
+    """
+
+    def __init__(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
+        self._get, self._set = get, set
+        super().__init__("a generator", None)
+
+    def read(self) -> dict[str, Any]:
+        return {"state": self._get()}
+
+    def set(self, name: str, value: Any) -> None:
+        self._set(value)
+
+    @property
+    def drew(self) -> bool:
+        """Whether numbers were drawn since."""
+        now, before = self._get(), self.recorded["state"]
+        return bool(now != before) if isinstance(now, tuple) else not is_equal(now, before)
 
 
 class Attributes(Place):
@@ -175,7 +223,7 @@ def read_by(function: FunctionType) -> list[tuple[Any, tuple[str, ...]]]:
         function = todo.pop()
         space, names = function.__globals__, _names_in(function.__code__)
         for cell in function.__closure__ or ():
-            value = Place("", cell).then.get(0)
+            value = Place("", cell).recorded.get(0)
             todo += [value] if isinstance(value, FunctionType) and value.__code__ not in known else []
             found += [(cell, ("",))] if is_data(value) else []
         for value in [space.get(name) for name in names]:

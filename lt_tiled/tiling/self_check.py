@@ -20,7 +20,7 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
 from lt_tiled.tiling.observe import History, Observation
-from lt_tiled.tiling.recompute import TOLERANCE, RandomState, SavedCounter, random_state_kept, version_of
+from lt_tiled.tiling.recompute import TOLERANCE, Due, RandomState, SavedCounter, random_state_kept, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
@@ -38,9 +38,12 @@ _DRAWS = 8
 
 
 class _Sample(TiledCall):
-    """A call of a few tokens, which is not compiled."""
+    """A call of a few tokens, which is neither compiled nor counted."""
 
     compiled = None
+
+    def begin(self) -> Due:
+        return bool
 
 
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:

@@ -262,7 +262,7 @@ class TiledCall:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
         start, modules = RandomState.now(self.device), self.observe() if learn else None
-        due, sample = bool if is_recomputing() else self.patch.learned.runs[self.work.key].begin(), list[Tensor]()
+        due, sample = self.begin(), list[Tensor]()
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
         # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
@@ -288,6 +288,10 @@ class TiledCall:
         assert assembly is not None
         seen = None if modules is None else modules.end_forward()
         return assembly.leaves, Trace(assembly.layout, random, seen, sample, due)
+
+    def begin(self) -> Due:
+        """Count the call, and return what tells whether its recompute is to be compared."""
+        return bool if is_recomputing() else self.patch.learned.runs[self.work.key].begin()
 
     def observe(self) -> Observation | None:
         """Return what the modules hold now, unless no backward pass will follow."""

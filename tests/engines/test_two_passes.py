@@ -26,6 +26,12 @@ from tests.world import World
 SWITCH = {"gain": 1.0}
 
 
+class Settings:
+    """Looked into by no observation."""
+
+    gain = 1.0
+
+
 class SwitchedMLP(GatedMLP):
     """Reads a buffer and a number."""
 
@@ -53,7 +59,7 @@ class Switched(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.5 * self.mean + float(x.detach().mean())
-        x = x * self.mask * self.gain * SWITCH["gain"] * self.scale + self.shift + self.mean
+        x = x * self.mask * self.gain * SWITCH["gain"] * self.scale * Settings.gain + self.shift + self.mean
         x = super().forward(x if self.task == "first" else x.sin())
         if self.collects:
             self.collected.append(x.square().mean())
@@ -71,10 +77,12 @@ CHANGES: dict[str, Callable[[Switched], object]] = {
     "buffer in place": lambda block: block.shift.add_(1),
     "class attribute": lambda block: setattr(Switched, "gain", Switched.gain * 1.1),
     "global": lambda block: SWITCH.update(gain=SWITCH["gain"] * 1.1),
+    "another class": lambda block: setattr(Settings, "gain", Settings.gain * 1.1),
     "frozen weight": lambda block: block.scale.requires_grad_(not block.scale.requires_grad),
 }
-IN_PLACE, SHARDED = (
+IN_PLACE, OTHER, SHARDED = (
     r"Switched\.shift of shape \[16\] was changed in place",
+    r"its recompute computes other values",
     "was sharded again .what modules compute beside",
 )
 FREEZES = ("ddp", "fsdp", "fsdp2")
@@ -91,7 +99,7 @@ def switched(engine: str, policies: str) -> dict[str, list[float] | str]:
     """The losses of three steps with each change, or the error."""
     found: dict[str, list[float] | str] = {}
     for name, change in CHANGES.items():
-        Switched.gain, SWITCH["gain"] = 1.0, 1.0
+        Switched.gain = SWITCH["gain"] = Settings.gain = 1.0
         chosen = strategy(lt_tiled.fabric, engine, **POLICIES[policies])
         fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
         fabric.launch()
@@ -127,10 +135,10 @@ CELLS = [(e, p) for e in ENGINES for p in ("tiles", "checkpointing", "both") if 
 @pytest.mark.parametrize(("engine", "policies"), CELLS)
 def test_a_change_between_two_forward_passes(engine: str, policies: str, on_ranks: OnRanks) -> None:
     """The losses are those of the untiled run on the same engine. Refused by name are, with checkpointing, a buffer
-    that changes in place, and under FSDP2 collected losses.
+    that changes in place and an attribute of a class that is no module, and under FSDP2 collected losses.
     """
     true, found = on_ranks.once(switched, engine, "untiled"), on_ranks(switched, engine, policies)
-    refused = {} if policies == "tiles" else {"buffer in place": IN_PLACE}
+    refused = {} if policies == "tiles" else {"buffer in place": IN_PLACE, "another class": OTHER}
     refused |= {"collected losses": SHARDED} if refused and engine == "fsdp2" else {}
     for plain, tiled in zip(true, found, strict=True):
         fails = {name for name, losses in plain.items() if isinstance(losses, str)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers import LlamaConfig
 
-from lt_tiled import tile, untile
+from lt_tiled import Checkpointing, Tiling, prepare, tile, untile
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.recompute import check_same
 from lt_tiled.tiling.state import TiledPatch
 from tests.models import GatedMLP, H
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, spread, worst
@@ -55,7 +58,8 @@ class Scaled(GatedMLP):
         self.offset, self.table = torch.ones(H), np.full(1, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.act(self.frozen(super().forward(x - self.mean)) * self.factor + self.offset)
+        factor = getattr(self, "other_factor", self.factor)
+        y: Tensor = self.act(self.frozen(super().forward(x - self.mean)) * factor + self.offset)
         return _scaled(y + self.shift + float(self.table[0]) + self.slots.value) ** self.options["power"][0]
 
 
@@ -100,7 +104,7 @@ RESTORED: dict[str, Callable[[Scaled], Any]] = {
     "buffer": lambda m: setattr(m, "mean", m.mean + 1),
     "submodule": _replace_submodule,
     "number": lambda m: setattr(m, "factor", 3.0),
-    "new attribute": lambda m: setattr(m, "act_scale", 3.0),
+    "new attribute": lambda m: setattr(m, "other_factor", 3.0),
     "inside a dictionary": lambda m: m.options["power"].insert(0, 3),
     "function": lambda m: setattr(m, "act", torch.sin),
     "plain tensor": lambda m: setattr(m, "offset", torch.zeros(H)),
@@ -131,6 +135,85 @@ def test_a_change_does_not_reach_the_recompute(name: str, monkeypatch: pytest.Mo
             tile(m, num_shards=4)
         found.append({**gradients(m, x, call=call), "later": m(x)})
     assert worst(found[1], found[0]) < EXACT
+
+
+class Namespace:
+    gain = 1.5
+
+
+LOCAL, VARIABLE = threading.local(), ContextVar("variable", default=1.5)
+ACT: Callable[[Tensor], Tensor] = torch.tanh
+LARGE = np.ones((2**17 + 1, 2))
+
+
+class Odd(GatedMLP):
+    """A gated MLP that reads what no observation sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = [torch.full((H,), 1.5)]
+        self.before = nn.Identity()
+        self.unregistered = [nn.LayerNorm(H).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gains = Namespace.gain * getattr(LOCAL, "gain", 1.5) * VARIABLE.get() * float(LARGE[0, 0])
+        x = self.unregistered[0](self.before(x)) * self.tensors[0] * gains
+        return self.down(self.act(self.gate(x)) * self.up(ACT(x)))
+
+
+UNSEEN: dict[str, Callable[[Odd], Any]] = {
+    "tensor in a list": lambda m: m.tensors[0].mul_(1.5),
+    "class as a namespace": lambda m: setattr(Namespace, "gain", 3.0),
+    "variable of a thread": lambda m: setattr(LOCAL, "gain", 3.0),
+    "context variable": lambda m: VARIABLE.set(3.0),
+    "function in a global": lambda m: globals().update(ACT=torch.sin),
+    "large array": lambda m: LARGE.fill(3.0),
+    "unregistered module": lambda m: m.unregistered[0].bias.add_(1),
+    "hook": lambda m: m.before.register_forward_hook(lambda module, args, output: output + args[0].sin()),
+}
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    yield
+    Namespace.gain, LOCAL.gain = 1.5, 1.5
+    VARIABLE.set(1.5)
+    globals().update(ACT=torch.tanh)
+    LARGE.fill(1.0)
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("calls", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [*((name, "blocks") for name in UNSEEN), *((name, "tiles") for name in UNSEEN if name != "hook")],
+)  # a module that has hooks inside runs untiled
+def test_a_change_that_no_observation_sees(name: str, policy: str, calls: int) -> None:
+    """A recompute that reads something else is refused with the module's name: in the first step, and in later ones if
+    the module runs again before the backward pass.
+    """
+    tiling = Tiling(4, targets=["Odd"]) if policy == "tiles" else None
+    model, x = nn.Sequential(Odd()), randn(2, 40, H)
+    with prepare(model, tiling=tiling, checkpointing=None if tiling else Checkpointing(targets=["Odd"])):
+        for _ in range(calls - 1):
+            model(x).sum().backward()
+        y = model(x).sum()
+        with torch.no_grad():
+            UNSEEN[name](model[0])
+        if calls > 1:
+            y = y + model(x).sum()
+        with pytest.raises(RuntimeError, match=r"Odd.*: its recompute computes other values .*Make the change after"):
+            y.backward()
+
+
+def test_a_few_entries_may_differ() -> None:
+    """A recompute of which one entry in sixteen differs, as where a token's expert is a tie, is not refused; one of
+    which three do, is.
+    """
+    values = torch.rand(16) + 1
+    for many in (1, 3):
+        with nullcontext() if many == 1 else pytest.raises(RuntimeError, match="3 of 16 samples of its outputs"):
+            check_same("M", "its outputs", values, values + (torch.arange(16) < many), "leave it out")
 
 
 def test_functional_call() -> None:
