@@ -1,7 +1,7 @@
 """What the checks cost: ``python -m benchmarks --only checks``.
 
 The seconds that a training step spends in the self-check (in the first step, and where a call runs in another mode) and
-in the comparison of what the recompute reads with what the forward pass read (in every step).
+in comparing what the recompute reads and computes with what the forward pass read and computed (in every step).
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ import torch
 from benchmarks.costs import Size, llama, with_checkpointing
 from benchmarks.sheet import Cell, Sheet, machine
 from benchmarks.step_time import HERE, ON_GPU, QUICK, step_of
+from lt_tiled.determinism import Compared
 from lt_tiled.tiling import patched, tiled_call
+from lt_tiled.tiling.backward import Backward
 from lt_tiled.tiling.observe import Observation
+from lt_tiled.tiling.places import Place
 from lt_tiled.tiling.state import Work
 
 _EVERY_STEP = [
     (Observation, "__init__"),
     (Observation, "end_forward"),
     (Observation, "check"),
-    (Observation, "_now"),
     (Observation, "_restore"),
-    (Observation, "_put_back"),
+    (Place, "restore"),
+    (Compared, "sample"),
+    (Backward, "_compare"),
+    (tiled_call, "samples_of"),
     (Work, "hooked"),
     (Work, "recorded"),
     (tiled_call, "_switches"),

@@ -166,7 +166,7 @@ class Observation:
         self._mode = tuple(part.training for part in parts)
         self._first = history is not None and self._mode not in history.modes
         self._look_at_all(parts, arguments or {})
-        self._places.append(Trained("", tuple(record.tensor for record in self._tensors)))
+        self._places.append(Trained("requires_grad of a weight", tuple(record.tensor for record in self._tensors)))
         self._seen.clear()
 
     # What is observed
