@@ -104,7 +104,7 @@ def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
     thread, and this one looks for errors in the store of the process group. After an error on some ranks, that thread
     keeps waiting, so the process group is of no further use.
     """
-    group = dist.group.WORLD if dist.is_initialized() else None
+    group = dist.group.WORLD
     if group is None or group.size() == 1:
         return run()
     store, call, raised = group.get_group_store(), next(_calls), list[BaseException]()
@@ -112,8 +112,7 @@ def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
 
     def work() -> None:
         try:
-            device = strategy.root_device
-            torch.get_device_module(device).set_device(device)  # each thread has its own
+            torch.get_device_module(strategy.root_device).set_device(strategy.root_device)  # each thread has its own
             run()
         except BaseException as error:
             raised.append(error)

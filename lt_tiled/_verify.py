@@ -2,7 +2,9 @@
 
 NOTE [What is compared]
 An engine sets up a copy of the model once. Its steps run with lt_tiled's patches turned off, and turned on, forced to
-several tiles, and begin with the same weights, buffers and random numbers. The optimizer of the run changes no weight.
+several tiles. Before each forward pass an :class:`Observation` restores buffers, attributes and generators, so two
+passes give twice the gradients of one: that is how gradient accumulation is compared, and how a step is found that does
+not repeat. The optimizer of the run changes no weight.
 It can put gradients in the place of weights: the full state dict, which every engine can gather, then has them under
 the names of the weights. DeepSpeed has a function for that. The same step of a plain copy in higher precision, without
 engine and patches, shows the rounding of both.
@@ -48,6 +50,7 @@ from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.sequence_parallel.self_check import rounds_products
 from lt_tiled.tiling.observe import History, Observation
 from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import RandomState, random_state_kept
 from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.verification import EVALUATION, LOSS, Step, Verification, compare, listed, norm_of, worst
@@ -257,7 +260,7 @@ class _Comparison(Callback):
         weights = self._full() if self.reference else {}
         with turned_off(trained):
             plain, plain_sum, untiled = self._measure()
-        ours, sum_, tiled = self._measure()
+        ours, ours_sum, tiled = self._measure()
         kinds = {weight.dtype for weight in trained.parameters()}
         dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
         self.draws = trainer.strategy.reduce_boolean_decision(self.draws, all=False)
@@ -266,7 +269,7 @@ class _Comparison(Callback):
             truth = self._step_in(dtype, weights)
         self.state.undo()
         base = truth or plain
-        same = {k for k, b in self.before.items() if all(_equal(b, v[k]) for v in (plain, ours))}
+        same = {k for k, b in self.before.items() if all(is_equal(b, v[k]) for v in (plain, ours))}
         names = [k for k in base if k not in same and not (k == EVALUATION and base[k].isnan())]
         gradients = [k for k in names if k not in (LOSS, EVALUATION) and k not in self.before]
         if not norm_of(base, gradients):
@@ -279,17 +282,15 @@ class _Comparison(Callback):
                 eps = max(eps, 2.0**-10)  # of TF32
             prefix = "model." if isinstance(self.module, _Stepping) else ""
             tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(trained)]
-            summed = worst(compare(plain_sum, sum_, truth, eps, gradients, gradients, prefix))
+            summed = worst(compare(plain_sum, ours_sum, truth, eps, gradients, gradients, prefix))
             again = worst(compare(plain, plain_sum, {}, eps, gradients, gradients, prefix))
+            rows = compare(plain, ours, truth, eps, names, gradients, prefix)
             self.result = Verification(
                 f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
                 f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
                 Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
                 Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
-                (
-                    *compare(plain, ours, truth, eps, names, gradients, prefix),
-                    replace(summed, path=f"two micro-batches: {summed.path}"),
-                ),
+                (*rows, replace(summed, path=f"two micro-batches: {summed.path}")),
                 max((count for _, count in tiles), default=None),
                 listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
                 self.draws,
@@ -323,14 +324,7 @@ class _Comparison(Callback):
         return values, summed, (counted.flops, peak, seconds)
 
     def _step(self, passes: int = 0) -> tuple[dict[str, Tensor], float]:
-        """Run a step of the engine.
-
-        Args:
-            passes: The number of forward and backward passes. With 0 there is one, of which nothing is read.
-
-        Returns:
-            Loss, buffers, and the mean of the gradients of the passes; the duration of the last one.
-        """
+        """Run a step of the engine. Return loss, buffers and mean gradients of its passes (0: one, unread), and time."""
         strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
         loss, gradients, seconds = torch.tensor(0.0), dict[str, Tensor](), 0.0
 
@@ -365,8 +359,8 @@ class _Comparison(Callback):
         if passes and not self._on_deepspeed:
             gradients = _without_others(self.trained, self.optimizer.gathered(self._full))
         optimizer.zero_grad()
-        gradients = {name: gradient / passes for name, gradient in gradients.items()}
-        return self._values(self.trained, loss, gradients) if passes else {}, seconds
+        means = {name: gradient / passes for name, gradient in gradients.items()}
+        return self._values(self.trained, loss, means) if passes else {}, seconds
 
     def _values(self, module: nn.Module, loss: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what is compared: the loss, averaged over the ranks, the gradients, and the buffers after a step."""
@@ -471,10 +465,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the buffers of a module, on the CPU."""
     buffers = module.named_buffers(remove_duplicate=False)
     return {plain_name(name): buffer.detach().cpu().clone() for name, buffer in buffers}
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _without_others(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
