@@ -324,7 +324,7 @@ class _Comparison(Callback):
         return values, summed, (counted.flops, peak, seconds)
 
     def _step(self, passes: int = 0) -> tuple[dict[str, Tensor], float]:
-        """Run a step of the engine. Return loss, buffers and mean gradients of its passes (0: one, unread), and time."""
+        """Run a step of the engine. Return loss, buffers, mean gradients of its passes (0: one, unread), and time."""
         strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
         loss, gradients, seconds = torch.tensor(0.0), dict[str, Tensor](), 0.0
 
@@ -338,6 +338,8 @@ class _Comparison(Callback):
                     loss = training_loss(strategy.training_step, self.trained, batch)
                     if index == 0:
                         optimizer.zero_grad()
+                    if self._on_deepspeed:
+                        strategy.deepspeed_engine.set_gradient_accumulation_boundary(index >= passes - 1)
                     strategy.backward(loss, optimizer)
                     seconds = self._now() - start
                     self.draws |= self.state.drew or not before.same_as(RandomState.now(self.device))
