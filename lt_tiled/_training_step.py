@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import copy_context
+from datetime import timedelta
+from itertools import count, islice
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -18,6 +22,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lt_tiled.errors import SimulationError
+
+_calls = count()
 
 
 def first_batch(module: LightningModule, datamodule: LightningDataModule | None, index: int = 0) -> Any:
@@ -91,21 +97,41 @@ def training_loss(run: Callable[..., Any], module: LightningModule, batch: Any) 
     return loss
 
 
-@contextmanager
-def raising_on_all(ranks: int) -> Iterator[None]:
-    """Raise on all ranks what one of them raises: the others would wait for it in the next collective."""
-    error, texts = None, [""] * ranks
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    if ranks > 1:
-        dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else "")
-    if error:
-        raise error
-    for rank, text in enumerate(texts):
-        if text:
-            raise ValueError(f"Rank {rank} cannot run its step: {text}")
+def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
+    """Run a function with collectives, and raise on all ranks what one of them raises.
+
+    A collective that waits for a rank that failed cannot be interrupted. So with several ranks the function runs in a
+    thread, and this one looks for errors in the store of the process group. After an error on some ranks, that thread
+    keeps waiting, so the process group is of no further use.
+    """
+    group = dist.group.WORLD
+    if group is None or group.size() == 1:
+        return run()
+    store, call, raised = group.get_group_store(), next(_calls), list[BaseException]()
+    failed, left, ended = (f"lt_tiled/{call}/{key}" for key in ("failed", "left", "ended"))
+
+    def work() -> None:
+        try:
+            torch.get_device_module(strategy.root_device).set_device(strategy.root_device)  # each thread has its own
+            run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = Thread(target=copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    while thread.is_alive() and not store.check([failed]):
+        thread.join(0.1)
+    if raised:
+        store.set(failed, f"Rank {group.rank()} cannot run its step: {type(raised[0]).__name__}: {raised[0]}")
+    elif thread.is_alive():
+        strategy.teardown = nothing  # type: ignore[method-assign]  # it would wait for the thread
+    else:
+        return None
+    if store.add(left, 1) == group.size():
+        store.set(ended, "")
+    with suppress(RuntimeError):  # not all ranks came this far
+        store.wait([ended], timedelta(seconds=10))  # the rank that ends first may be the one that holds the store
+    raise raised[0] if raised else ValueError(store.get(failed).decode())
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -2,7 +2,9 @@
 
 NOTE [What is compared]
 An engine sets up a copy of the model once. Its steps run with lt_tiled's patches turned off, and turned on, forced to
-several tiles, and begin with the same weights, buffers and random numbers. The optimizer of the run changes no weight.
+several tiles. Before each forward pass an :class:`Observation` restores buffers, attributes and generators, so two
+passes give twice the gradients of one: that is how gradient accumulation is compared, and how a step is found that does
+not repeat. The optimizer of the run changes no weight.
 It can put gradients in the place of weights: the full state dict, which every engine can gather, then has them under
 the names of the weights. DeepSpeed has a function for that. The same step of a plain copy in higher precision, without
 engine and patches, shows the rounding of both.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -46,10 +48,12 @@ from lt_tiled.memory import PeakMemory, provides
 from lt_tiled.modules.find import plain_name, unwrapped, walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.sequence_parallel.self_check import rounds_products
+from lt_tiled.tiling.observe import History, Observation
 from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import RandomState, random_state_kept
 from lt_tiled.tiling.state import TiledPatch
-from lt_tiled.verification import LOSS, Step, Verification, compare, listed, norm_of
+from lt_tiled.verification import EVALUATION, LOSS, Step, Verification, compare, listed, norm_of, worst
 
 _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
@@ -219,8 +223,10 @@ class _Comparison(Callback):
     """Runs the steps when a Trainer's ``fit`` has set up the engine."""
 
     optimizer: _Gradients
-    before: dict[str, tuple[dict[str, Tensor | None], str, Tensor, Tensor]]
-    """The buffers with which each step begins, with their values."""
+    before: dict[str, Tensor]
+    """The buffers with which each pass begins."""
+    state: Observation
+    """What else each pass begins with: attributes, containers, modes and generators."""
     trainer: Any
     trained: LightningModule
     """The copy that the engine trains."""
@@ -243,46 +249,53 @@ class _Comparison(Callback):
             raise ValueError("Sparse gradients cannot be compared: verify with sparse=False, with the same values.")
         _force_tiles(patches)
         _prepare(pl_module)
-        before = _buffers(pl_module)
-        self.before = {name: (holder, key, b, b.clone()) for name, (holder, key, b) in before.items()}
         with isolate_rng(), random_state_kept(self.device):
-            torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
-            with raising_on_all(self.trainer.world_size):
-                self._read_batch()
-            weights = self._full() if self.reference else {}
-            with turned_off(pl_module):
-                plain, untiled = self._measure()
-            ours, tiled = self._measure()
-            kinds = {weight.dtype for weight in pl_module.parameters()}
-            dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
-            self.draws = trainer.strategy.reduce_boolean_decision(self.draws, all=False)
-            truth: dict[str, Tensor] = {}
-            if self.reference and not self.draws:  # other precisions draw other random numbers
-                truth = self._step_in(dtype, weights)
-        with raising_on_all(self.trainer.world_size):
-            same = {k for k, (*_, b) in self.before.items() if all(_equal(b.cpu(), v[k]) for v in (plain, ours))}
-            names = [name for name in truth or plain if name not in same]
-            gradients = [name for name in names if name != LOSS and name not in before]
-            if not norm_of(truth or plain, gradients):
-                raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-            if trainer.is_global_zero:
-                bits = str(trainer.precision).split("-")[0]
-                mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(bits, set())
-                eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
-                if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
-                    eps = max(eps, 2.0**-10)  # of TF32
-                prefix = "model." if isinstance(self.module, _Stepping) else ""
-                tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(pl_module)]
-                self.result = Verification(
-                    f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
-                    f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
-                    Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
-                    Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
-                    compare(plain, ours, truth, eps, names, gradients, prefix),
-                    max((count for _, count in tiles), default=None),
-                    listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
-                    self.draws,
-                )
+            raising_on_all(lambda: self._compare(name), trainer.strategy)
+
+    def _compare(self, name: str) -> None:
+        trainer, trained = self.trainer, self.trained
+        torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
+        self._read_batch()
+        self.before, self.state = _buffers(trained), _observed(trained)
+        weights = self._full() if self.reference else {}
+        with turned_off(trained):
+            plain, plain_sum, untiled = self._measure()
+        ours, ours_sum, tiled = self._measure()
+        kinds = {weight.dtype for weight in trained.parameters()}
+        dtype = torch.float64 if kinds & {torch.float32, torch.float64} else torch.float32
+        self.draws = trainer.strategy.reduce_boolean_decision(self.draws, all=False)
+        truth: dict[str, Tensor] = {}
+        if self.reference and not self.draws:  # other precisions draw other random numbers
+            truth = self._step_in(dtype, weights)
+        self.state.undo()
+        base = truth or plain
+        same = {k for k, b in self.before.items() if all(is_equal(b, v[k]) for v in (plain, ours))}
+        names = [k for k in base if k not in same and not (k == EVALUATION and base[k].isnan())]
+        gradients = [k for k in names if k not in (LOSS, EVALUATION) and k not in self.before]
+        if not norm_of(base, gradients):
+            raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
+        if trainer.is_global_zero:
+            bits = str(trainer.precision).split("-")[0]
+            mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(bits, set())
+            eps = max(torch.finfo(kind).eps for kind in kinds | mixed if kind.is_floating_point)
+            if torch.float32 in kinds and (rounds_products() or self._rounds_convolutions()):
+                eps = max(eps, 2.0**-10)  # of TF32
+            prefix = "model." if isinstance(self.module, _Stepping) else ""
+            tiles = [(path.removeprefix(prefix), count) for path, count in _tiles(trained)]
+            summed = worst(compare(plain_sum, ours_sum, truth, eps, gradients, gradients, prefix))
+            again = worst(compare(plain, plain_sum, {}, eps, gradients, gradients, prefix))
+            rows = compare(plain, ours, truth, eps, names, gradients, prefix)
+            self.result = Verification(
+                f"{name}, {length_of(self.batch)} tokens, {trainer.precision}, {type(trainer.strategy).__name__}",
+                f"a step in {str(dtype).removeprefix('torch.')}" if truth else "the untiled step",
+                Step(float(plain[LOSS]), norm_of(plain, gradients), *untiled),
+                Step(float(ours[LOSS]), norm_of(ours, gradients), *tiled),
+                (*rows, replace(summed, path=f"two micro-batches: {summed.path}")),
+                max((count for _, count in tiles), default=None),
+                listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
+                self.draws,
+                None if again.passed else again,
+            )
         self.result = trainer.strategy.broadcast(self.result)
 
     def _read_batch(self) -> None:
@@ -294,38 +307,43 @@ class _Comparison(Callback):
             self.batch = with_length(self.batch, self.seq)
         self.batch = strategy.batch_to_device(self.batch)
 
-    def _measure(self) -> tuple[dict[str, Tensor], tuple[int, int, float]]:
-        """Run three steps: one that settles, one for FLOPs and memory, one for time and what is compared."""
+    def _measure(self) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[int, int, float]]:
+        """Run three steps: one to compare, one for FLOPs and memory, one of two passes, whose mean is compared."""
         from lt_tiled.planner.ledger import Flops, Ledger
 
-        memory = PeakMemory(self.device)
-        self._step()
+        memory, strategy = PeakMemory(self.device), self.trainer.strategy
+        values, _ = self._step(passes=1)
         memory.reset()
         base = memory.read()
         counted = Flops() if memory.counts else Ledger(only=self.device.type)
         with counted:
             self._step()
         peak = counted.peak if isinstance(counted, Ledger) else memory.read() - base
-        values, seconds = self._step(read=True)
-        return values, (counted.flops, peak, seconds)
+        summed, seconds = self._step(passes=2)
+        values[EVALUATION] = self._evaluated(strategy.training_step, self.trained, self.batch, self.state)
+        return values, summed, (counted.flops, peak, seconds)
 
-    def _step(self, read: bool = False) -> tuple[dict[str, Tensor], float]:
-        """Run a step of the engine. Return its loss, gradients and buffers if they are read, and the duration."""
+    def _step(self, passes: int = 0) -> tuple[dict[str, Tensor], float]:
+        """Run a step of the engine. Return loss, buffers, mean gradients of its passes (0: one, unread), and time."""
         strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
         loss, gradients, seconds = torch.tensor(0.0), dict[str, Tensor](), 0.0
 
         def closure() -> Tensor:
             nonlocal loss, gradients, seconds
-            with isolate_rng(), random_state_kept(self.device):  # each step draws what the others draw
-                self._restore_buffers()
-                batch = copy.deepcopy(self.batch)  # which steps may change
-                before, start = RandomState.now(self.device), self._now()
-                loss = training_loss(strategy.training_step, self.trained, batch)
-                optimizer.zero_grad()
-                strategy.backward(loss, optimizer)
-                seconds = self._now() - start
-                self.draws |= read and not before.same_as(RandomState.now(self.device))
-            if read and self._on_deepspeed:
+            for index in range(passes or 1):
+                with random_state_kept(self.device):  # each pass draws what the others draw
+                    self.state.undo()
+                    batch = copy.deepcopy(self.batch)  # which steps may change
+                    before, start = RandomState.now(self.device), self._now()
+                    loss = training_loss(strategy.training_step, self.trained, batch)
+                    if index == 0:
+                        optimizer.zero_grad()
+                    if self._on_deepspeed:
+                        strategy.deepspeed_engine.set_gradient_accumulation_boundary(index >= passes - 1)
+                    strategy.backward(loss, optimizer)
+                    seconds = self._now() - start
+                    self.draws |= self.state.drew or not before.same_as(RandomState.now(self.device))
+            if passes and self._on_deepspeed:
                 from deepspeed.utils import safe_get_full_grad
 
                 scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)
@@ -340,50 +358,57 @@ class _Comparison(Callback):
                 break
         else:
             raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
-        if read and not self._on_deepspeed:
+        if passes and not self._on_deepspeed:
             gradients = _without_others(self.trained, self.optimizer.gathered(self._full))
         optimizer.zero_grad()
-        return self._values(self.trained, loss, gradients) if read else {}, seconds
+        means = {name: gradient / passes for name, gradient in gradients.items()}
+        return self._values(self.trained, loss, means) if passes else {}, seconds
 
     def _values(self, module: nn.Module, loss: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what is compared: the loss, averaged over the ranks, the gradients, and the buffers after a step."""
         mean = self.trainer.strategy.reduce(loss.detach().clone()).cpu()
-        buffers = {name: buffer.detach().cpu().clone() for name, (*_, buffer) in _buffers(module).items()}
-        return {**gradients, **{name: buffers[name] for name in buffers.keys() & self.before}, LOSS: mean}
+        return {**gradients, **{k: b for k, b in _buffers(module).items() if k in self.before}, LOSS: mean}
 
-    @torch.no_grad()
-    def _restore_buffers(self) -> None:
-        for holder, key, buffer, value in self.before.values():
-            holder[key] = buffer.copy_(value)
+    def _evaluated(self, run: Any, module: LightningModule, batch: Any, state: Observation) -> Tensor:
+        """Return the loss in evaluation mode, averaged over the ranks: nan if the step has none there."""
+        loss = torch.tensor(torch.nan, device=self.device)
+        with suppress(Exception), random_state_kept(self.device), torch.no_grad():
+            state.undo()
+            loss = training_loss(run, module.eval(), copy.deepcopy(batch)).float().reshape(())
+        mean: Tensor = self.trainer.strategy.reduce(loss.clone())
+        return mean.cpu()
 
     def _step_in(self, dtype: torch.dtype, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the step of a plain copy in another precision. Loss and gradients are averaged over the ranks."""
         default = torch.get_default_dtype()
-        with raising_on_all(self.trainer.world_size):
-            try:
-                module, batch = copy.deepcopy((self.module, self.batch))
-                batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-                module.trainer = self.trainer
-                module.configure_model()
-                own = module.state_dict()  # with the names of compiled submodules
-                own |= {name: weights[plain_name(name)] for name, v in own.items() if isinstance(v, Tensor)}
-                module.load_state_dict(own)
-                _prepare(module.to(self.device, dtype))
-                torch.set_default_dtype(dtype)
-                with turned_off(module), isolate_rng(), random_state_kept(self.device):
-                    loss = training_loss(module.training_step, module, batch)
-                    module.backward(loss)
-            except Exception as error:
-                raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
-            finally:
-                torch.set_default_dtype(default)
-            trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
-        if self.trainer.world_size > 1:
-            for gradient in gradients.values():
-                dist.all_reduce(gradient)
-                gradient /= self.trainer.world_size
-        return self._values(module, loss, {name: gradient.cpu() for name, gradient in gradients.items()})
+        self.state.undo()
+        try:
+            module, batch = copy.deepcopy((self.module, self.batch))
+            batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+            module.trainer = self.trainer
+            module.configure_model()
+            own = module.state_dict()  # with the names of compiled submodules
+            own |= {name: weights[plain_name(name)] for name, v in own.items() if isinstance(v, Tensor)}
+            module.load_state_dict(own)
+            _prepare(module.to(self.device, dtype))
+            torch.set_default_dtype(dtype)
+            with turned_off(module):
+                state = _observed(module)
+                loss = training_loss(module.training_step, module, copy.deepcopy(batch))
+                module.backward(loss)
+                values = self._values(module, loss, {})
+                values[EVALUATION] = self._evaluated(module.training_step, module, batch, state)
+        except Exception as error:
+            raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
+        finally:
+            torch.set_default_dtype(default)
+        for name, weight in module.named_parameters():
+            if weight.requires_grad:
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                if self.trainer.world_size > 1:
+                    dist.all_reduce(gradient)
+                values[plain_name(name)] = gradient.cpu() / self.trainer.world_size
+        return values
 
     @property
     def _on_deepspeed(self) -> bool:
@@ -433,14 +458,15 @@ def _fill_zeros(weights: Iterable[Tensor]) -> None:
             own.copy_(torch.where(own == 0, noise.to(own), own))
 
 
-def _buffers(module: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Return the buffers of a module by name, each with the dictionary that holds it and its key there."""
-    parts = ((plain_name(f"{path}.").lstrip("."), part._buffers) for path, part in module.named_modules())
-    return {f"{path}{key}": (held, key, b) for path, held in parts for key, b in held.items() if b is not None}
+def _observed(module: nn.Module) -> Observation:
+    parts = [unwrapped(module), *(part for _, part in walk(module))]  # engines' units have a state of their own
+    return Observation("", parts, "", History(), generators=True)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers of a module, on the CPU."""
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {plain_name(name): buffer.detach().cpu().clone() for name, buffer in buffers}
 
 
 def _without_others(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _FACTOR = 4.0
 """How much larger than that of the untiled step an error may be: both are sums of the same terms in another order."""
-LOSS = "loss"
+LOSS, EVALUATION = "loss", "loss in evaluation mode"
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ class Verification:
     """Modules that were to be tiled and ran in one tile, or not at all."""
     draws: bool = False
     """Whether a step without dropout draws random numbers, which tiles draw in another order."""
+    unrepeated: Row | None = None
+    """The largest difference between two untiled steps, if they are not the same."""
 
     @property
     def worst(self) -> Row:
         """The row whose error is the largest relative to what is allowed."""
-        return max(self.rows, key=_severity)
+        return worst(self.rows)
 
     @property
     def passed(self) -> bool:
@@ -82,23 +84,28 @@ class Verification:
     @property
     def verdict(self) -> str:
         """One line: pass or fail, why, and what to do next."""
-        worst = self.worst
-        figures = f"error {worst.tiled:.1e} of {worst.allowed:.1e} allowed"
+        failed, unrepeated = self.worst, self.unrepeated
+        figures = f"error {failed.tiled:.1e} of {failed.allowed:.1e} allowed"
         if self.passed:
             others = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
             if self.tiles is None:
                 others = (
                     "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing, is verified"
                 )
-            return f"pass: the largest {figures}, in {worst.path}{others}"
+            return f"pass: the largest {figures}, in {failed.path}{others}"
         if all(row.passed for row in self.rows):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
-        if worst.tiled <= _FACTOR * worst.untiled:
-            remedy = "the untiled step is as far off: it amplifies rounding (verify in 64-true), or counts steps"
+        if failed.tiled <= _FACTOR * failed.untiled:
+            remedy = "the untiled step is as far off: compare with it (reference=False), or verify in 64-true"
         if self.draws:
             remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
-        return f"fail: {worst.path}, {figures}: {remedy}"
+        if unrepeated:
+            remedy = (
+                f"two untiled steps differ by {unrepeated.tiled:.1e} in {unrepeated.path}: they read what steps change"
+                " and what is not restored between them, such as tensors in lists, files or the clock"
+            )
+        return f"fail: {failed.path}, {figures}: {remedy}"
 
     def table(self) -> Table:
         """Return the figures of both steps, and the errors of their gradients."""
@@ -160,7 +167,7 @@ def compare(
     base = truth or plain
     # Values that are almost zero count as larger: gradients and a loss relative to all gradients, other floating-point
     # numbers, which are buffers, relative to all of these.
-    least = dict.fromkeys((*gradients, LOSS), 1e-3 * norm_of(base, gradients))
+    least = dict.fromkeys((*gradients, LOSS, EVALUATION), 1e-3 * norm_of(base, gradients))
     floats = [name for name in names if name not in least and base[name].is_floating_point()]
     least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
     sizes = {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
@@ -170,14 +177,19 @@ def compare(
     )
     # Models compute parts in float32 whatever their dtype is, and a weight of few numbers may have no error by chance.
     usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
-    worst: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     for name in names:
         path = pattern((name.rpartition(".")[0] if name in gradients else "") or name).removeprefix(prefix)
         limit = max(1e-4, 10 * eps)
         allowed = min(_FACTOR * max(before[name], usual), 4 * limit) if truth else limit
         row = Row(path, before[name] if truth else math.nan, after[name], allowed)
-        worst[path] = max(worst.get(path, row), row, key=_severity)
-    return tuple(worst.values())
+        rows[path] = worst([rows.get(path, row), row])
+    return tuple(rows.values())
+
+
+def worst(rows: Iterable[Row]) -> Row:
+    """Return the row whose error is the largest relative to what is allowed."""
+    return max(rows, key=lambda row: (not row.passed, row.tiled / row.allowed))
 
 
 def norm_of(values: dict[str, Tensor], names: Iterable[str]) -> float:
@@ -190,7 +202,3 @@ def listed(paths: Sequence[str], among: Sequence[str]) -> tuple[str, ...]:
     alike, everything = Counter(map(pattern, paths)), Counter(map(pattern, among))
     few = [path for path in paths if alike[pattern(path)] == 1]
     return (*few, *(f"{n} of {everything[path]} {path}" for path, n in alike.items() if n > 1))
-
-
-def _severity(row: Row) -> tuple[bool, float]:
-    return not row.passed, row.tiled / row.allowed

@@ -19,8 +19,8 @@ from lt_tiled import TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling, 
 from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TiledMLP
 from lt_tiled.cli import main
-from lt_tiled.errors import SimulationError
 from lt_tiled.loss.autograd import _TiledLoss
+from lt_tiled.tiling.autograd import TiledFunction
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.verification import Row, Step, Verification
@@ -28,7 +28,7 @@ from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
 from tests.lit import LitTiny, accelerator, replaced
 from tests.models import WIDE, GatedMLP, H, TinyLM, lm_loss, tiny_llama
-from tests.world import World
+from tests.world import RanksFailed, World, world_of
 
 
 def step(model: Any, ids: Tensor) -> Tensor:
@@ -314,6 +314,111 @@ def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {row.path: row.passed for row in result.rows}["blocks.*.norm1.calls"]
 
 
+class Scaling(nn.LayerNorm):
+    """Scales with what each call changes: with a number of its own generator, an attribute, and, if told, a list."""
+
+    def __init__(self, in_list: bool) -> None:
+        super().__init__(H)
+        self.generator, self.calls, self.in_list = torch.Generator(), 0, in_list
+        self.kept = [torch.zeros(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.kept[0].add_(self.in_list)
+        return super().forward(x) * (self.calls + torch.rand((), generator=self.generator) + self.kept[0])
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_state_of_python(reference: bool) -> None:
+    """Each step begins with the same attributes, generators and buffers: state that moves on is no difference."""
+    net = TinyLM()
+    net.blocks[1].norm1 = Scaling(in_list=False)
+    state = net.blocks[1].norm1.generator.get_state()
+    result = verify(net, IDS, step=step, reference=reference)
+    assert result.passed, str(result)
+    assert torch.equal(net.blocks[1].norm1.generator.get_state(), state)
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_dynamic_rope(reference: bool) -> None:
+    """A rotary embedding that changes in the first long call, and remembers it in an attribute, is no difference."""
+    parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny_llama(rope_parameters=parameters, max_position_embeddings=16)
+    result = verify(model, LABELLED, reference=reference)
+    assert result.passed, str(result)
+
+
+class Noise(GatedMLP):
+    """Multiplies with noise of its own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand((), generator=self.generator))
+
+
+def test_generators_in_tiles() -> None:
+    """Tiles that draw from a generator of their MLP fail with that reason."""
+    net = TinyLM()
+    net.blocks[0].mlp = Noise()
+    chosen = TiledSingleDeviceStrategy(tiling=Tiling(self_check=False))
+    assert "draws random numbers without dropout" in verify(net, IDS, step=step, strategy=chosen).verdict
+
+
+def test_steps_that_do_not_repeat() -> None:
+    """A step that fails because it reads what cannot be restored is named, and is not blamed on rounding."""
+    net = TinyLM()
+    net.blocks[1].norm1 = Scaling(in_list=True)
+    verdict = verify(net, IDS, step=step, reference=False).verdict
+    assert verdict.startswith("fail: ")
+    assert "two untiled steps differ by " in verdict
+    assert "tensors in lists" in verdict
+
+
+def test_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is wrong only where another was accumulated before fails, as two micro-batches."""
+    seen, true = [], TiledFunction.backward
+
+    def watched(model: Any, ids: Tensor) -> Tensor:
+        seen.append(model)
+        return step(model, ids)
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        scale = 1.0 if seen[-1].embed.weight.grad is None else 1.01  # the last weight to have a gradient
+        return tuple(None if g is None else g * scale for g in true(ctx, *gradients))
+
+    monkeypatch.setattr(TiledFunction, "backward", staticmethod(backward))
+    result = verify(TinyLM(), IDS, step=watched)
+    assert [row.path.partition(":")[0] for row in result.rows if not row.passed] == ["two micro-batches"]
+    assert result.verdict.startswith("fail: two micro-batches: blocks.*.")
+
+
+class WrongInEvaluation(GatedMLP):
+    """Returns too much in tiles, which it sees as one row, in evaluation mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.5 if not self.training and len(x) == 1 else 1.0)
+
+
+def only_in_training(model: Any, ids: Tensor) -> Any:
+    return step(model, ids) if model.training else model(ids)
+
+
+def test_evaluation() -> None:
+    """A loss that is wrong in evaluation mode alone fails; a step without a loss there has none to compare."""
+    net = TinyLM()
+    for block in net.blocks:
+        block.mlp = WrongInEvaluation()
+    chosen = TiledSingleDeviceStrategy(tiling=Tiling(self_check=False))
+    result = verify(net, IDS, step=step, strategy=chosen)
+    assert [row.path for row in result.rows if not row.passed] == ["loss in evaluation mode"]
+    result = verify(TinyLM(), IDS, step=only_in_training)
+    assert result.passed, str(result)
+    assert "loss in evaluation mode" not in {row.path for row in result.rows}
+
+
 def consuming(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """A step that changes its batch."""
     return step(model, batch.pop("ids").add_(1).remainder_(32))
@@ -545,30 +650,88 @@ class Empty(LitTiny):
         return [] if dist.get_rank() else super().train_dataloader()
 
 
-def errors() -> list[str]:
-    """What a rank says of steps that cannot be compared, or not on one rank."""
+class Failing(torch.autograd.Function):
+    """The identity, whose backward pass raises on the second rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return failing_forward(g)
+
+
+def failing_forward(x: Tensor) -> Tensor:
+    if dist.get_rank():
+        raise KeyError("no token 7")
+    return x
+
+
+class FailingNorm(nn.LayerNorm):
+    def __init__(self, run: Any) -> None:
+        super().__init__(H)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.run(x))
+
+
+def failing(what: str, engine: str) -> None:
+    """Verify a step that fails on the second rank."""
+    on_ranks: dict[str, Any] = {"strategy": strategy(lt_tiled, engine), "devices": 2}
+    net = TinyLM()
+    if what == "data":
+        run_verify({**on_ranks, "accelerator": "cpu"}, Empty())
+    elif what == "float64":
+        verify(net, IDS, step=only_32_bits_on_one, **on_ranks)
+    else:
+        net.blocks[0].norm1 = FailingNorm(failing_forward if what == "forward" else Failing.apply)
+        verify(net, IDS, step=step, **on_ranks)
+
+
+REASONS = {
+    "data": "SimulationError: train_dataloader() yields no batch",
+    "float64": "does not run in torch.float64 (no kernel): pass reference=False",
+    "forward": "KeyError: 'no token 7'",
+    "backward": "KeyError: 'no token 7'",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "engine"),
+    [
+        ("data", "ddp"),
+        ("float64", "ddp"),
+        ("forward", "fsdp2"),
+        ("backward", "ddp"),
+        pytest.param("backward", "fsdp_flat", marks=pytest.mark.full),
+        pytest.param("forward", "zero3", marks=pytest.mark.full),
+        pytest.param("backward", "zero2", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_fails(what: str, engine: str, request: pytest.FixtureRequest) -> None:
+    """What one rank raises, also between collectives of its engine, is raised on all: none waits for it."""
+    with pytest.raises(RanksFailed) as failed:
+        world_of(request, engine)(failing, what, engine)
+    first, second = str(failed.value).split("rank 1: ")
+    assert "ValueError: Rank 1 cannot run its step: " in first
+    assert REASONS[what] in first
+    assert REASONS[what] in second
+
+
+def without_reference() -> tuple[str, str]:
+    """What ranks say of a step without gradients, and whether one of them draws random numbers in another step."""
     on_ranks: dict[str, Any] = {"strategy": "tiled_ddp", "devices": 2}
-    runs: list[Any] = [
-        lambda: verify(TinyLM(), IDS, step=without_gradients, **on_ranks),
-        lambda: verify(TinyLM(), IDS, step=only_32_bits_on_one, **on_ranks),
-        lambda: run_verify({**on_ranks, "accelerator": "cpu"}, Empty()),
-        lambda: verify(TinyLM(), IDS, step=drawing_on_one, **on_ranks).reference,
-    ]
-    said = []
-    for run in runs:
-        try:
-            said.append(run())
-        except (ValueError, SimulationError) as error:
-            said.append(str(error))
-    return said
+    with pytest.raises(ValueError, match=r".*") as error:
+        verify(TinyLM(), IDS, step=without_gradients, **on_ranks)
+    return str(error.value), verify(TinyLM(), IDS, step=drawing_on_one, **on_ranks).reference
 
 
-def test_errors_on_ranks(world: World) -> None:
-    """All ranks raise what one raises, and leave out the reference if the step of one draws: none waits for another."""
-    for nothing, kernel, data, reference in world(errors):
+def test_ranks_agree(world: World) -> None:
+    """All ranks raise without gradients, and can go on; they leave out the reference if the step of one draws."""
+    for nothing, reference in world(without_reference):
         assert "The step has no gradients" in nothing
-        assert "does not run in torch.float64 (no kernel): pass reference=False" in kernel
-        assert "yields no batch" in data
         assert reference == "the untiled step"
 
 
