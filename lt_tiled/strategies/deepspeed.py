@@ -6,12 +6,12 @@ tile, and its hooks on a norm would use the norm's output before the MLP does. S
 leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
 ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs for every call. But autograd sums the
 gradients of a weight over all calls before it sets them. So after two calls the first hook would reduce zeros, and the
-second one reduce the weights again, while the bucket still has them. Therefore that hook is registered on a token
-instead: each call gives its hidden states and the token to a Function that does nothing, and autograd computes the
-token's gradient once, after the Function's backward of every call that is in the backward pass. That of the first
-call runs after everything else in these calls, because autograd runs what was recorded last first, and the token's
-gradient comes before what frees the weights. Gradients that arrive after that are an error, as are those of a call
-without hidden states.
+second one reduce the weights again, while ZeRO-3's bucket still holds them. Therefore that hook is registered on a
+token. Each call gives its hidden states and the token to a Function that returns the hidden states, and autograd
+computes the token's gradient once, when it has run that Function's backward for all calls that the backward pass goes
+through. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there;
+and those of the token come before ZeRO-3 frees the weights, whose shapes it needs for zeros. What it left unreduced is
+an error: gradients that arrive later, from outside of the leaf, and those of a call without hidden states.
 
 NOTE [ZeRO-1 and 2 need one order]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by

@@ -54,6 +54,14 @@ class TakesTuple(Block):
         return super().forward(inputs[0])
 
 
+class HasUnused(Block):
+    """Has a weight that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(H, H)
+
+
 class TakesIds(Block):
     """Embeds tokens by itself."""
 
@@ -151,12 +159,12 @@ def gathered() -> list[int]:
     return GATHERED
 
 
-@pytest.mark.table("Block-True|Crosses-False|TakesTuple-True|ReturnsDict-False")
+@pytest.mark.table("Block-True|Crosses-False|HasUnused-False|TakesTuple-True|ReturnsDict-False")
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("kind", [Block, Crosses, Shares, TakesTuple, ReturnsDict])
-def test_what_blocks_take_and_return(kind: type[Block], frozen: bool, on_ranks: OnRanks) -> None:
-    """Blocks train as under DDP wherever their hidden states are in what they take and return, and whatever is beside
-    them, also if these need no gradient.
+@pytest.mark.parametrize("kind", [Block, Crosses, Shares, HasUnused, TakesTuple, ReturnsDict])
+def test_what_blocks_take_use_and_return(kind: type[Block], frozen: bool, on_ranks: OnRanks) -> None:
+    """Blocks train as under DDP wherever their hidden states are in what they take and return, whatever is beside
+    them, with weights that they do not use, and also if the hidden states need no gradient.
     """
     plain = on_ranks(losses, "ddp", OfBlocks, kind, frozen)
     assert on_ranks(losses, "zero3", OfBlocks, kind, frozen) == [near(each) for each in plain]
