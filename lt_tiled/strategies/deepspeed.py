@@ -137,7 +137,7 @@ class _DeepSpeed(TiledStrategy):
             for _, leaf in leaves:
                 set_z3_leaf_module(leaf, True)  # remains after release, because the engine's hooks depend on it
                 self._hooks.append(leaf.register_forward_pre_hook(_hidden_by_position, with_kwargs=True))
-                leaf.__dict__[_REGISTER] = MethodType(_register_full_backward_hook, leaf)
+                leaf.__dict__["register_full_backward_hook"] = MethodType(_register_full_backward_hook, leaf)
             self._leaves += leaves
         adapt_tiles(self, model)
 
@@ -164,7 +164,7 @@ class _DeepSpeed(TiledStrategy):
         while self._hooks:
             self._hooks.pop().remove()
         while self._leaves:
-            self._leaves.pop()[1].__dict__.pop(_REGISTER, None)
+            self._leaves.pop()[1].__dict__.pop("register_full_backward_hook", None)
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
@@ -287,9 +287,6 @@ def _has_hidden(value: Any) -> bool:
 
 def _is_hidden(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-_REGISTER = "register_full_backward_hook"
 
 
 def _register_full_backward_hook(self: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
