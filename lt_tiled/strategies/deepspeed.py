@@ -4,11 +4,14 @@ NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
 tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
 leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
-Hooks of a leaf run when the gradient of a positional input that is a tensor is known, so hidden states are passed by
-position and require a gradient. The backward pass computes that gradient last, after those of all weights of the leaf,
-whatever other inputs there are. The hooks then reduce the gradients of the leaf. So two calls in one backward pass are
-refused, as are inputs without hidden states as a tensor, outputs that are neither a tensor nor a tuple with one, and
-gradients that arrive after the hooks ran.
+ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs for every call. But autograd sums the
+gradients of a weight over all calls before it sets them. So after two calls the first hook would reduce zeros, and the
+second one reduce the weights again, while ZeRO-3's bucket still holds them. Therefore that hook is registered on a
+token. Each call gives its hidden states and the token to a Function that returns the hidden states, and autograd
+computes the token's gradient once, when it has run that Function's backward for all calls that the backward pass goes
+through. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there;
+and those of the token come before ZeRO-3 frees the weights, whose shapes it needs for zeros. What it left unreduced is
+an error: gradients that arrive later, from outside of the leaf, and those of a call without hidden states.
 
 NOTE [ZeRO-1 and 2 need one order]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
@@ -26,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,6 +42,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
+from lt_tiled.modules.find import outermost
+from lt_tiled.modules.patch import is_of
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
 from lt_tiled.strategies.blocks import shared_weights
 from lt_tiled.tiling.patched import tiled_patches, whole_modules
@@ -114,25 +120,25 @@ class _DeepSpeed(TiledStrategy):
         if len(self.prepared) == before:
             return
         if self.zero_stage_3:
-            from deepspeed.utils import set_z3_leaf_module
+            from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 
-            leaves = whole_modules(model)
+            whole, own = whole_modules(model), [pair for pair in model.named_modules() if z3_leaf_module(pair[1])]
+            leaves = outermost([*(whole if self.zero3_leaf_modules else []), *own])
             trained = (row for row in shared_weights(model, leaves) if row[2].requires_grad)
-            if self.zero3_leaf_modules and (shared := next(trained, None)):
+            if shared := next(trained, None):
                 first, second, weight = shared
                 shape = list(getattr(weight, "ds_shape", weight.shape))
                 raise ValueError(
                     f"{first} and {second} share a weight of shape {shape}. ZeRO-3 would reduce its gradient when the"
                     f" backward pass of a block with tiles ends, and lose the rest. {_INSTEAD}"
                 )
-            for path, module in leaves:
+            for _, module in whole:
                 self._hooks.append(module.register_forward_pre_hook(_let_modes_see_linear))
-                if self.zero3_leaf_modules:
-                    arguments = partial(_arguments_for_a_leaf, path)
-                    self._leaves.append((path, module))
-                    set_z3_leaf_module(module, True)  # remains after release, because the engine's hooks depend on it
-                    self._hooks.append(module.register_forward_pre_hook(arguments, with_kwargs=True))
-                    self._hooks.append(module.register_forward_hook(_OneCall(path)))
+            for _, leaf in leaves:
+                set_z3_leaf_module(leaf, True)  # remains after release, because the engine's hooks depend on it
+                self._hooks.append(leaf.register_forward_pre_hook(_hidden_by_position, with_kwargs=True))
+                leaf.__dict__["register_full_backward_hook"] = MethodType(_register_full_backward_hook, leaf)
+            self._leaves += leaves
         adapt_tiles(self, model)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +150,12 @@ class _DeepSpeed(TiledStrategy):
         result = super().backward(*args, **kwargs)  # type: ignore[misc]
         for path, leaf in self._leaves:
             if any(p.grad is not None for p in leaf.parameters()):
-                raise RuntimeError(_gradients_lost(path, leaf, "has weights that were used outside of its forward"))
+                raise RuntimeError(
+                    f"{path} ({type(leaf).__name__}) has gradients that ZeRO-3 would lose, because it was given no"
+                    f" hidden states or its weights were used outside of its forward, and tiles run in it. {_INSTEAD}"
+                    " You can also pass zero3_leaf_modules=False and make the tiled modules leaf modules in"
+                    " configure_model, with deepspeed.utils.set_z3_leaf_modules."
+                )
         return result
 
     def release(self) -> None:
@@ -152,7 +163,8 @@ class _DeepSpeed(TiledStrategy):
         super().release()
         while self._hooks:
             self._hooks.pop().remove()
-        self._leaves.clear()
+        while self._leaves:
+            self._leaves.pop()[1].__dict__.pop("register_full_backward_hook", None)
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
@@ -253,79 +265,65 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return zero3_linear_wrap(input, weight, bias)
 
 
-def _arguments_for_a_leaf(
-    path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _hidden_by_position(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass hidden states, the first floating-point tensor, to a leaf module by position, requiring a gradient.
+    """Pass hidden states, the first floating-point tensor, by position.
 
-    DeepSpeed fails without one, as after frozen embeddings: https://github.com/deepspeedai/DeepSpeed/pull/5074.
+    ZeRO-3 frees the weights of a module when the gradients of such arguments are known, else after the backward pass.
     """
-    if not _learns(module):
-        return args, kwargs
-    if not any(_is_hidden(arg) for arg in args) and any(_is_hidden(value) for value in kwargs.values()):
+    if not any(map(_has_hidden, args)) and any(map(_has_hidden, kwargs.values())):
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         bound.apply_defaults()  # else what follows an argument that is left out counts as a keyword
-        first = next((i for i, value in enumerate(bound.args) if _is_hidden(value)), len(args) - 1) + 1
+        first = next((i for i, value in enumerate(bound.args) if _has_hidden(value)), len(args) - 1) + 1
         named = {*[*bound.arguments][:first]}
         args, kwargs = bound.args[:first], {name: value for name, value in kwargs.items() if name not in named}
-    index = next((i for i, arg in enumerate(args) if _is_hidden(arg)), None)
-    if index is None:
-        raise ValueError(_gradients_lost(path, module, "takes no hidden states as a tensor by position"))
-    if not args[index].requires_grad:
-        args = (*args[:index], args[index].detach().requires_grad_(), *args[index + 1 :])
     return args, kwargs
+
+
+def _has_hidden(value: Any) -> bool:
+    return any(map(_is_hidden, pytree.tree_leaves(value)))
 
 
 def _is_hidden(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _learns(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+def _register_full_backward_hook(self: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    """Register a hook of ZeRO-3 on a token, see NOTE [ZeRO-3 leaves], and all others as ever."""
+    if is_of(hook, ("deepspeed.",)):
+        return self.register_forward_pre_hook(_AfterAllCalls(hook))  # the last one, so inside of what frees the weights
+    return type(self).register_full_backward_hook(self, hook, *args, **kwargs)
 
 
-def _gradients_lost(path: str, module: nn.Module, what: str) -> str:
-    return (
-        f"{path} ({type(module).__name__}) {what}. Because tiles run in it, ZeRO-3 would lose its gradients. {_INSTEAD}"
-        " You can also pass zero3_leaf_modules=False and make the tiled modules leaf modules in configure_model, with"
-        " deepspeed.utils.set_z3_leaf_modules."
-    )
+class _AfterAllCalls:
+    """Runs a backward hook once per backward pass, after all calls of the module."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self.hook = hook
+        self.token: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        index = next((i for i, arg in enumerate(args) if _has_hidden(arg)), None)
+        if index is None or not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+            return args
+        tensors, spec = pytree.tree_flatten(args[index])
+        first = next(i for i, tensor in enumerate(tensors) if _is_hidden(tensor))
+        if self.token is None:
+            self.token = tensors[first].new_zeros((), requires_grad=True)
+            self.token.register_hook(lambda _: self.hook(module, (), ()))
+        tensors[first] = _Call.apply(tensors[first], self.token)
+        return (*args[:index], pytree.tree_unflatten(tensors, spec), *args[index + 1 :])
 
 
-class _OneCall:
-    """Refuses a backward pass through two calls of a leaf module.
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, token: Tensor) -> Tensor:
+        return hidden.detach()
 
-    ZeRO-3 reduces the gradients of a leaf when the backward pass of a call ends, and the second time overwrites them
-    (``reduce_leaf_module_grads`` and ``partition_grads`` in deepspeed/runtime/zero/stage3.py).
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._last: tuple[int, object] = (-1, None)
-        """The latest backward pass through the leaf, and the call that it came from."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not _learns(module):
-            return
-        outputs = output if isinstance(output, tuple) else (output,)
-        # Not weights, which a block may return too: a hook on one stays, and runs in later steps.
-        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn is not None]
-        nested = not any(leaf is value for leaf in tensors for value in outputs)
-        if nested and (tensors or not isinstance(output, (Tensor, tuple))):
-            raise ValueError(_gradients_lost(self.path, module, "does not return its output as a tensor or in a tuple"))
-        check = partial(self._check, f"{self.path} ({type(module).__name__})", object())
-        for leaf in tensors:
-            leaf.register_hook(check)
-
-    def _check(self, name: str, call: object, gradient: Tensor) -> None:
-        # Names the backward pass that runs, for which torch has no public name.
-        passed, of = torch._C._current_graph_task_id(), self._last
-        self._last = passed, call
-        if of[0] == passed and of[1] is not call:
-            raise RuntimeError(
-                f"{name} was called twice before one backward pass. Because tiles run in it, ZeRO-3 would keep the"
-                f" gradients of one call only. {_INSTEAD}"
-            )
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, gradient.new_zeros(())
 
 
 _register = partial(register, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -127,12 +128,9 @@ def switched(engine: str, policies: str) -> dict[str, list[float] | str]:
     return found
 
 
-CELLS = [(e, p) for e in ENGINES for p in ("tiles", "checkpointing", "both") if e != "zero3" or p == "checkpointing"]
-"""Under ZeRO-3 a second call of a block with tiles before the backward pass is refused."""
-
-
-@pytest.mark.table("(ddp|fsdp2|zero2)-both|(fsdp|zero3)-checkpointing|zero1-tiles")
-@pytest.mark.parametrize(("engine", "policies"), CELLS)
+@pytest.mark.table("(ddp|fsdp2|zero2|zero3)-both|fsdp-checkpointing|zero1-tiles")
+@pytest.mark.parametrize("policies", ["tiles", "checkpointing", "both"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_change_between_two_forward_passes(engine: str, policies: str, on_ranks: OnRanks) -> None:
     """The losses are those of the untiled run on the same engine. Refused by name are, with checkpointing, a buffer
     that changes in place and an attribute of a class that is no module, and under FSDP2 collected losses.
@@ -148,6 +146,55 @@ def test_a_change_between_two_forward_passes(engine: str, policies: str, on_rank
                 assert re.search(refused[name], str(tiled[name]))
             else:
                 assert tiled[name] == near(plain[name]), name
+
+
+def late(ids: list[Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """The later of two calls gets its gradient through the product with the earlier one."""
+    return loss(ids[0]) * loss(ids[1])
+
+
+def no_gradient(ids: list[Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """DPO's, with a reference that takes no gradient between the two calls."""
+    chosen = loss(ids[0])
+    with torch.no_grad():
+        reference = loss(ids[1])
+    return F.softplus(chosen - loss(ids[2]) - reference)
+
+
+LOSSES: dict[str, Callable[[list[Tensor], Callable[[Tensor], Tensor]], Tensor]] = {
+    "two calls": lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]),
+    "three calls": lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]) + loss(ids[2]),
+    "product": late,
+    "no gradient between": no_gradient,
+    "first is unused": lambda ids, loss: 0 * loss(ids[0]).detach() + loss(ids[1]),
+    "last is unused": lambda ids, loss: loss(ids[0]) + 0 * loss(ids[1]).detach(),
+}
+
+
+def calls(engine: str, policies: str) -> dict[str, list[float]]:
+    """The losses of three steps with several calls of a model each."""
+    found = {}
+    for name, of_calls in LOSSES.items():
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, engine, **POLICIES[policies]))
+        fabric.launch()
+        torch.manual_seed(0)
+        model, optimizer = set_up(fabric, TinyLM(), engine, lambda ps: torch.optim.SGD(ps, 0.5))
+        losses = []
+        for step in range(3):
+            batches = [draw((2, length), 2 * step + dist.get_rank()) for length in (24, 20, 28)]
+            loss = of_calls(batches, lambda ids, model=model: lm_loss(model(ids), ids))  # type: ignore[misc]
+            losses.append(step_on(fabric, optimizer, loss))
+        found[name] = losses
+        fabric.strategy.release()
+    return found
+
+
+@pytest.mark.table("tiles|both")
+@pytest.mark.parametrize("policies", ["untiled", "tiles", "checkpointing", "both"])
+def test_several_calls_under_zero3(policies: str, on_ranks: OnRanks) -> None:
+    """The losses are those of DDP whichever calls of a model the backward pass goes through."""
+    plain, found = on_ranks.once(calls, "ddp", "untiled"), on_ranks(calls, "zero3", policies)
+    assert found == [{name: near(losses) for name, losses in of_rank.items()} for of_rank in plain]
 
 
 def by_hand(tiled: bool) -> list[float]:
