@@ -87,8 +87,8 @@ class TiledCall:
         hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
             return None
-        if hidden.is_nested:
-            inform(f"{patch.name} runs untiled on nested tensors", once=f"nested {patch.name}")
+        if hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor, whose tokens may be spread over ranks
+            inform(f"{patch.name} runs untiled on nested tensors and DTensors", once=f"nested {patch.name}")
             return None
         arguments.refuse_gradients_inside(patch.name)
         shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
