@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,18 @@ def random_state_kept(device: torch.device, start: RandomState | None = None) ->
 def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
     """Hide what runs from FlopCounterMode and other modes, unless it runs on fake tensors."""
     return _disable_current_modes() if type(tensor) in (Tensor, nn.Parameter) else nullcontext()
+
+
+@contextmanager
+def hidden_from_checkpoints() -> Iterator[None]:
+    """Hide tiles from selective activation checkpoints, which would keep what they compute; and what is run once."""
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if type(mode).__module__ != "torch.utils.checkpoint"]
+    with ExitStack() as stack:
+        if len(others) < len(modes):
+            for context in (_disable_current_modes(), *others):
+                stack.enter_context(context)
+        yield
 
 
 @dataclass(frozen=True)

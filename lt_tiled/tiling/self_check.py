@@ -20,7 +20,7 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
 from lt_tiled.tiling.observe import History, Observation
-from lt_tiled.tiling.recompute import RandomState, SavedCounter, random_state_kept, version_of
+from lt_tiled.tiling.recompute import RandomState, SavedCounter, hidden_from_modes, random_state_kept, version_of
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
@@ -58,7 +58,8 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     """
     before = _observe(call)
     try:
-        with SavedCounter():  # an activation checkpoint around it would count what its graphs save
+        # An activation checkpoint around it would count what its graphs save, and keep what it computes.
+        with hidden_from_modes(inputs[0]), SavedCounter():
             _check(call, inputs, before)
     except BaseException as error:
         before.undo()  # it may run untiled from here

@@ -32,7 +32,14 @@ from lt_tiled.tiling.layout import (
     whole_output,
 )
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
-from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, hidden_from_modes, random_state_kept
+from lt_tiled.tiling.recompute import (
+    Precision,
+    RandomState,
+    SavedCounter,
+    hidden_from_checkpoints,
+    hidden_from_modes,
+    random_state_kept,
+)
 from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import TiledPatch, Work
 from lt_tiled.tiling.weights import GradientSum, substituted, trainable_weights
@@ -144,6 +151,7 @@ class TiledCall:
         with torch.no_grad(), random_state_kept(self.device), SavedCounter():
             return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
 
+    @hidden_from_checkpoints()
     def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Return shape and dtype of the output, from a run of two tokens that is made once.
 
@@ -239,6 +247,7 @@ class TiledCall:
 
     # Forward
 
+    @hidden_from_checkpoints()
     def forward(self, inputs: Sequence[Tensor], learn: bool) -> tuple[list[Any], Trace]:
         """Compute all tiles without a graph.
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lt_tiled import tile
+from lt_tiled import prepare, tile
 from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.tiling.state import TiledPatch
-from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
+from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import (
     EXACT,
     MIXED,
@@ -559,6 +559,39 @@ def test_inside_torch_checkpoint(reentrant: bool) -> None:
     tile(block.mlp, num_shards=4)
     for _ in range(2):
         assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=reentrant)), true) < EXACT
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("policy", ["products", "everything"])
+def test_inside_a_selective_checkpoint(policy: str, early_stop: bool) -> None:
+    """A selective checkpoint around a model with tiled MLPs, norms and loss keeps nothing of the tiles, and gives the
+    untiled gradients.
+    """
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+        set_checkpoint_early_stop,
+    )
+
+    def keep(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        products.append(op in (aten.mm.default, aten.addmm.default))
+        kept = policy == "everything" or products[-1]
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    aten, products = torch.ops.aten, list[bool]()
+    ids = torch.arange(2 * 24).view(2, 24) % 64
+    model = tiny_llama()
+    options = {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(keep)}
+
+    def step() -> dict[str, Tensor]:
+        products.clear()
+        return gradients(model, call=lambda: checkpoint(lambda: model(ids, labels=ids).loss, **options), loss=torch.sum)
+
+    true = step()
+    with prepare(model, tiling=3, checkpointing=False, loss=3), set_checkpoint_early_stop(early_stop):
+        assert all(worst(step(), true) < MIXED for _ in range(2))
+    assert sum(products) == 2  # the output projections of the two attentions, which are not tiled
 
 
 def test_tensor_saved_behind_the_module() -> None:
