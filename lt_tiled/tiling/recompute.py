@@ -58,13 +58,14 @@ def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def hidden_from_checkpoints() -> Iterator[None]:
-    """Hide tiles from selective activation checkpoints, which would keep what they compute; and what is run once."""
+    """Hide what runs from selective activation checkpoints, which would keep it, and expect it in the recompute."""
     modes = _get_current_dispatch_mode_stack()
     others = [mode for mode in modes if type(mode).__module__ != "torch.utils.checkpoint"]
     with ExitStack() as stack:
         if len(others) < len(modes):
-            for context in (_disable_current_modes(), *others):
-                stack.enter_context(context)
+            stack.enter_context(_disable_current_modes())
+            for mode in others:
+                stack.enter_context(mode)
         yield
 
 
