@@ -95,7 +95,8 @@ def _check(call: TiledCall, inputs: Sequence[Tensor], before: Observation) -> No
         start = RandomState.now(call.device)
         output = one.run_tile(one.flat(sample))
         dropout = not start.same_as(RandomState.now(call.device))
-        check_closed(output, None, call.work, kept, call.patch.name)
+        # Where nothing known wants a gradient, what does is not known.
+        check_closed(output, None if call.differentiable else (), call.work, kept, call.patch.name)
         del output
         if before.drew and all(_draws_elsewhere(one, sample) for _ in range(_DRAWS)):  # not another thread
             raise NotPositionWiseError(

@@ -151,7 +151,6 @@ class TiledCall:
         with torch.no_grad(), random_state_kept(self.device), SavedCounter():
             return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
 
-    @hidden_from_checkpoints()
     def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Return shape and dtype of the output, from a run of two tokens that is made once.
 
@@ -164,11 +163,11 @@ class TiledCall:
         """
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
-            few, flat = min(2, self.shape.tokens), self.flat(inputs)
-            if few == 0:  # which would not show whether random numbers are drawn
-                few = 2
-                flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
+            few = min(2, self.shape.tokens) or 2  # none would not show whether random numbers are drawn
             with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad(), SavedCounter():
+                flat = self.flat(inputs)
+                if self.shape.tokens == 0:
+                    flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
                 start = RandomState.now(self.device)
                 output = self.run_tile(self.cut(flat, slice(0, few)))
                 repeatable = start.same_as(RandomState.now(self.device))
