@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -153,9 +153,10 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch = self.__dict__[BlockPatch.attribute]
     compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
     due = None if compiled else patch.runs.begin()
-    if not patch.active or not torch.is_grad_enabled() or _checkpoints_itself(self):
+    if not patch.active or _checkpoints_itself(self):
         return patch.inner(self, *args, **kwargs)
-    return patch.run(self, due, *_without_cache(self, args, kwargs))
+    args, kwargs = _without_cache(self, args, kwargs)
+    return patch.run(self, due, args, kwargs) if torch.is_grad_enabled() else patch.inner(self, *args, **kwargs)
 
 
 def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
@@ -234,20 +235,25 @@ def _without_cache(
         return args, kwargs
     kind = type(module).__name__
     for name, entries in caches.items():
+        weak = hasattr(entries, "__weakref__")  # else it is used for one call
+        if weak and _left_out.get(entries) is module:  # in one call of a model its first block runs once
+            raise ValueError(
+                f"{kind} uses activation checkpointing and was given {name} again, which it left out of the call"
+                " before, so it lacks those tokens. Run all calls with this cache under torch.no_grad(), or with"
+                " checkpointing=False, or run without a cache."
+            )
+        if not torch.is_grad_enabled():
+            continue
         tokens = entries.get_seq_length() if hasattr(entries, "get_seq_length") else len(entries)
         if tokens:
             raise ValueError(
                 f"{kind} uses activation checkpointing and was given {name} with {tokens} cached entries: the recompute"
                 " would append to it again. Run without a cache, or under torch.no_grad(), or with checkpointing=False."
             )
-        if _left_out.get(entries) is module:  # in one call of a model its first block runs once
-            raise ValueError(
-                f"{kind} uses activation checkpointing and was given {name} again, which it left out of the call"
-                " before, so it lacks those tokens. Run without a cache, or under torch.no_grad(), or with"
-                " checkpointing=False."
-            )
-        with suppress(TypeError):  # of what has no weak references: it is used for one call
+        if weak:
             _left_out.setdefault(entries, module)
+    if not torch.is_grad_enabled():
+        return args, kwargs
     inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
     instead = {**dict.fromkeys(caches), "use_cache": False}
     args = tuple(instead.get(name, arg) for name, arg in zip(names, args, strict=False)) + args[len(names) :]

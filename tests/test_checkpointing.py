@@ -254,14 +254,18 @@ def test_a_filled_cache_is_refused() -> None:
         model(input_ids=ids, past_key_values=cache)
 
 
-def test_a_cache_that_was_left_out_is_refused() -> None:
-    """A second call with a cache that the first one left out, as in truncated backpropagation through time, is refused:
-    it would not see the tokens before.
+@pytest.mark.parametrize("gradients_on", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_cache_that_was_left_out_is_refused(own: bool, gradients_on: bool) -> None:
+    """A second call with a cache that the first one left out, the caller's own or the one that the model made, is
+    refused, as in truncated backpropagation through time or in scoring after a step: it would not see the tokens
+    before.
     """
-    model, cache = tiny_llama(), DynamicCache()
+    model, cache = tiny_llama(), DynamicCache() if own else None
     with prepare(model, checkpointing=Checkpointing()):
-        model(input_ids=IDS[:, :8], past_key_values=cache, use_cache=True)
-        with pytest.raises(ValueError, match=r"was given past_key_values again, which it left out"):
+        cache = model(input_ids=IDS[:, :8], past_key_values=cache, use_cache=True).past_key_values
+        refused = pytest.raises(ValueError, match=r"was given past_key_values again, which it left out")
+        with refused, torch.set_grad_enabled(gradients_on):
             model(input_ids=IDS[:, 8:16], past_key_values=cache, use_cache=True)
 
 

@@ -151,6 +151,11 @@ def modes_disabled() -> bool:
         return type(torch.ones(1)) is Tensor
 
 
+def stack_of_modes() -> bool:
+    with FakeTensorMode() as mode:
+        return _python_dispatch._get_current_dispatch_mode_stack() == [mode]
+
+
 def marked_dynamic() -> bool:
     x = torch.ones(4)
     torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -220,6 +225,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),
     "_forward_pre_hooks": hooked("register_forward_pre_hook", "_forward_pre_hooks"),
     "_fsdp_wrapped_module": lambda: torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module",
+    "_get_current_dispatch_mode_stack": stack_of_modes,
     "_get_sequence_nr": lambda: isinstance(torch._C._autograd._get_sequence_nr(), int),
     "_global_forward_hooks": lambda: isinstance(nn.modules.module._global_forward_hooks, dict),
     "_grouped_mm": lambda: aten._grouped_mm.default is not None,

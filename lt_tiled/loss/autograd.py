@@ -19,7 +19,7 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, each_tile, tile_bounds
-from lt_tiled.tiling.recompute import Precision, RandomState, random_state_kept
+from lt_tiled.tiling.recompute import Precision, RandomState, hidden_from_checkpoints, random_state_kept
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -201,6 +201,7 @@ class _LossCall:
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
+    @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.call, ctx.wants = call, [call.grad and wanted for wanted in ctx.needs_input_grad[1:]]
         if call.tiles.reduction == "none":

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.hooks import RemovableHandle
 
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
@@ -119,10 +118,13 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if call is None or call.grad_mode != torch.is_grad_enabled() or not plain:
         return patch.inner(self, *args, **kwargs)
     hooks = [h for place in HOOKS for h in list(getattr(self, place).values())]
-    if not all(is_of(hook, _ENGINES) for hook in hooks):
-        inform(f"the loss of {patch.name} is not tiled: hooks on its head need full logits", once=f"hooks {patch.name}")
-        return patch.inner(self, *args, **kwargs)
     (hidden,) = args
+    if not all(is_of(hook, _ENGINES) for hook in hooks) or hasattr(hidden, "placements"):  # a DTensor
+        inform(
+            f"the loss of {patch.name} is not tiled: hooks on its head, or tensor parallelism, need full logits",
+            once=f"hooks {patch.name}",
+        )
+        return patch.inner(self, hidden)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     shape: tuple[int, ...] = (*hidden.shape[:-1], int(self.out_features))  # type: ignore[arg-type]
@@ -130,24 +132,19 @@ def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     logits = DeferredLogits.of(HeadCall(self, patch, hidden, call), meta, torch.is_grad_enabled())
     if not hooks:
         return logits
-    return _PastHooks(logits, self.register_forward_hook(_unwrapped))
+
+    def last(head: nn.Module, args: Any, output: Any) -> DeferredLogits | None:
+        if output is not logits.call:  # of another thread
+            return None
+        handle.remove()
+        return logits
+
+    handle = self.register_forward_hook(last)
+    return logits.call  # past the hooks of engines, which would compute a tensor
 
 
-class _PastHooks:
-    """Carries deferred logits past the hooks of engines, which would compute a tensor, to a last hook."""
-
-    def __init__(self, logits: DeferredLogits, last: RemovableHandle) -> None:
-        self.logits, self.last = logits, last
-
-
-def _unwrapped(head: nn.Module, args: Any, output: Any) -> Any:
-    if not isinstance(output, _PastHooks):  # of another thread
-        return None
-    output.last.remove()
-    return output.logits
-
-
-_ENGINES = ("torch.distributed", "deepspeed", "lt_tiled")
+_ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
+"""Whose hooks gather weights, and do not read or change what the head takes and returns, as tensor parallelism's do."""
 
 
 def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from lt_tiled.tiling.recompute import (
     saves_elsewhere,
 )
 from lt_tiled.tiling.skip import CannotSkip, LastProjectionSkip, hooked
-from lt_tiled.tiling.weights import GradientSum, Substituted, differentiate, paired
+from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired
 
 if TYPE_CHECKING:
     from lt_tiled.tiling.tiled_call import TiledCall, Trace
@@ -60,6 +60,8 @@ class Backward:
         self._mode = self._last or Substituted(self._pairs)
         self._outside = call.autocast.disabled()
         self._compiled = call.compiled
+        self._known: set[int] | None = None
+        """The leaves that the graph of the first tile may have."""
 
     def _last_linear(self, sums: dict[int, GradientSum]) -> LastLinear | None:
         index = self.call.patch.learned.last.get(self.call.key)
@@ -91,7 +93,10 @@ class Backward:
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
-                tiles = call.tiles(call.leaves(inputs, self.wholes))
+                leaves = call.leaves(inputs, self.wholes)
+                held = [t for part in call.work.parts() for t in (*part._parameters.values(), *part._buffers.values())]
+                self._known = {id(t) for t in (*leaves, *self._targets, *held)}
+                tiles = call.tiles(leaves)
                 for tile, own, into in each_tile(zip(tiles, _rows(given), _rows(parts))):  # noqa: B905
                     self._tile(tile, list(own), into)
         finally:
@@ -128,6 +133,10 @@ class Backward:
         found: Sequence[Tensor | None] = [None] * len(into)
         roots = self._recompute(tile, given)
         targets = (*[tile[index] for index in self._wanted], *self._targets)
+        if self._known is not None:  # in each backward pass: what was frozen, or not used, in the first call counts too
+            nodes = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end, _ in roots]
+            check_leaves([node for node in nodes if node is not None], self._known, self.call.patch.name)
+            self._known = None
         if roots and targets:
             ends, grads = zip(*roots)  # noqa: B905
             with self._outside:  # as the untiled backward pass

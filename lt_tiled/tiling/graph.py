@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.state import Work
+from lt_tiled.tiling.weights import check_leaves
 
 Kept = dict[tuple[int, str, str], Tensor]
 
@@ -35,22 +36,8 @@ def check_closed(output: Any, leaves: Sequence[Tensor] | None, work: Work, befor
         NotPositionWiseError: If the output depends on another leaf, or the run kept a tensor with a graph in an
             attribute that the output does not depend on, as for an auxiliary loss.
     """
-    known = None if leaves is None else {id(leaf) for leaf in leaves}
-    todo = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    nodes: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node in nodes:
-            continue
-        nodes.add(node)
-        todo += [following for following, _ in node.next_functions if following is not None]
-        variable = getattr(node, "variable", None)  # of a leaf
-        if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
-            raise NotPositionWiseError(
-                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
-                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it,"
-                f" or pass it as an argument. {REMEDY}"
-            )
+    ends = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+    nodes = check_leaves(ends, None if leaves is None else {id(leaf) for leaf in leaves}, name)
     for (index, path, attribute), value in kept_tensors(work).items():
         # What the output depends on (a normalized weight) is computed in each run.
         if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:

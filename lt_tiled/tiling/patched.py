@@ -22,7 +22,6 @@ from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remo
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
-from lt_tiled.tiling.recompute import hidden_from_modes
 from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch, Work
 from lt_tiled.tiling.tiled_call import TiledCall
@@ -313,14 +312,13 @@ def _check_with_neighbor(made: Call) -> bool:
     Returns:
         Whether the call may run.
     """
-    call, inputs = made
+    call = made[0]
     if call.work.recorded() or call.work.hooked():
         return False
     _refuse_transforms(call.patch.name, call.work)
     try:
         if _is_real(made) and not call.checked:
-            with hidden_from_modes(inputs[0]):
-                check_position_wise(*made)
+            check_position_wise(*made)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the neighbor runs untiled

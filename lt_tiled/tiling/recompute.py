@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from lt_tiled.tiling.places import storage_of
 
@@ -69,6 +69,19 @@ def random_state_kept(device: torch.device, start: RandomState | None = None) ->
 def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
     """Hide what runs from FlopCounterMode and other modes, unless it runs on fake tensors."""
     return _disable_current_modes() if type(tensor) in (Tensor, nn.Parameter) else nullcontext()
+
+
+@contextmanager
+def hidden_from_checkpoints() -> Iterator[None]:
+    """Hide what runs from selective activation checkpoints, which would keep it, and expect it in the recompute."""
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if type(mode).__module__ != "torch.utils.checkpoint"]
+    with ExitStack() as stack:
+        if len(others) < len(modes):
+            stack.enter_context(_disable_current_modes())
+            for mode in others:
+                stack.enter_context(mode)
+        yield
 
 
 @dataclass(frozen=True)

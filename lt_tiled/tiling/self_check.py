@@ -20,7 +20,15 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape
 from lt_tiled.tiling.observe import History, Observation
-from lt_tiled.tiling.recompute import TOLERANCE, Due, RandomState, SavedCounter, random_state_kept, version_of
+from lt_tiled.tiling.recompute import (
+    TOLERANCE,
+    Due,
+    RandomState,
+    SavedCounter,
+    hidden_from_modes,
+    random_state_kept,
+    version_of,
+)
 from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
@@ -59,7 +67,8 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     """
     before = _observe(call)
     try:
-        with SavedCounter():  # an activation checkpoint around it would count what its graphs save
+        # An activation checkpoint around it would count what its graphs save, and keep what it computes.
+        with hidden_from_modes(inputs[0]), SavedCounter():
             _check(call, inputs, before)
     except BaseException as error:
         before.undo()  # it may run untiled from here
@@ -95,7 +104,8 @@ def _check(call: TiledCall, inputs: Sequence[Tensor], before: Observation) -> No
         start = RandomState.now(call.device)
         output = one.run_tile(one.flat(sample))
         dropout = not start.same_as(RandomState.now(call.device))
-        check_closed(output, None, call.work, kept, call.patch.name)
+        # Where nothing known wants a gradient, what does is not known.
+        check_closed(output, None if call.differentiable else (), call.work, kept, call.patch.name)
         del output
         if before.drew and all(_draws_elsewhere(one, sample) for _ in range(_DRAWS)):  # not another thread
             raise NotPositionWiseError(

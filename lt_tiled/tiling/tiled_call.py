@@ -37,6 +37,7 @@ from lt_tiled.tiling.recompute import (
     Precision,
     RandomState,
     SavedCounter,
+    hidden_from_checkpoints,
     hidden_from_modes,
     random_state_kept,
     samples_of,
@@ -99,8 +100,8 @@ class TiledCall:
         hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
             return None
-        if hidden.is_nested:
-            inform(f"{patch.name} runs untiled on nested tensors", once=f"nested {patch.name}")
+        if hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor, whose tokens may be spread over ranks
+            inform(f"{patch.name} runs untiled on nested tensors and DTensors", once=f"nested {patch.name}")
             return None
         arguments.refuse_gradients_inside(patch.name)
         shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
@@ -168,11 +169,11 @@ class TiledCall:
         """
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
-            few, flat = min(2, self.shape.tokens), self.flat(inputs)
-            if few == 0:  # which would not show whether random numbers are drawn
-                few = 2
-                flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
+            few = min(2, self.shape.tokens) or 2  # none would not show whether random numbers are drawn
             with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad(), SavedCounter():
+                flat = self.flat(inputs)
+                if self.shape.tokens == 0:
+                    flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
                 start = RandomState.now(self.device)
                 output = self.run_tile(self.cut(flat, slice(0, few)))
                 repeatable = start.same_as(RandomState.now(self.device))
@@ -251,6 +252,7 @@ class TiledCall:
 
     # Forward
 
+    @hidden_from_checkpoints()
     def forward(self, inputs: Sequence[Tensor], learn: bool) -> tuple[list[Any], Trace]:
         """Compute all tiles without a graph.
 

@@ -9,7 +9,7 @@ past such modes and get the weights themselves, so the gradients of those are as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
+from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.recompute import entry
 
@@ -108,6 +109,25 @@ def paired(weights: Sequence[Weight], leaves: Sequence[T]) -> list[tuple[Tensor,
             " pass, so its backward pass cannot tell them apart. Do so after the backward pass."
         )
     return pairs
+
+
+def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -> set[Any]:
+    """Return the nodes of the graph behind these, and refuse leaves that are not known by their ids."""
+    todo, nodes = list(ends), set[Any]()
+    while todo:
+        node = todo.pop()
+        if node in nodes:
+            continue
+        nodes.add(node)
+        todo += [following for following, _ in node.next_functions if following is not None]
+        variable = getattr(node, "variable", None)  # of a leaf
+        if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
+            raise NotPositionWiseError(
+                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
+                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it,"
+                f" or pass it as an argument. {REMEDY}"
+            )
+    return nodes
 
 
 @contextmanager

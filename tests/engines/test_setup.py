@@ -6,6 +6,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import lt_tiled
 from lt_tiled import Checkpointing
@@ -27,8 +37,8 @@ from lt_tiled.callbacks import TiledMLP
 from tests.engines.cells import ENGINES, draw, in_fabric, in_trainer, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, replaced, trainer
-from tests.models import Block, GatedMLP, TinyLM, lm_loss
-from tests.parity import near
+from tests.models import Block, GatedMLP, TinyLM, lm_loss, tiny_llama
+from tests.parity import MIXED, errors, near
 from tests.world import World
 
 
@@ -411,6 +421,61 @@ def test_tensor_parallel_plan(mode: str, world: World, tmp_path: Path) -> None:
     for (losses, _), (tiled, tiles) in zip(plain, world(tensor_parallel_losses, mode, str(tmp_path)), strict=True):
         assert tiled == near(losses)
         assert tiles == [4, 4]
+
+
+MLP = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+SHARD = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+GATHER = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+HEADS: dict[str, ParallelStyle | None] = {
+    "whole": None,
+    "columns": ColwiseParallel(output_layouts=Replicate()),
+    "columns of a DTensor": ColwiseParallel(use_local_output=False),
+    "rows": RowwiseParallel(input_layouts=Replicate()),
+    "columns after a sequence": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def tensor_parallel_head(head: str, mesh: DeviceMesh, model: nn.Module) -> nn.Module:
+    """Split the MLPs of a Llama, its head, and with a sequence the norms before them."""
+    style, tensor, norms = HEADS[head], mesh["tensor_parallel"], "sequence" in head
+    for block in model.model.layers:
+        parallelize_module(block.mlp, tensor, MLP)
+        if norms:
+            parallelize_module(block.mlp, tensor, GATHER)
+    for norm in (*(block.post_attention_layernorm for block in model.model.layers), model.model.norm) if norms else ():
+        parallelize_module(norm, tensor, SHARD)
+        parallelize_module(norm, tensor, SequenceParallel())
+    return model if style is None else parallelize_module(model, tensor, {"lm_head": style})
+
+
+def tensor_parallel_gradients(head: str, **options: Any) -> tuple[dict[str, Tensor], str]:
+    """The gradients of one step on both ranks, and what its output has as logits."""
+    chosen = lt_tiled.fabric.TiledModelParallelStrategy(
+        lambda model, mesh: tensor_parallel_head(head, mesh, model), tensor_parallel_size=2, **options
+    )
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    model, ids = fabric.setup_module(tiny_llama().double()), draw((2, 24), 0)
+    with loss_parallel() if "DTensor" in head else nullcontext():
+        output = model(input_ids=ids, labels=ids)
+        output.loss.backward()
+    found = {"loss": output.loss.detach(), **{name: weight.grad for name, weight in model.named_parameters()}}
+    chosen.release()
+    whole = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in found.items()}
+    return whole, type(output.logits).__name__
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_tiled_loss_of_a_tensor_parallel_plan(head: str, world: World) -> None:
+    """With any plan for the head and the norms, ``loss=True`` has the loss and gradients of the same plan untiled: in
+    tiles where the plan leaves the head whole, from full logits elsewhere.
+    """
+    untiled = partial(tensor_parallel_gradients, tiling=False, checkpointing=False)
+    tiled = partial(tensor_parallel_gradients, tiling=4, checkpointing=True, loss=5)
+    for (true, _), (found, logits) in zip(world(untiled, head), world(tiled, head), strict=True):
+        assert max(errors(found, true).values()) <= MIXED
+        assert (logits == "AbsentLogits") is (head == "whole")
 
 
 def sizes_refused(options: dict[str, Any]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lt_tiled import tile
+from lt_tiled import prepare, tile
+from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.tiling.state import TiledPatch
-from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP
+from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import (
     EXACT,
     MIXED,
@@ -559,6 +561,81 @@ def test_inside_torch_checkpoint(reentrant: bool) -> None:
     tile(block.mlp, num_shards=4)
     for _ in range(2):
         assert worst(gradients(block, x, call=lambda x: checkpoint(block, x, use_reentrant=reentrant)), true) < EXACT
+
+
+class Borrowing(nn.Module):
+    """Reads a weight that is not registered in it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.own, weight = nn.Linear(H, H), nn.Linear(H, H).weight
+        self.borrowed = [weight]
+        self.apply_other = {
+            "list": lambda x: x @ self.borrowed[0].t(),
+            "closure": lambda x: x @ weight.t(),
+            "partial": functools.partial(F.linear, weight=weight),
+            "computed": lambda x: x @ (2 * weight).t(),
+        }[where]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x) + self.apply_other(x)
+
+
+@pytest.mark.parametrize("first", ["none", "no_grad", "frozen"])
+@pytest.mark.parametrize("where", ["list", "closure", "partial", "computed"])
+def test_a_weight_that_is_not_registered(where: str, first: str) -> None:
+    """A weight that would get no gradient is refused, also if it was frozen, or gradients were off, in a first step."""
+    module, x = Borrowing(where), randn(2, 24, H)
+    tile(module, num_shards=4)
+    if first != "none":
+        module.borrowed[0].requires_grad_(first != "frozen")
+        with torch.set_grad_enabled(first == "frozen"):
+            loss = module(x).sum()
+        if first == "frozen":
+            loss.backward()
+        module.borrowed[0].requires_grad_(True)
+    with pytest.raises(NotPositionWiseError, match=r"depends on a tensor of shape .* would get no gradient"):
+        module(x).sum().backward()
+
+
+def test_modules_in_a_list_of_a_function() -> None:
+    """A tiled function whose modules it does not hold itself is refused, also if no argument wants a gradient."""
+    layers = [nn.Linear(H, H)]
+    with pytest.raises(NotPositionWiseError, match=r"depends on a tensor of shape .* would get no gradient"):
+        tile(lambda x: layers[0](x), num_shards=4)(randn(2, 24, H).detach())
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("policy", ["products", "everything"])
+def test_inside_a_selective_checkpoint(policy: str, early_stop: bool) -> None:
+    """A selective checkpoint around a model with tiled MLPs, norms and loss keeps nothing of the tiles, and gives the
+    untiled gradients.
+    """
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+        set_checkpoint_early_stop,
+    )
+
+    def keep(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        products.append(op in (aten.mm.default, aten.addmm.default))
+        kept = policy == "everything" or products[-1]
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    aten, products = torch.ops.aten, list[bool]()
+    ids = torch.arange(2 * 24).view(2, 24) % 64
+    model = tiny_llama()
+    options = {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(keep)}
+
+    def step() -> dict[str, Tensor]:
+        products.clear()
+        return gradients(model, call=lambda: checkpoint(lambda: model(ids, labels=ids).loss, **options), loss=torch.sum)
+
+    true = step()
+    with prepare(model, tiling=3, checkpointing=False, loss=3), set_checkpoint_early_stop(early_stop):
+        assert all(worst(step(), true) < MIXED for _ in range(2))
+    assert sum(products) == 2  # the output projections of the two attentions, which are not tiled
 
 
 def test_tensor_saved_behind_the_module() -> None:
