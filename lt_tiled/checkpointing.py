@@ -82,7 +82,9 @@ class BlockPatch(Patch):
         keeps = None if region is None or region.keep is None else self.keeps(region.keep)
         observed = None if due is None else self.observe(module, args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
-        compared = None if due is None or hidden is None else Compared(type(module).__name__, hidden, due, _REMEDY)
+        compared = None
+        if due is not None and hidden is not None and not (offload and offload.offloader.policy.compress):
+            compared = Compared(type(module).__name__, hidden, due, _REMEDY)
         modes = [Precision.now(t.device) for t in tensors[:1]]
         runs = count()
 

@@ -20,8 +20,9 @@ from lt_tiled.tiling.recompute import (
     Precision,
     RandomState,
     SavedCounter,
-    check_same,
+    differ,
     hidden_from_modes,
+    other_values,
     random_state_kept,
     samples_of,
     saves_elsewhere,
@@ -88,7 +89,7 @@ class Backward:
             repeat(None) if gradient is None else tile_gradients(gradient, kind, call.shape, bounds)
             for gradient, kind in zip(gradients, kinds, strict=True)
         ]
-        if self.trace.sample and self.trace.due():
+        if self.trace.samples[1] and self.trace.due():
             self._compare(inputs)
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
@@ -105,9 +106,11 @@ class Backward:
 
     def _compare(self, inputs: Sequence[Tensor]) -> None:
         """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees]."""
+        call, given, returned = self.call, *self.trace.samples
         if self._compiled is not None and self.trace.random is not None:  # which draws others
             return
-        call = self.call
+        if any(map(differ, given, samples_of(list(inputs)))):
+            return
         with (
             hidden_from_modes(inputs[0]),
             random_state_kept(call.device),
@@ -116,9 +119,8 @@ class Backward:
             Substituted(self._pairs),
         ):
             output = call.run_views(next(call.tiles([t.detach() for t in inputs])))
-        remedy = "lt_tiled.untile() the module"
-        for before, now in zip(self.trace.sample, samples_of(output)):  # noqa: B905  # another structure fails below
-            check_same(call.patch.name, "its outputs", before, now, remedy)
+        if any(map(differ, returned, samples_of(output))):
+            raise other_values(call.patch.name, "its output", "lt_tiled.untile() the module")
 
     def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
         """Recompute a tile and differentiate it.

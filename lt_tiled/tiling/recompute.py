@@ -7,7 +7,8 @@ each forward pass keeps some entries of what it computed, and its recompute is r
 by more than rounding: a few may, where a kernel that sums in any order sends a token to another expert.
 
 A block's entries are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
-shapes and dtypes. A tiled call's are those of its first tile's output, which its backward pass computes twice for that.
+shapes and dtypes. A tiled call's are those of its first tile's output, which its backward pass computes twice for that,
+if its inputs are those of the forward pass: a block that is recomputed from compressed inputs gives it others.
 Comparing takes time and waits for the device. So it is done in the first calls, which show what happens in every step,
 and where the same code ran again between a forward pass and its recompute, which is when others change what it reads.
 """
@@ -184,9 +185,9 @@ class Runs:
         return lambda: mine <= _CALLS or self.count > mine
 
 
-def samples_of(output: Any) -> list[Tensor]:
-    """Return a copy of some entries of each tensor in an output that can be compared."""
-    views = (entries_of(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+def samples_of(values: Any) -> list[Tensor]:
+    """Return a copy of some entries of each tensor that can be compared."""
+    views = (entries_of(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
     return [view.clone() for view in views if view is not None]
 
 
@@ -202,19 +203,20 @@ def entries_of(tensor: Tensor) -> Tensor | None:
     return tensor.detach().as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset())
 
 
-def check_same(name: str, what: str, before: Tensor, now: Tensor, remedy: str) -> None:
-    """Compare entries of the forward pass with those of the recompute.
-
-    Raises:
-        RuntimeError: If more than a few differ.
-    """
+def differ(before: Tensor, now: Tensor) -> bool:
+    """Whether more than a few entries differ by more than rounding."""
     if torch.equal(before, now):
-        return
-    largest = torch.maximum(before.abs(), now.abs()).double()
-    differ = int(((before.double() - now.double()).abs() > TOLERANCE[now.dtype] * largest).sum())
-    if differ > max(1, _FEW * int((largest > 0).sum())):
-        raise RuntimeError(
-            f"{name}: its recompute computes other values than its forward pass did ({differ} of {len(before)} samples"
-            f" of {what} differ), because something that it reads changed between the two. Make the change after the"
-            f" backward pass, such as the optimizer's step, or {remedy}."
-        )
+        return False
+    a, b = before.double(), now.double()
+    largest = torch.maximum(a.abs(), b.abs())
+    same = (a == b) | ((a - b).abs() <= TOLERANCE[now.dtype] * largest) | (a.isnan() & b.isnan())
+    return int((~same).sum()) > max(1, _FEW * int((largest != 0).sum()))
+
+
+def other_values(name: str, what: str, remedy: str) -> RuntimeError:
+    """Return the error of a module whose recompute computes other values than its forward pass."""
+    return RuntimeError(
+        f"{name}: its recompute computes other values than its forward pass did ({what}), because something that it"
+        f" reads changed between the two. Make the change after the backward pass, such as the optimizer's step, or"
+        f" {remedy}."
+    )

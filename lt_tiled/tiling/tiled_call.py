@@ -56,8 +56,8 @@ class Trace:
     """The generators' state before the forward pass, if it drew random numbers."""
     modules: Observation | None
     """What it read of the modules, if a backward pass may follow."""
-    sample: Sequence[Tensor]
-    """Some of the first tile's outputs."""
+    samples: tuple[Sequence[Tensor], Sequence[Tensor]]
+    """Of the call's inputs and of its first tile's output."""
     due: Due
     """Whether they are to be compared with a recompute."""
 
@@ -264,7 +264,7 @@ class TiledCall:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
         start, modules = RandomState.now(self.device), self.observe() if learn else None
-        due, sample = self.begin(), list[Tensor]()
+        due, samples = self.begin(), (list[Tensor](), list[Tensor]())
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
         # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
@@ -283,13 +283,13 @@ class TiledCall:
                     layout = self.layout_of(output, inputs, high - low)
                     assembly = OutputAssembly(layout, self.shape, self.bounds, self.patch.name)
                     if modules is not None:
-                        sample = [t.clone() for t in samples_of(output)]
+                        samples = samples_of(list(inputs)), samples_of(output)
                 assembly.add(output, index)
                 del output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
         seen = None if modules is None else modules.end_forward()
-        return assembly.leaves, Trace(assembly.layout, random, seen, sample, due)
+        return assembly.leaves, Trace(assembly.layout, random, seen, samples, due)
 
     def begin(self) -> Due:
         """Count the call, and return what tells whether its recompute is to be compared."""
