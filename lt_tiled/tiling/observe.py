@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -374,7 +375,8 @@ class Observation:
         for place, now in before:
             after.callback(place.restore, now)
         for place, now in before:
-            place.restore(place.recorded, now)
+            if now.keys() != place.recorded.keys() or not all(map(is_, now.values(), place.recorded.values())):
+                place.restore(place.recorded, now)
 
     def undo(self) -> None:
         """Put back what was observed, generators among it, but for what :meth:`check` refuses."""

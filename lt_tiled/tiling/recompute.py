@@ -187,8 +187,11 @@ class Runs:
 
 def samples_of(values: Any) -> list[Tensor]:
     """Return a copy of some entries of each tensor that can be compared."""
-    views = (entries_of(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
-    return [view.clone() for view in views if view is not None]
+    samples = []
+    for leaf in [values] if isinstance(values, Tensor) else pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and (view := entries_of(leaf)) is not None:
+            samples.append(view.clone())
+    return samples
 
 
 def entries_of(tensor: Tensor) -> Tensor | None:
@@ -196,8 +199,11 @@ def entries_of(tensor: Tensor) -> Tensor | None:
     if tensor.dtype not in TOLERANCE or storage_of(tensor) is None:
         return None
     count = tensor.numel()
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    if count == 0 or span != count:
+    if not tensor.is_contiguous():
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        if sum((size - 1) * stride for size, stride in strides) + 1 != count:
+            return None
+    if count == 0:
         return None
     step = count // _ENTRIES | 1  # odd, so that it does not meet the same feature of each token
     return tensor.detach().as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset())

@@ -119,7 +119,9 @@ def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -
         if node in nodes:
             continue
         nodes.add(node)
-        todo += [following for following, _ in node.next_functions if following is not None]
+        for following, _ in node.next_functions:
+            if following is not None:
+                todo.append(following)
         variable = getattr(node, "variable", None)  # of a leaf
         if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
             raise NotPositionWiseError(
