@@ -407,6 +407,9 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "another weight in the recompute of a checkpoint, where torch computes its gradients with that": lambda case: (
         "checkpoint" in case.around and case.between in ("weights replaced", "frozen")
     ),
+    "what a forward pass changes and torch's own checkpoint changes again before it computes gradients": lambda case: (
+        "checkpoint" in case.around and bool({"running mean", "counts and uses"} & {*case.parts})
+    ),
     "outputs that share memory, with each other or the input, are separate tensors in tiles": lambda case: (
         (case.around == "output changed in place" and case.output in ("also detached", "same twice"))
         or ("changed" in case.around and (case.output == "also the input" or {*case.parts} <= _SHARING))
