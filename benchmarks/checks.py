@@ -17,7 +17,7 @@ import torch
 from benchmarks.costs import Size, llama, with_checkpointing
 from benchmarks.sheet import Cell, Sheet, machine
 from benchmarks.step_time import HERE, ON_GPU, QUICK, step_of
-from lt_tiled.determinism import Compared
+from lt_tiled.determinism import BlockSamples
 from lt_tiled.tiling import patched, tiled_call
 from lt_tiled.tiling.backward import Backward
 from lt_tiled.tiling.observe import Observation
@@ -30,7 +30,7 @@ _EVERY_STEP = [
     (Observation, "check"),
     (Observation, "_restore"),
     (Place, "restore"),
-    (Compared, "sample"),
+    (BlockSamples, "sample"),
     (Backward, "_compare"),
     (tiled_call, "samples_of"),
     (Work, "hooked"),

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
-from lt_tiled.determinism import DETERMINISM_CHECK, Compared
+from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
@@ -30,8 +30,6 @@ from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.layout import split_arguments
 from lt_tiled.tiling.observe import History, Observation, recomputing, restored
 from lt_tiled.tiling.recompute import Due, Precision, Runs
-
-_REMEDY = "leave the block out of Checkpointing(targets=...)"
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,9 @@ class BlockPatch(Patch):
         observed = None if due is None else self.observe(module, args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         compared = None
-        if due is not None and hidden is not None and not (offload and offload.offloader.policy.compress):
-            compared = Compared(type(module).__name__, hidden, due, _REMEDY)
+        if observed is not None and due is not None and hidden is not None:
+            rounded = offload is not None and offload.offloader.policy.compress
+            compared = None if rounded else BlockSamples(observed, hidden, due)
         modes = [Precision.now(t.device) for t in tensors[:1]]
         runs = count()
 
@@ -117,8 +116,8 @@ class BlockPatch(Patch):
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
         arguments = {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
-        kind = type(module).__name__
-        return Observation(kind, module.modules(), _REMEDY, self.history, arguments, generators=True)
+        remedy = "leave the block out of Checkpointing(targets=...)"
+        return Observation(type(module).__name__, module.modules(), remedy, self.history, arguments, generators=True)
 
     def keeps(self, what: Keep) -> Kept:
         """Return what a call keeps of the exchange between ranks for its recompute."""
@@ -237,7 +236,7 @@ def _without_cache(
         return args, kwargs
     kind = type(module).__name__
     for name, entries in caches.items():
-        weak = hasattr(entries, "__weakref__")  # else it is used for one call
+        weak = hasattr(entries, "__weakref__") and type(entries).__hash__  # else it is used for one call
         if weak and _left_out.get(entries) is module:  # in one call of a model its first block runs once
             raise ValueError(
                 f"{kind} uses activation checkpointing and was given {name} again, which it left out of the call"

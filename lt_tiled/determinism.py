@@ -11,63 +11,62 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from lt_tiled.tiling.recompute import Due, differ, entries_of, other_values
+from lt_tiled.tiling.observe import Observation
+from lt_tiled.tiling.recompute import Due, differ, other_values, sampled
 
 
-class Compared:
+class BlockSamples:
     """Samples what a block saves in its forward pass.
 
     Args:
-        name: The block in messages.
-        hidden: Its hidden states ``[..., hidden]``.
-        due: Whether its recompute is to be compared.
-        remedy: What helps against a refusal.
+        observed: The observation of the call.
+        hidden: The block's hidden states ``[..., hidden]``.
+        due: Whether the recompute is to be compared.
     """
 
-    def __init__(self, name: str, hidden: Tensor, due: Due, remedy: str) -> None:
-        self.name, self.due, self.remedy = name, due, remedy
+    def __init__(self, observed: Observation, hidden: Tensor, due: Due) -> None:
+        self.observed, self.due = observed, due
         self._tokens = {*hidden.shape[-2:-1], math.prod(hidden.shape[:-1])}
         self._last: object = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Sample what is saved inside."""
-        token = _compared.set(self)
+        token = _samples.set(self)
         try:
             yield
         finally:
-            _compared.reset(token)
+            _samples.reset(token)
 
     def sample(self, tensor: Tensor) -> Tensor | None:
-        """Return some entries of a tensor with a dimension of tokens, once if several nodes in a row save it."""
+        """Return some elements of a tensor with a dimension of tokens, once if several nodes in a row save it."""
         # Other dimensions may be padded with what nobody wrote, as attention's sums of exponentials are.
         if isinstance(tensor, nn.Parameter) or not self._tokens.intersection(tensor.shape):
             return None
-        view = entries_of(tensor)
+        view = sampled(tensor)
         if view is None or (key := (view.data_ptr(), view.shape)) == self._last:
             return None
         self._last = key
         return view.clone()
 
 
-_compared: ContextVar[Compared | None] = ContextVar("compared", default=None)
+_samples: ContextVar[BlockSamples | None] = ContextVar("samples", default=None)
 
 
 class _Values:
     """The values of a saved tensor among its metadata: a sample in the forward pass, all of them in the recompute."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.compared = _compared.get()
-        self.values = tensor if self.compared is None else self.compared.sample(tensor)
+        self.samples = _samples.get()
+        self.values = tensor if self.samples is None else self.samples.sample(tensor)
 
     def __eq__(self, other: Any) -> bool:
-        before, now = (other, self) if self.compared is None else (self, other)
-        compared, sample, values = before.compared, before.values, now.values
-        if compared is not None and sample is not None and values is not None and compared.due():
-            entries = entries_of(values)
-            assert entries is not None  # as in the forward pass
-            if differ(sample, entries):
-                raise other_values(compared.name, f"a saved tensor of shape {list(values.shape)}", compared.remedy)
+        before, now = (other, self) if self.samples is None else (self, other)
+        samples, sample, values = before.samples, before.values, now.values
+        if samples is not None and sample is not None and values is not None and samples.due():
+            again, observed = sampled(values), samples.observed
+            if again is not None and differ(sample, again):
+                raise other_values(observed.name, f"a saved tensor of shape {list(values.shape)}", observed.remedy)
         return True
 
     def __repr__(self) -> str:

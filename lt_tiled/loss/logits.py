@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -191,14 +192,16 @@ class DeferredLogits(Deferred):
             remedy, later = "turn the tiled loss off with loss=False", reduction == "none"  # in the backward pass
             state = Observation(f"the head of {patch.name}", work.parts(), remedy, substituted=True) if later else None
 
+            tiles_run = count()
+
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-                before = {} if patch.checked else kept_tensors(work)
+                first = next(tiles_run) == 0
+                before = kept_tensors(work) if first else {}
                 with restored(state, "its backward pass"), substituted(weights, leaves):
                     found = _computed(patch, head, steps, rows)
-                if found.requires_grad and not patch.checked:
+                if found.requires_grad and first:  # in each call: what was frozen in the first one counts too
                     known = [cast("Tensor", rows._base), *leaves]
                     check_closed(found, known, work, before, f"the head of {patch.name}")
-                    patch.checked = True
                 return found
 
             return tiles.loss(logits, rows, target, [w.tensor for w in weights], vocab_size)

@@ -44,9 +44,6 @@ class HeadPatch(SharedPatch):
 
     attribute = "_lt_tiled_head"
 
-    checked = False
-    """Whether a tile showed that only the hidden states and the head's own weights want a gradient."""
-
     called = False
     """Whether the head was called: MobileBERT computes its logits from the head's weight."""
 

@@ -89,7 +89,7 @@ class Backward:
             repeat(None) if gradient is None else tile_gradients(gradient, kind, call.shape, bounds)
             for gradient, kind in zip(gradients, kinds, strict=True)
         ]
-        if self.trace.samples[1] and self.trace.due():
+        if self.trace.samples[1] and self.call.due():
             self._compare(inputs)
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
@@ -107,8 +107,6 @@ class Backward:
     def _compare(self, inputs: Sequence[Tensor]) -> None:
         """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees]."""
         call, given, returned = self.call, *self.trace.samples
-        if self._compiled is not None and self.trace.random is not None:  # which draws others
-            return
         if any(map(differ, given, samples_of(list(inputs)))):
             return
         with (
@@ -116,11 +114,12 @@ class Backward:
             random_state_kept(call.device),
             torch.no_grad(),
             SavedCounter(),
-            Substituted(self._pairs),
+            Substituted(self._pairs) if self._compiled is None else nullcontext(),
         ):
-            output = call.run_views(next(call.tiles([t.detach() for t in inputs])))
+            output = call.run_compiled(next(call.tiles([t.detach() for t in inputs])))
         if any(map(differ, returned, samples_of(output))):
-            raise other_values(call.patch.name, "its output", "lt_tiled.untile() the module")
+            assert self.trace.modules is not None
+            raise other_values(call.patch.name, "its output", self.trace.modules.remedy)
 
     def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
         """Recompute a tile and differentiate it.

@@ -1,4 +1,4 @@
-"""What code can read that another pass could find changed: observed once per call, restored for the recompute.
+"""Record what a forward pass reads, and restore it for the recompute.
 
 NOTE [State between two passes]
 A recompute must read what its forward pass read, and leave everything as it is. For tiles and for checkpointed blocks
@@ -14,7 +14,8 @@ one object, made before the forward pass, knows what that is:
   tensors without a new version, so the first call compares values.
 * Weights and tensors without a copy. They are compared by identity, version and storage, and a recompute that would
   read other values is refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3
-  may be elsewhere and have the engine's mark. Nothing else that an engine changes is excused.
+  may be elsewhere and have the engine's mark. ZeRO-3's own attributes of modules are
+  ignored. All other changes by an engine are refused.
 * The generators of Python, of NumPy and of the modules, if a block drew from them.
 """
 
@@ -43,12 +44,12 @@ from lt_tiled.tiling.places import (
     ATOMS,
     Attributes,
     Data,
-    Drawn,
+    GeneratorState,
     Large,
     Place,
+    RequiresGrad,
     ScriptedMode,
     Slots,
-    Trained,
     is_array,
     is_equal,
     is_object,
@@ -160,14 +161,14 @@ class Observation:
         self._places: list[Place] = []
         self._merged: list[Place] = []
         self._tensors: list[TensorRecord] = []
-        self._generators: list[Drawn] = []
+        self._generators: list[GeneratorState] = []
         self._seen: set[Any] = set()
         self._draws, self._shared = generators, shared
         parts = list(parts)
         self._mode = tuple(part.training for part in parts)
         self._first = history is not None and self._mode not in history.modes
         self._look_at_all(parts, arguments or {})
-        self._places.append(Trained("requires_grad of a weight", tuple(record.tensor for record in self._tensors)))
+        self._places.append(RequiresGrad("requires_grad of a weight", tuple(record.tensor for record in self._tensors)))
         self._seen.clear()
 
     # What is observed
@@ -269,7 +270,7 @@ class Observation:
 
     def _draw_from(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
         if self._draws:
-            self._generators.append(Drawn(get, set))
+            self._generators.append(GeneratorState(get, set))
 
     def _hold(self, name: str, index: int, holder: Any, key: Any, tensor: Tensor, is_weight: bool) -> None:
         version, storage, history = version_of(tensor), storage_of(tensor), self._history

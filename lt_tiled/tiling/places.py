@@ -106,7 +106,7 @@ class Slots(Place):
 
 
 class Large(Place):
-    """A list or dictionary of so many entries that those which are added at its end alone are seen."""
+    """A large list or dictionary, of which only entries that are added at its end are seen."""
 
     def read(self) -> dict[str, int]:
         return {"length": len(self.holder)}
@@ -118,7 +118,7 @@ class Large(Place):
             self.holder.popitem()
 
 
-class Trained(Place):
+class RequiresGrad(Place):
     """Which of some tensors require a gradient."""
 
     def read(self) -> dict[int, bool]:
@@ -129,7 +129,7 @@ class Trained(Place):
             self.holder[name].requires_grad_(value)
 
 
-class Drawn(Place):
+class GeneratorState(Place):
     """The state of a generator of random numbers.
 
     Args:

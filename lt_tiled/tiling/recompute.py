@@ -3,10 +3,10 @@
 NOTE [What no observation sees]
 Code can read more than an observation records: a tensor inside of a container that changes in place, a variable of
 another module or thread, a file. Whatever it is, a gradient is wrong only if the recompute computes other values. So
-each forward pass keeps some entries of what it computed, and its recompute is refused if more than a few of them differ
-by more than rounding: a few may, where a kernel that sums in any order sends a token to another expert.
+each forward pass keeps some elements of what it computed, and its recompute is refused if more than a few of them
+differ by more than rounding: a few may, where a kernel that sums in any order sends a token to another expert.
 
-A block's entries are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
+A block's elements are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
 shapes and dtypes. A tiled call's are those of its first tile's output, which its backward pass computes twice for that,
 if its inputs are those of the forward pass: a block that is recomputed from compressed inputs gives it others.
 Comparing takes time and waits for the device. So it is done in the first calls, which show what happens in every step,
@@ -165,12 +165,18 @@ def version_of(tensor: Tensor) -> int:
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
-_ENTRIES = 16
-_CALLS = 2
-_FEW = 1 / 8
+_SAMPLES = 16
+"""The least elements of a tensor that are kept, if it has as many; at most 31 are."""
+_FIRST_CALLS = 2
+_MAY_DIFFER = 1 / 8
 
 Due = Callable[[], bool]
 """Whether a recompute is to be compared with its forward pass."""
+
+
+def never() -> bool:
+    """Return that it is not."""
+    return False
 
 
 class Runs:
@@ -179,24 +185,25 @@ class Runs:
     count = 0
 
     def begin(self) -> Due:
-        """Count a call. Its recompute is to be compared if it is one of the first, or not the last any more."""
+        """Count a call. Its recompute is to be compared if it is one of the first, or if the code ran again since."""
         self.count += 1
         mine = self.count
-        return lambda: mine <= _CALLS or self.count > mine
+        return lambda: mine <= _FIRST_CALLS or self.count > mine
 
 
 def samples_of(values: Any) -> list[Tensor]:
-    """Return a copy of some entries of each tensor that can be compared."""
+    """Return a copy of some elements of each tensor that can be compared."""
     samples = []
     for leaf in [values] if isinstance(values, Tensor) else pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and (view := entries_of(leaf)) is not None:
+        if isinstance(leaf, Tensor) and (view := sampled(leaf)) is not None:
             samples.append(view.clone())
     return samples
 
 
-def entries_of(tensor: Tensor) -> Tensor | None:
-    """Return a view of some entries from all over a plain tensor of floating-point numbers without gaps."""
-    if tensor.dtype not in TOLERANCE or storage_of(tensor) is None:
+def sampled(tensor: Tensor) -> Tensor | None:
+    """Return a view of some elements from all over a plain tensor of floating-point numbers without gaps."""
+    # Batch norm saves statistics ``[C]`` and then changes them without a new version.
+    if tensor.dim() < 2 or tensor.dtype not in TOLERANCE or storage_of(tensor) is None:
         return None
     count = tensor.numel()
     if not tensor.is_contiguous():
@@ -205,18 +212,18 @@ def entries_of(tensor: Tensor) -> Tensor | None:
             return None
     if count == 0:
         return None
-    step = count // _ENTRIES | 1  # odd, so that it does not meet the same feature of each token
+    step = count // _SAMPLES | 1  # odd, so that it does not meet the same feature of each token
     return tensor.detach().as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset())
 
 
 def differ(before: Tensor, now: Tensor) -> bool:
-    """Whether more than a few entries differ by more than rounding."""
+    """Whether more than a few elements differ by more than rounding."""
     if torch.equal(before, now):
         return False
     a, b = before.double(), now.double()
     largest = torch.maximum(a.abs(), b.abs())
     same = (a == b) | ((a - b).abs() <= TOLERANCE[now.dtype] * largest) | (a.isnan() & b.isnan())
-    return int((~same).sum()) > max(1, _FEW * int((largest != 0).sum()))
+    return int((~same).sum()) > max(1, _MAY_DIFFER * int((largest != 0).sum()))
 
 
 def other_values(name: str, what: str, remedy: str) -> RuntimeError:

@@ -22,7 +22,6 @@ from lt_tiled.tiling.layout import TokenShape
 from lt_tiled.tiling.observe import History, Observation
 from lt_tiled.tiling.recompute import (
     TOLERANCE,
-    Due,
     RandomState,
     SavedCounter,
     hidden_from_modes,
@@ -46,12 +45,9 @@ _DRAWS = 8
 
 
 class _Sample(TiledCall):
-    """A call of a few tokens, which is neither compiled nor counted."""
+    """A call of a few tokens, which is not compiled."""
 
     compiled = None
-
-    def begin(self) -> Due:
-        return bool
 
 
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:

@@ -62,6 +62,7 @@ class Learned:
     histories: dict[Hashable, History] = field(default_factory=lambda: defaultdict(History))
     """What observations of each work showed."""
     runs: dict[Hashable, Runs] = field(default_factory=lambda: defaultdict(Runs))
+    """How often each module ran."""
     saved: dict[Hashable, int | None] = field(default_factory=dict)
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
     last: dict[Hashable, int] = field(default_factory=dict)

@@ -39,6 +39,7 @@ from lt_tiled.tiling.recompute import (
     SavedCounter,
     hidden_from_checkpoints,
     hidden_from_modes,
+    never,
     random_state_kept,
     samples_of,
 )
@@ -58,8 +59,6 @@ class Trace:
     """What it read of the modules, if a backward pass may follow."""
     samples: tuple[Sequence[Tensor], Sequence[Tensor]]
     """Of the call's inputs and of its first tile's output."""
-    due: Due
-    """Whether they are to be compared with a recompute."""
 
 
 class TiledCall:
@@ -73,6 +72,9 @@ class TiledCall:
         shape: The leading dimensions of the hidden states.
         bounds: The tiles.
     """
+
+    due: Due = staticmethod(never)
+    """Whether the recompute is to be compared with the forward pass."""
 
     def __init__(
         self,
@@ -96,6 +98,9 @@ class TiledCall:
         cls, work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[TiledCall, list[Tensor]] | None:
         """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
+        # By the module that runs last: with a graph it may run together with a neighbor, and without one alone.
+        runs = patch.learned.runs[tuple(map(id, work.modules[-1:]))]
+        due = never if is_recomputing() else runs.begin()
         inputs, arguments = split_arguments(args, kwargs)
         hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
@@ -112,6 +117,7 @@ class TiledCall:
         if any(is_lazy(p) for module in work.modules for p in module.parameters()):
             call.probe(inputs, 2)  # which gives lazy modules their weights
             call = cls(work, patch, inputs, arguments, shape, bounds)
+        call.due = due
         return call, inputs
 
     @property
@@ -203,7 +209,8 @@ class TiledCall:
         options = False if self.patch.learned.uncompiled else self.patch.tiling.compile
         return None if options is False else CompiledTile.of(self.patch.found.kind, options)
 
-    def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
+    def run_compiled(self, tile: Sequence[Tensor]) -> Any:
+        """Run the compiled code, if there is any, on the tensors of a tile."""
         if (compiled := self.compiled) is not None:
             try:
                 return compiled.forward(self, tile)
@@ -264,7 +271,7 @@ class TiledCall:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
         start, modules = RandomState.now(self.device), self.observe() if learn else None
-        due, samples = self.begin(), (list[Tensor](), list[Tensor]())
+        samples = list[Tensor](), list[Tensor]()
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
         # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
@@ -274,7 +281,7 @@ class TiledCall:
                     self._count_saved(inputs)
                     counts = False
             uncompiled = partial(self.arguments.call, self.work.function)
-            run = uncompiled if self.compiled is None else self._run_compiled
+            run = uncompiled if self.compiled is None else self.run_compiled
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
                 output = self._count_saved(inputs) if counts else run(tile)
                 counts = False
@@ -289,11 +296,7 @@ class TiledCall:
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
         seen = None if modules is None else modules.end_forward()
-        return assembly.leaves, Trace(assembly.layout, random, seen, samples, due)
-
-    def begin(self) -> Due:
-        """Count the call, and return what tells whether its recompute is to be compared."""
-        return bool if is_recomputing() else self.patch.learned.runs[self.work.key].begin()
+        return assembly.leaves, Trace(assembly.layout, random, seen, samples)
 
     def observe(self) -> Observation | None:
         """Return what the modules hold now, unless no backward pass will follow."""

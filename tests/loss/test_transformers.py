@@ -755,8 +755,11 @@ def test_threads_on_one_model(case: str) -> None:
             assert worst(found, true[seed % 4]) <= 1e-6
 
 
-def test_a_head_that_uses_other_weights() -> None:
-    """A head that reads a weight which is not its own, and would get no gradient, is refused at its first call."""
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_a_head_that_uses_other_weights(frozen_first: bool) -> None:
+    """A head that reads a weight which is not its own, and would get no gradient, is refused: at its first call, or
+    when the weight is no longer frozen.
+    """
 
     class Borrowing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -766,11 +769,13 @@ def test_a_head_that_uses_other_weights() -> None:
     head = Borrowing(32, 64, bias=False)
     head.other = [model.model.embed_tokens.weight]
     model.lm_head = head
-    with (
-        prepare(model, **LOSS),
-        pytest.raises(ValueError, match=r"head of LlamaForCausalLM: its output depends on a tensor of shape"),
-    ):
-        model(input_ids=IDS, labels=IDS)
+    with prepare(model, **LOSS):
+        if frozen_first:
+            head.other[0].requires_grad_(False)
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            head.other[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"head of LlamaForCausalLM: its output depends on a tensor of shape"):
+            model(input_ids=IDS, labels=IDS)
 
 
 def test_generation_and_signature() -> None:

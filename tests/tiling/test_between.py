@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import threading
@@ -22,7 +23,7 @@ from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.recompute import differ
 from lt_tiled.tiling.state import TiledPatch
-from tests.models import GatedMLP, H
+from tests.models import GatedMLP, H, tiny_llama
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, spread, worst
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.self_checks]
@@ -182,34 +183,93 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("as_before")
-@pytest.mark.parametrize("calls", [1, 4])
+@pytest.mark.parametrize("calls", ["first", "again", "again without a graph"])
 @pytest.mark.parametrize(
     ("name", "policy"),
     [*((name, "blocks") for name in UNSEEN), *((name, "tiles") for name in UNSEEN if name != "hook")],
 )  # a module that has hooks inside runs untiled
-def test_a_change_that_no_observation_sees(name: str, policy: str, calls: int) -> None:
+def test_a_change_that_no_observation_sees(name: str, policy: str, calls: str) -> None:
     """A recompute that reads something else is refused with the module's name: in the first step, and in later ones if
     the module runs again before the backward pass.
     """
     tiling = Tiling(4, targets=["Odd"]) if policy == "tiles" else None
     model, x = nn.Sequential(Odd()), randn(2, 40, H)
     with prepare(model, tiling=tiling, checkpointing=None if tiling else Checkpointing(targets=["Odd"])):
-        for _ in range(calls - 1):
+        for _ in range(0 if calls == "first" else 3):
             model(x).sum().backward()
         y = model(x).sum()
         with torch.no_grad():
             UNSEEN[name](model[0])
-        if calls > 1:
-            y = y + model(x).sum()
+        if calls != "first":
+            with torch.set_grad_enabled(calls == "again"):
+                more = model(x).sum()
+            y = y + more
         with pytest.raises(RuntimeError, match=r"Odd.*: its recompute computes other values .*Make the change after"):
             y.backward()
 
 
-def test_a_few_entries_may_differ() -> None:
-    """A recompute of which one entry in sixteen differs, as where a token's expert is a tie, is not refused; one of
-    which three do, is.
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_data_of_weights(checkpointing: bool, tokens: int) -> None:
+    """Weights whose data changed, of which torch keeps no version, are noticed where the module ran again, in
+    evaluation or on few tokens too, where it runs by itself and not together with its norm.
     """
-    values = torch.rand(16) + 1
+    model, ids = tiny_llama(), torch.randint(32, (2, 40))
+    model.model.layers[0].mlp.gate_proj.requires_grad_(False)
+    with prepare(model, tiling=4, checkpointing=checkpointing):
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        model.model.layers[0].mlp.gate_proj.weight.data.mul_(3)
+        with torch.no_grad():
+            model(input_ids=ids[:1, :tokens])
+        with pytest.raises(RuntimeError, match="its recompute computes other values"):
+            loss.backward()
+
+
+class InHalf(GatedMLP):
+    """Returns float32 of what autocast computes in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+@pytest.mark.slow
+@pytest.mark.low_precision
+def test_compiled_tiles_are_compared_with_compiled_ones() -> None:
+    """A compiled tile that rounds otherwise than uncompiled is not taken for one that reads something else."""
+    m, x = tile(InHalf().float(), num_shards=4, compile=True, self_check=False), randn(1, 64, H).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m(x.requires_grad_())
+    y.sum().backward()
+    assert m.up.weight.grad is not None
+
+
+class Statistics(nn.Module):
+    """Batch norm of as many channels as there are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).sin()
+
+
+def test_statistics_that_change_after_they_were_saved() -> None:
+    """Batch norm in a block, which saves its statistics and then updates them, has the gradients without
+    checkpointing.
+    """
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Statistics()), randn(4, H, H)
+    true = gradients(copy.deepcopy(model), x)
+    with prepare(model, tiling=None, checkpointing=Checkpointing(targets=["Statistics"])):
+        assert worst(gradients(model, x), true) < EXACT
+
+
+def test_a_few_elements_may_differ() -> None:
+    """One element in sixteen, as of a token that goes to another expert, is no difference; three are."""
+    values = torch.arange(1.0, 17.0)
     assert [differ(values, values + (torch.arange(16) < many)) for many in (0, 1, 3)] == [False, False, True]
 
 
