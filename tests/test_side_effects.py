@@ -565,6 +565,19 @@ class Appends(Base):
         return x
 
 
+class AddsToMany(Base):
+    """Adds to a list and a dictionary that are too large to be looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = [*range(2000)], dict.fromkeys(range(2000))
+
+    def change(self, x: Tensor) -> Tensor:
+        self.log[0].append(len(self.log[0]))
+        self.log[1][len(self.log[1])] = None
+        return x
+
+
 class KeepsDeque(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -642,7 +655,7 @@ class Draws(Base):
 
 
 LOG: list[int] = []
-STATEFUL = [Appends, KeepsDeque, KeepsDict, Calls, CallsLast, PlainTensor, Shared, Draws]
+STATEFUL = [Appends, AddsToMany, KeepsDeque, KeepsDict, Calls, CallsLast, PlainTensor, Shared, Draws]
 
 
 @pytest.mark.parametrize("kind", STATEFUL)

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -69,9 +68,6 @@ DEPTH = 6
 """How many containers inside of each other are looked into."""
 MAX_ENTRIES = 1000
 """Entries of larger containers are not looked into."""
-
-_MERGED = frozenset(("merged", "merged_adapters"))
-"""Attributes by which peft and loralib tell that they changed weights through ``.data``, which gives no new version."""
 
 
 @dataclass
@@ -159,7 +155,6 @@ class Observation:
     ) -> None:
         self.name, self.remedy, self._history, self._substituted = name, remedy, history, substituted
         self._places: list[Place] = []
-        self._merged: list[Place] = []
         self._tensors: list[TensorRecord] = []
         self._generators: list[GeneratorState] = []
         self._seen: set[Any] = set()
@@ -216,8 +211,6 @@ class Observation:
     def _look_at(self, place: Place, depth: int, index: int = -1) -> None:
         """Record a place and, to a depth, what is in it; ``index`` is the number of the module that it belongs to."""
         self._places.append(place)
-        if not _MERGED.isdisjoint(place.recorded) or place.name.rpartition(".")[2] in _MERGED:
-            self._merged.append(place)
         for key, value in place.recorded.items():
             if type(value) in ATOMS:
                 continue
@@ -345,8 +338,7 @@ class Observation:
             RuntimeError: If a value changed.
         """
         lost = (record.lost(self._substituted) for record in self._tensors)
-        merged = ((p.name, "was changed") for p in self._merged if not _MERGED.isdisjoint(_merged_in(p)))
-        if change := next(filter(None, chain(lost, merged)), None):
+        if change := next(filter(None, lost), None):
             raise RuntimeError(
                 f"{self.name}: {' '.join(change)} between the forward pass and {until}, which would"
                 f" compute with other values. Make the change after the backward pass, such as the optimizer's step, or"
@@ -386,12 +378,6 @@ class Observation:
         for record in self._tensors:
             if record.copy is not None and record.copy.shape == record.tensor.shape:
                 record.tensor.data.copy_(record.copy)
-
-
-def _merged_in(place: Place) -> set[str]:
-    """Return the names at which a place differs, and its own."""
-    names = place.differing(place.recorded)
-    return {*map(str, names), place.name.rpartition(".")[2]} if names else set()
 
 
 def restored(observation: Observation | None, until: str) -> AbstractContextManager[None]:

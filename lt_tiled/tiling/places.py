@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from operator import is_
 from types import CellType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
@@ -108,14 +109,21 @@ class Slots(Place):
 class Large(Place):
     """A large list or dictionary, of which only entries that are added at its end are seen."""
 
-    def read(self) -> dict[str, int]:
-        return {"length": len(self.holder)}
+    def __init__(self, name: str, holder: Any) -> None:
+        self._length = len(holder)
+        super().__init__(name, holder)
 
-    def set(self, name: str, value: int) -> None:
+    def read(self) -> dict[str, Any]:
+        is_list = isinstance(self.holder, list)
+        return {"": self.holder[self._length :] if is_list else dict(islice(self.holder.items(), self._length, None))}
+
+    def restore(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> None:
         if isinstance(self.holder, list):
-            del self.holder[value:]
-        while len(self.holder) > value:
+            self.holder[self._length :] = values[""]
+            return
+        while len(self.holder) > self._length:
             self.holder.popitem()
+        self.holder.update(values[""])
 
 
 class RequiresGrad(Place):

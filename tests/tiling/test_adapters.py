@@ -101,15 +101,12 @@ def test_adapters_that_change_between_the_passes(how: str, policies: str) -> Non
 
 @pytest.mark.parametrize("policies", POLICIES)
 def test_an_adapter_that_is_merged_between_the_passes(policies: str) -> None:
-    """A merged adapter, which changes weights without a new version, raises with the module's name."""
+    """A merged adapter, which changes weights without a new version, is refused with the module's name."""
     model = adapted(tiny_llama(), target_modules=MLP)
     with prepare(model, **POLICIES[policies]):
         loss = model(input_ids=IDS, labels=IDS).loss
         model.merge_adapter()
-        with pytest.raises(
-            RuntimeError,
-            match=r"(LlamaMLP\)|LlamaDecoderLayer): .*merged_adapters was changed between the forward pass and",
-        ):
+        with pytest.raises(RuntimeError, match=r"(LlamaMLP\)|LlamaDecoderLayer): its recompute computes other values"):
             loss.backward()
 
 
