@@ -2,7 +2,6 @@
 
 from lt_tiled import callbacks, fabric
 from lt_tiled._prepare import Prepared, prepare
-from lt_tiled._renamed import deprecated
 from lt_tiled._verify import verify
 from lt_tiled.errors import (
     DoesNotFitError,
@@ -27,8 +26,6 @@ from lt_tiled.tiling.api import tile, untile
 from lt_tiled.verification import Verification
 
 __version__ = "0.2.0"
-
-__getattr__ = deprecated(__name__, {"OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError"})
 
 __all__ = [
     "Checkpointing",

@@ -170,8 +170,7 @@ class AppliesPolicies:
         Raises:
             ValueError: If one is not understood.
         """
-        self.tiling, self.checkpointing = as_tiling(tiling), as_checkpointing(checkpointing)
-        self.loss = as_loss(loss, self.tiling)
+        self.tiling, self.checkpointing, self.loss = as_tiling(tiling), as_checkpointing(checkpointing), as_loss(loss)
         self.sequence_parallel = as_sequence_parallel(sequence_parallel)
         self._models = PreparedModels()
 
@@ -217,7 +216,7 @@ def prepare(
         )
     shared = as_sequence_parallel(sequence_parallel)
     group = _group_of(shared, group) if shared else None
-    return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss, policy), shared, group=group)
+    return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss), shared, group=group)
 
 
 def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

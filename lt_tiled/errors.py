@@ -9,14 +9,6 @@ from difflib import get_close_matches
 
 import torch
 
-from lt_tiled._renamed import deprecated
-
-_OLD = {
-    "NotTokenWise": "lt_tiled.errors.NotPositionWiseError",
-    "OffloadDiskFull": "lt_tiled.errors.OffloadDiskFullError",
-}
-__getattr__ = deprecated(__name__, _OLD)
-
 
 class NothingFoundError(ValueError):
     """No MLP, no block or no loss was found in a model."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast, get_args
@@ -57,9 +56,6 @@ class Tiling:
     compile: bool | CompileOptions = False
     """Compile the forward and backward pass of a tile: ``True``, or arguments of ``torch.compile`` such as
     ``{mode: max-autotune}``."""
-    loss: bool | PositiveInt = False
-    """Compute the loss of transformers models that are called with labels in tiles, without the full logits: ``True``
-    for tiles that do not raise the peak, or the number of tiles. ``output.logits`` raises when it is used."""
 
     def __post_init__(self) -> None:
         check_count("num_shards", self.num_shards, "auto")
@@ -73,12 +69,7 @@ class Tiling:
         for name, reduction in (self.reductions or {}).items():
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
         check_compile(self.compile, "compile")
-        check_count("loss", self.loss, False, True)
-        if self.loss is not False:
-            message = "Tiling(loss=...) is deprecated: pass loss= to the strategy or to lt_tiled.prepare."
-            warnings.warn(message, DeprecationWarning, stacklevel=3)
-        if callable(self.targets) or self.targets or not self.loss:
-            _check_targets(self.targets, also="; to tile only the loss, pass tiling=False and loss=True")
+        _check_targets(self.targets, also="; to tile only the loss, pass tiling=False and loss=True")
 
 
 @dataclass(frozen=True)
@@ -208,10 +199,8 @@ def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
     return Tiling(num_shards=value)
 
 
-def as_loss(value: bool | int | None, tiling: Tiling | None) -> LossShards | None:
-    """Return the tiles for a short form: ``True`` or a number; ``None`` stands for the deprecated ``Tiling.loss``."""
-    if value is None and tiling is not None:
-        value = tiling.loss
+def as_loss(value: bool | int | None) -> LossShards | None:
+    """Return the tiles for a short form: ``True`` or a number, ``False`` or ``None`` (off)."""
     check_count("loss", value, None, False, True)
     return None if value is None or value is False else "auto" if value is True else value
 

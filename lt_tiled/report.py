@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lt_tiled._renamed import deprecated, warn_renamed
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
@@ -20,8 +19,6 @@ from lt_tiled.tiling.state import TiledPatch
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-__getattr__ = deprecated(__name__, {"CheckpointedBlock": "lt_tiled.report.RecomputedBlock"})
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,6 @@ class TiledModule:
     """hidden_size and intermediate_size, if the module is an MLP whose projections show them."""
     weight_bytes: int = 0
     """The bytes of its weights on all ranks together."""
-
-    @property
-    def widths(self) -> tuple[int, int] | None:
-        """The old name of :attr:`sizes`."""
-        warn_renamed("TiledModule.widths", "TiledModule.sizes")
-        return self.sizes
 
 
 @dataclass(frozen=True)

@@ -99,16 +99,10 @@ def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``; with it ``targets`` may be
-    empty.
-    """
+    """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``."""
     for value, expected in (("true", True), ("8", 8)):
-        whole = config(
-            *(capsys, *STRATEGY, f"--trainer.strategy.tiling.loss={value}", "--trainer.strategy.tiling.targets=[]"),
-            f"--model.tiled_loss={value}",
-        )
-        assert whole["trainer"]["strategy"]["init_args"]["tiling"]["loss"] == expected
-        assert whole["trainer"]["strategy"]["init_args"]["tiling"]["targets"] == []
+        whole = config(capsys, *STRATEGY, f"--trainer.strategy.loss={value}", f"--model.tiled_loss={value}")
+        assert whole["trainer"]["strategy"]["init_args"]["loss"] == expected
         assert whole["model"]["init_args"]["tiled_loss"] == expected
 
 
@@ -161,7 +155,7 @@ def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
         ("--trainer.strategy.tiling.shards=4", "shards"),
         ("--trainer.strategy.tiling.compile={modes: default}", "modes"),
         ("--trainer.strategy.tiling.accumulate=float16", "accumulate"),
-        ("--trainer.strategy.tiling.loss=0", "loss"),
+        ("--trainer.strategy.loss=0", "loss"),
         ("--model.tiled_loss=-1", "tiled_loss"),
         ("--data.seq_len=0", "seq_len"),
         ("--data.held_out=1.5", "held_out"),

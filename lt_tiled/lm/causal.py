@@ -96,7 +96,7 @@ class CausalLM(LightningModule):
         check_count("warmup_steps", warmup_steps, least=0)
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.warmup_steps, self.attn_compile = int(warmup_steps), attn_compile
-        self._loss_shards = as_loss(tiled_loss, None)
+        self._loss_shards = as_loss(tiled_loss)
         self.model: Any = None
         self._separates: bool | None = None
         """Whether the model keeps packed documents apart, if that is known."""

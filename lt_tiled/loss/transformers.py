@@ -67,19 +67,16 @@ class HeadPatch(SharedPatch):
         return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
 
 
-_INSTEAD = ", use lt_tiled.metrics, or turn this off with loss=False."
-
-
 class AbsentLogits:
     """Stands in an output where the full logits were never computed, and raises when it is used."""
 
-    def __init__(self, name: str, because: str = "computed its loss in tiles", instead: str = _INSTEAD) -> None:
-        self._name, self._because, self._instead = name, because, instead
+    def __init__(self, name: str, because: str = "computed its loss in tiles") -> None:
+        self._name, self._because = name, because
 
     def _refuse(self, *_: Any) -> Any:
         raise AttributeError(
-            f"{self._name} {self._because}, so its logits are unavailable. Call it without labels for logits"
-            f"{self._instead}"
+            f"{self._name} {self._because}, so its logits are unavailable. Call it without labels for logits,"
+            " use lt_tiled.metrics, or turn this off with loss=False."
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -142,6 +142,5 @@ def _fields(policy: Tiling | Checkpointing | SequenceParallel | None) -> dict[st
     if policy is None:
         return None
     fields = asdict(policy)
-    fields.pop("loss", None)  # an argument of its own
     make_plain(fields)  # the parser's numbers with bounds are no types of YAML
     return fields

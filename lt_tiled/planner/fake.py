@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from lt_tiled._renamed import deprecated
 from lt_tiled._training_step import nothing
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
@@ -27,8 +26,6 @@ from lt_tiled.offload.tiers import Loading, Stored, TierName
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
-
-__getattr__ = deprecated(__name__, {"CannotSimulate": "lt_tiled.errors.SimulationError"})
 
 aten = torch.ops.aten
 

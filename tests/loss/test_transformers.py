@@ -609,16 +609,6 @@ def test_loss_alone() -> None:
             prepare(model, loss=count)
 
 
-def test_the_deprecated_field() -> None:
-    """``Tiling(loss=...)`` works, warns, and names the new place."""
-    model = tiny_llama()
-    with pytest.warns(DeprecationWarning, match=r"Tiling\(loss=\.\.\.\) is deprecated: pass loss= to the strategy"):
-        tiling = Tiling(targets=[], loss=3)
-    with prepare(model, tiling=tiling) as prepared:
-        model(input_ids=IDS, labels=IDS)
-        assert [row.tiles for row in prepared.report().losses] == [3]
-
-
 def test_without_gradients() -> None:
     """Under ``no_grad`` and in inference mode the loss is the whole logits'."""
     model = tiny_llama().eval()
