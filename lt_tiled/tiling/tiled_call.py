@@ -209,8 +209,7 @@ class TiledCall:
         options = False if self.patch.learned.uncompiled else self.patch.tiling.compile
         return None if options is False else CompiledTile.of(self.patch.found.kind, options)
 
-    def run_compiled(self, tile: Sequence[Tensor]) -> Any:
-        """Run the compiled code, if there is any, on the tensors of a tile."""
+    def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
         if (compiled := self.compiled) is not None:
             try:
                 return compiled.forward(self, tile)
@@ -281,7 +280,7 @@ class TiledCall:
                     self._count_saved(inputs)
                     counts = False
             uncompiled = partial(self.arguments.call, self.work.function)
-            run = uncompiled if self.compiled is None else self.run_compiled
+            run = uncompiled if self.compiled is None else self._run_compiled
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
                 output = self._count_saved(inputs) if counts else run(tile)
                 counts = False

@@ -405,7 +405,8 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         case.between == "data of weights in place"
     ),
     "another weight in the recompute of a checkpoint, where torch computes its gradients with that": lambda case: (
-        "checkpoint" in case.around and case.between in ("weights replaced", "frozen")
+        "checkpoint" in case.around
+        and case.between in ("weights replaced", "frozen", "part replaced", "parts reversed")
     ),
     "what a forward pass changes and torch's own checkpoint changes again before it computes gradients": lambda case: (
         "checkpoint" in case.around and bool({"running mean", "counts and uses"} & {*case.parts})
