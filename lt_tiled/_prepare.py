@@ -15,7 +15,9 @@ from lt_tiled.checkpointing import (
     BlockPatch,
     find_checkpointable,
     patch_block,
+    patch_models,
     restore_block,
+    restore_model,
     turn_off_own_checkpointing,
 )
 from lt_tiled.errors import NothingFoundError
@@ -100,6 +102,8 @@ class Prepared(AbstractContextManager["Prepared"]):
             for path, block in unpatched:
                 patch_block(block, BlockOffload(self.offloader, path, model) if self.offloader else None)
                 undo.callback(restore_block, block)
+            for module in patch_models(model) if unpatched else ():
+                undo.callback(restore_model, module)
             for module in turn_off_own_checkpointing(model) if unpatched else ():
                 undo.callback(setattr, module, "gradient_checkpointing", True)
             share(chains, undo)

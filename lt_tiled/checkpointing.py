@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from lt_tiled._log import inform, warn
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, walk
-from lt_tiled.modules.patch import Patch, remove_patch, set_patch
+from lt_tiled.modules.find import find_blocks, find_named, outermost, walk
+from lt_tiled.modules.patch import Patch, get_patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
@@ -214,17 +214,54 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
-_left_out: WeakKeyDictionary[Any, nn.Module] = WeakKeyDictionary()
-"""Caches that are empty because a call left them out, with the block that did so first."""
+_LEFT_OUT = "_lt_tiled_left_out"
+"""The attribute of a cache, and of its copies, that is empty because a call left it out."""
+_wants_cache: ContextVar[bool] = ContextVar("wants_cache", default=False)
+
+
+class CachePatch(Patch):
+    """On a model of transformers: whether its caller asks for a key-value cache, or gives one.
+
+    Models make a cache by default, also in training, where nobody reads it and it would hold the keys and values of all
+    layers. Blocks cannot tell such a cache from one that the caller wants.
+    """
+
+    attribute = "_lt_tiled_cache"
+
+
+def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    given = any(kwargs.get(name) is not None for name in CACHES) or kwargs.get("use_cache") is True
+    token = _wants_cache.set(given)
+    try:
+        return self.__dict__[CachePatch.attribute].inner(self, *args, **kwargs)
+    finally:
+        _wants_cache.reset(token)
+
+
+_model_forward.__name__ = "forward"
+
+
+def patch_models(model: nn.Module) -> list[nn.Module]:
+    """Let blocks know what the caller of a transformers model wants. Return the patched modules."""
+    found = [(path, m) for path, m in [("", model), *walk(model)] if hasattr(m.__dict__.get("config"), "use_cache")]
+    modules = [m for _, m in outermost(found) if get_patch(m, CachePatch) is None]
+    for module in modules:
+        set_patch(module, CachePatch(), _model_forward)
+    return modules
+
+
+def restore_model(module: nn.Module) -> None:
+    """Undo :func:`patch_models`."""
+    remove_patch(module, CachePatch, _model_forward)
 
 
 def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove an empty key-value cache, as Hugging Face does: the recompute would append to it again.
+    """Remove an empty key-value cache that nobody asked for. Others are restored for the recompute, as arguments are.
 
     Raises:
-        ValueError: If the cache is not empty, because the block needs its entries, or was left out before.
+        ValueError: If a cache was left out of a call before, so that it lacks those tokens.
     """
     # RecurrentGemma passes its cache by position.
     names = _argument_names(type(module).forward) if len(args) > 1 else []
@@ -232,29 +269,20 @@ def _without_cache(
     own = getattr(module, "_can_checkpoint_with_cache", False)  # transformers' layers that restore their cache
     present = {} if own else {name: value for name, value in given.items() if value is not None}
     caches = {name: v for name, v in present.items() if name in CACHES or hasattr(v, "get_seq_length")}
-    if not caches and not given.get("use_cache"):
-        return args, kwargs
-    kind = type(module).__name__
-    for name, entries in caches.items():
-        weak = hasattr(entries, "__weakref__") and type(entries).__hash__  # else it is used for one call
-        if weak and _left_out.get(entries) is module:  # in one call of a model its first block runs once
+    kind, attributes = type(module).__name__, [getattr(cache, "__dict__", {}) for cache in caches.values()]
+    for name, known in zip(caches, attributes, strict=True):
+        if known.get(_LEFT_OUT) == id(module):  # in one call of a model its first block runs once
             raise ValueError(
                 f"{kind} uses activation checkpointing and was given {name} again, which it left out of the call"
-                " before, so it lacks those tokens. Run all calls with this cache under torch.no_grad(), or with"
-                " checkpointing=False, or run without a cache."
+                " before, so it lacks those tokens. Pass use_cache=True to each call, or run all calls with this cache"
+                " under torch.no_grad(), or with checkpointing=False."
             )
-        if not torch.is_grad_enabled():
-            continue
-        tokens = entries.get_seq_length() if hasattr(entries, "get_seq_length") else len(entries)
-        if tokens:
-            raise ValueError(
-                f"{kind} uses activation checkpointing and was given {name} with {tokens} cached entries: the recompute"
-                " would append to it again. Run without a cache, or under torch.no_grad(), or with checkpointing=False."
-            )
-        if weak:
-            _left_out.setdefault(entries, module)
-    if not torch.is_grad_enabled():
+    tokens = sum(c.get_seq_length() if hasattr(c, "get_seq_length") else len(c) for c in caches.values())
+    wanted = _wants_cache.get() or tokens or not torch.is_grad_enabled()
+    if wanted or not (caches or given.get("use_cache")):
         return args, kwargs
+    for known in attributes:
+        known.setdefault(_LEFT_OUT, id(module))
     inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
     instead = {**dict.fromkeys(caches), "use_cache": False}
     args = tuple(instead.get(name, arg) for name, arg in zip(names, args, strict=False)) + args[len(names) :]

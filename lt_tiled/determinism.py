@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import checkpoint
 
 from lt_tiled.tiling.observe import Observation
@@ -27,7 +27,6 @@ class BlockSamples:
     def __init__(self, observed: Observation, hidden: Tensor, due: Due) -> None:
         self.observed, self.due = observed, due
         self._tokens = {*hidden.shape[-2:-1], math.prod(hidden.shape[:-1])}
-        self._last: object = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -39,15 +38,26 @@ class BlockSamples:
             _samples.reset(token)
 
     def sample(self, tensor: Tensor) -> Tensor | None:
-        """Return some elements of a tensor with a dimension of tokens, once if several nodes in a row save it."""
+        """Return some elements of a tensor, of those with several dimensions only if one is that of the tokens."""
         # Other dimensions may be padded with what nobody wrote, as attention's sums of exponentials are.
-        if isinstance(tensor, nn.Parameter) or not self._tokens.intersection(tensor.shape):
+        if tensor.dim() > 1 and not self._tokens.intersection(tensor.shape):
             return None
-        view = sampled(tensor)
-        if view is None or (key := (view.data_ptr(), view.shape)) == self._last:
-            return None
-        self._last = key
-        return view.clone()
+        view = None if self.observed.holds(tensor) else sampled(tensor)
+        return None if view is None else view.clone()
+
+    def compare(self, sample: Tensor, tensor: Tensor) -> None:
+        """Refuse a tensor of the recompute that has other values than the sample.
+
+        Raises:
+            RuntimeError: If it has.
+        """
+        # Batch norm changes copies of its statistics after it saved them, without a new version.
+        if not self.due() or (tensor.dim() < 2 and self.observed.has_copies):
+            return
+        again = sampled(tensor)
+        if again is not None and differ(sample, again):
+            what = f"a saved tensor of shape {list(tensor.shape)}"
+            raise other_values(self.observed.name, what, self.observed.remedy)
 
 
 _samples: ContextVar[BlockSamples | None] = ContextVar("samples", default=None)
@@ -57,16 +67,15 @@ class _Values:
     """The values of a saved tensor among its metadata: a sample in the forward pass, all of them in the recompute."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.samples = _samples.get()
-        self.values = tensor if self.samples is None else self.samples.sample(tensor)
+        self.samples, self.tensor = _samples.get(), tensor
+        self.sample: Tensor | None = None
+        if self.samples is not None:
+            self.sample, self.tensor = self.samples.sample(tensor), tensor.new_empty(0)
 
     def __eq__(self, other: Any) -> bool:
         before, now = (other, self) if self.samples is None else (self, other)
-        samples, sample, values = before.samples, before.values, now.values
-        if samples is not None and sample is not None and values is not None and samples.due():
-            again, observed = sampled(values), samples.observed
-            if again is not None and differ(sample, again):
-                raise other_values(observed.name, f"a saved tensor of shape {list(values.shape)}", observed.remedy)
+        if before.samples is not None and before.sample is not None and now.samples is None:
+            before.samples.compare(before.sample, now.tensor)
         return True
 
     def __repr__(self) -> str:

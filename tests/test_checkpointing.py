@@ -238,35 +238,48 @@ def test_a_cache_is_found_by_position_and_under_any_name(build: Callable[[], nn.
             assert worst(gradients(model, IDS, call=call), true) < 1e-12
 
 
-def test_a_filled_cache_is_refused() -> None:
-    """A cache that holds something cannot be left out, so it is refused with its length and the remedy."""
-    model = tiny_llama()
-    ids = IDS[:, :16]
-    with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-    with (
-        prepare(model, checkpointing=Checkpointing()),
-        pytest.raises(
-            ValueError,
-            match=r"LlamaDecoderLayer uses activation checkpointing and was given past_key_values with 16 cached",
-        ),
-    ):
-        model(input_ids=ids, past_key_values=cache)
-
-
-@pytest.mark.parametrize("gradients_on", [True, False])
-@pytest.mark.parametrize("own", [True, False])
-def test_a_cache_that_was_left_out_is_refused(own: bool, gradients_on: bool) -> None:
-    """A second call with a cache that the first one left out, the caller's own or the one that the model made, is
-    refused, as in truncated backpropagation through time or in scoring after a step: it would not see the tokens
-    before.
+@pytest.mark.parametrize("case", ["filled", "asked for", "own", "copied", "rebuilt"])
+def test_gradients_through_a_cache(case: str) -> None:
+    """A cache that was filled before, that the caller asks for or passes in, or copies, gives the gradients without
+    activation checkpointing, as in prefix tuning and truncated backpropagation through time.
     """
-    model, cache = tiny_llama(), DynamicCache() if own else None
+    torch.manual_seed(0)
+    model = tiny_llama().double()
+    with torch.no_grad():
+        prefix = [(layer.keys, layer.values) for layer in model(input_ids=IDS[:, :8]).past_key_values.layers]
+
+    def call(_: Tensor) -> Tensor:
+        if case == "filled":
+            return model(input_ids=IDS[:, 8:16], past_key_values=DynamicCache(prefix), labels=IDS[:, 8:16]).loss
+        first = model(input_ids=IDS[:, :8], past_key_values=DynamicCache() if case == "own" else None, use_cache=True)
+        cache = first.past_key_values
+        if case == "copied":
+            cache = copy.copy(cache)
+        elif case == "rebuilt":
+            cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+        loss = model(input_ids=IDS[:, 8:16], past_key_values=cache, labels=IDS[:, 8:16], use_cache=True).loss
+        return loss + first.logits.square().mean()
+
+    true = gradients(model, IDS, call=call)
+    with prepare(model, tiling=4, checkpointing=Checkpointing()):
+        for _ in range(2):
+            assert worst(gradients(model, IDS, call=call), true) < MIXED
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("gradients_on", [True, False])
+def test_a_cache_that_was_left_out_is_refused(gradients_on: bool, copies: bool) -> None:
+    """A second call with the cache that a model made by default in training, or a copy of it, is refused: it would not
+    see the tokens before.
+    """
+    model = tiny_llama()
     with prepare(model, checkpointing=Checkpointing()):
-        cache = model(input_ids=IDS[:, :8], past_key_values=cache, use_cache=True).past_key_values
-        refused = pytest.raises(ValueError, match=r"was given past_key_values again, which it left out")
+        cache = model(input_ids=IDS[:, :8]).past_key_values
+        refused = pytest.raises(
+            ValueError, match=r"was given past_key_values again, which it left out.* use_cache=True"
+        )
         with refused, torch.set_grad_enabled(gradients_on):
-            model(input_ids=IDS[:, 8:16], past_key_values=cache, use_cache=True)
+            model(input_ids=IDS[:, 8:16], past_key_values=copy.copy(cache) if copies else cache)
 
 
 class Makes(Block):

@@ -664,6 +664,24 @@ class CallsLast(Base):
         return x
 
 
+class AddsInPlace(Base):
+    """Adds to a tensor in a dictionary and to one that only a hook refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, total = {"mean": torch.zeros(H)}, torch.zeros(())
+        self.total = lambda: total
+
+        def adds(module: nn.Module, args: Any, output: Tensor) -> None:
+            total.add_(output.detach().mean())
+
+        self.b.register_forward_hook(adds)
+
+    def change(self, x: Tensor) -> Tensor:
+        self.log["mean"].add_(x.detach().mean((0, 1)))
+        return x * (1 + self.total())
+
+
 class PlainTensor(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -702,7 +720,7 @@ class Draws(Base):
 
 
 LOG: list[int] = []
-STATEFUL = [Appends, AddsToMany, KeepsDeque, KeepsDict, Calls, CallsLast, PlainTensor, Shared, Draws]
+STATEFUL = [Appends, AddsToMany, AddsInPlace, KeepsDeque, KeepsDict, Calls, CallsLast, PlainTensor, Shared, Draws]
 
 
 @pytest.mark.parametrize("kind", STATEFUL)

@@ -87,6 +87,7 @@ class Observation:
     ) -> None:
         self.name, self.remedy, self._history, self._substituted = name, remedy, history, substituted
         self._look(modules, arguments or {}, generators, shared, submodules)
+        self._storages: set[int] | None = None
         self._copies: dict[int, Tensor] = {}
         """Values of tensors that may change in place, by their index."""
         if history is not None:
@@ -108,7 +109,7 @@ class Observation:
         if history is not None:
             history.reachable = reachable
         given = Reachable((), arguments, shared)
-        self._mode, self._tensors = reachable.mode, reachable.tensors
+        self._mode, self._tensors = reachable.mode, [*reachable.tensors, *given.tensors]
         self._places = [*reachable.places, *given.places]
         found = [*global_generators(), *reachable.generators, *given.generators] if generators else []
         self._generators = [GeneratorState(get, set) for get, set in found]
@@ -123,7 +124,7 @@ class Observation:
                 continue
             if history.versions.get((held.part, held.name), now) != now:
                 history.changing.add(held.part)  # others change it between calls, as DDP broadcasts buffers
-            if first or held.part in history.changing or held.tensor.nbytes <= SMALL:
+            if (first and held.part >= 0) or held.part in history.changing or held.tensor.nbytes <= SMALL:
                 self._copies[index] = held.tensor.detach().clone()
 
     def _buffers(self) -> list[tuple[int, HeldTensor]]:
@@ -150,7 +151,8 @@ class Observation:
         for index, held in buffers:
             if held.part not in history.changing:
                 self._copies.pop(index, None)
-            if isinstance(there := entry(held.holder, held.key), Tensor):
+            there = entry(held.holder, held.key) if held.part >= 0 else held.tensor
+            if isinstance(there, Tensor):
                 history.versions[held.part, held.name] = id(there), version_of(there)
             if index not in self._copies and self._changed(index):
                 raise RuntimeError(
@@ -159,6 +161,17 @@ class Observation:
                     f" that they change. Replace the buffer instead (self.buffer = ...), or {self.remedy}."
                 )
         return self
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the forward pass changed tensors in place."""
+        return bool(self._copies)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of those observed, or a view of one, whose changes are known otherwise."""
+        if self._storages is None:
+            self._storages = {held.storage.cdata for held in self._tensors if held.storage is not None}
+        return storage_of(tensor) in self._storages
 
     @property
     def drew(self) -> bool:

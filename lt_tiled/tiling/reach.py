@@ -51,7 +51,7 @@ class HeldTensor:
 
     Args:
         name: The name in messages.
-        part: The number of the module.
+        part: The number of the module; below zero for a tensor in a container, or in an object that is no module.
         holder: The dictionary that holds it.
         key: Its key there.
         tensor: The tensor.
@@ -164,10 +164,11 @@ class Reachable:
                 continue
             name = f"{place.name}.{key}" if isinstance(key, str) else place.name
             if isinstance(value, Tensor):
-                if number >= 0 and not is_lazy(value):
-                    self.tensors.append(HeldTensor(name, number, place.holder, key, value, False))
-                    self._flagged.append(value)
                 self._lasts = self._lasts and number >= 0
+                if not is_lazy(value):
+                    part = number if number >= 0 else -1 - len(self.tensors)
+                    self.tensors.append(HeldTensor(name, part, place.holder, key, value, False))
+                    self._flagged.append(value)
             elif depth:
                 with suppress(Exception):  # of what users' own classes do where they are asked for their attributes
                     self._look_into(name, value, depth - 1)

@@ -9,8 +9,8 @@ differ by more than rounding: a few may, where a kernel that sums in any order s
 A block's elements are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
 shapes and dtypes. A tiled call's are those of its first tile's output, which its backward pass computes twice for that,
 if its inputs are those of the forward pass: a block that is recomputed from compressed inputs gives it others.
-Comparing takes time and waits for the device. So it is done in the first calls, which show what happens in every step,
-and where the same code ran again between a forward pass and its recompute, which is when others change what it reads.
+Comparing takes time and waits for the device. So it is done where the same code ran several times before a recompute,
+which is when others change what it reads, and else in calls that get rarer, because all steps are mostly alike.
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, tor
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
 _SAMPLES = 16
 """The least elements of a tensor that are kept, if it has as many; at most 31 are."""
-_FIRST_CALLS = 2
 _MAY_DIFFER = 1 / 8
 
 Due = Callable[[], bool]
@@ -183,12 +182,24 @@ class Runs:
     """Counts how often some code ran."""
 
     count = 0
+    _waits = False
+    """Whether a call was not recomputed yet."""
 
     def begin(self) -> Due:
-        """Count a call. Its recompute is to be compared if it is one of the first, or if the code ran again since."""
+        """Count a call, and return whether its recompute is to be compared.
+
+        It is if the code also ran before or after it and before the recompute. The first calls are compared too, and
+        the 4th, 8th, 16th and so on, because what users do may change during a run.
+        """
         self.count += 1
-        mine = self.count
-        return lambda: mine <= _FIRST_CALLS or self.count > mine
+        mine, several = self.count, self._waits
+        self._waits = True
+
+        def is_due() -> bool:
+            self._waits = False
+            return several or self.count > mine or mine & (mine - 1) == 0
+
+        return is_due
 
 
 def samples_of(values: Any) -> list[Tensor]:
@@ -201,9 +212,8 @@ def samples_of(values: Any) -> list[Tensor]:
 
 
 def sampled(tensor: Tensor) -> Tensor | None:
-    """Return a view of some elements from all over a plain tensor of floating-point numbers without gaps."""
-    # Batch norm saves statistics ``[C]`` and then changes them without a new version.
-    if tensor.dim() < 2 or tensor.dtype not in TOLERANCE or storage_of(tensor) is None:
+    """Return a view of some elements from all over a plain tensor of floating-point numbers or flags without gaps."""
+    if tensor.dtype not in (*TOLERANCE, torch.bool) or storage_of(tensor) is None:
         return None
     count = tensor.numel()
     if not tensor.is_contiguous():
@@ -222,8 +232,9 @@ def differ(before: Tensor, now: Tensor) -> bool:
         return False
     a, b = before.double(), now.double()
     largest = torch.maximum(a.abs(), b.abs())
-    same = (a == b) | ((a - b).abs() <= TOLERANCE[now.dtype] * largest) | (a.isnan() & b.isnan())
-    return int((~same).sum()) > max(1, _MAY_DIFFER * int((largest != 0).sum()))
+    same = (a == b) | ((a - b).abs() <= TOLERANCE.get(now.dtype, 0.0) * largest) | (a.isnan() & b.isnan())
+    few = max(len(now) // _SAMPLES, _MAY_DIFFER * int((largest != 0).sum()))
+    return int((~same).sum()) > int(few)
 
 
 def other_values(name: str, what: str, remedy: str) -> RuntimeError:

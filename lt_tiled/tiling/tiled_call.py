@@ -392,12 +392,15 @@ class TiledCall:
 def _switches(part: nn.Module) -> tuple[Hashable, ...]:
     """Return what tells whether a module runs other code, or reaches other tensors, than before.
 
-    These are its flags and names (the training mode, the active adapters), its hooks, and its attributes with a graph.
+    These are its flags and names (the training mode, the active adapters), which numbers are zero, its hooks, and its
+    attributes with a graph.
     """
     found: list[Hashable] = [len(part._forward_hooks), len(part._forward_pre_hooks)]
     for name, value in part.__dict__.items():
         if type(value) is bool or type(value) is str:
             found.append(value)
+        elif type(value) is int or type(value) is float:
+            found.append(value == 0)  # often turns something off, such as a loss that is added
         elif type(value) is list and value and all(type(entry) is str for entry in value):
             found.append(tuple(value))
         elif isinstance(value, Tensor) and value.requires_grad:

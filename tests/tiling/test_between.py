@@ -55,11 +55,11 @@ class Scaled(GatedMLP):
         self.factor = 2.0
         self.options, self.slots = {"power": [2]}, Slotted()
         self.act: Callable[[Tensor], Tensor] = torch.tanh
-        self.offset, self.table = torch.ones(H), np.full(1, 0.5)
+        self.offset, self.table, self.tensors = torch.ones(H), np.full(1, 0.5), [torch.ones(H)]
 
     def forward(self, x: Tensor) -> Tensor:
         factor = getattr(self, "other_factor", self.factor)
-        y: Tensor = self.act(self.frozen(super().forward(x - self.mean)) * factor + self.offset)
+        y: Tensor = self.act(self.frozen(super().forward(x - self.mean)) * factor * self.tensors[0] + self.offset)
         return _scaled(y + self.shift + float(self.table[0]) + self.slots.value) ** self.options["power"][0]
 
 
@@ -84,6 +84,7 @@ REFUSED: dict[str, tuple[Callable[[Scaled], Any], str]] = {
     ),
     "trainable weight in place": (lambda m: m.up.weight.mul_(2), r"Linear\.weight .*was changed in place"),
     "plain tensor in place": (lambda m: m.offset.zero_(), r"Scaled\.offset of shape \[16\] was changed in place"),
+    "tensor in a list": (lambda m: m.tensors[0].zero_(), r"Scaled\.tensors of shape \[16\] was changed in place"),
 }
 
 
@@ -162,7 +163,6 @@ class Odd(GatedMLP):
 
 
 UNSEEN: dict[str, Callable[[Odd], Any]] = {
-    "tensor in a list": lambda m: m.tensors[0].mul_(1.5),
     "class as a namespace": lambda m: setattr(Namespace, "gain", 3.0),
     "variable of a thread": lambda m: setattr(LOCAL, "gain", 3.0),
     "context variable": lambda m: VARIABLE.set(3.0),
@@ -203,6 +203,74 @@ def test_a_change_that_no_observation_sees(name: str, policy: str, calls: str) -
             y = y + more
         with pytest.raises(RuntimeError, match=r"Odd.*: its recompute computes other values .*Make the change after"):
             y.backward()
+
+
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "number": lambda y: y * torch.tensor(VARIABLE.get()),
+    "vector": lambda y: y * torch.linspace(0.5, VARIABLE.get(), H),
+    "flags": lambda y: torch.where(torch.arange(40)[:, None] > 20 * VARIABLE.get() - 25, y, y.sin()),
+}
+
+
+class Ends(GatedMLP):
+    """Ends with something whose saved tensors are small."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(super().forward(x))
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_small_saved_tensors_are_compared(end: Callable[[Tensor], Tensor]) -> None:
+    """A block that saves only numbers, vectors or flags of what changed is refused by name."""
+    model, x = nn.Sequential(Ends(end)), randn(2, 40, H)
+    with prepare(model, checkpointing=Checkpointing(targets=["Ends"])):
+        y = model(x).sum()
+        VARIABLE.set(3.0)
+        y = y + model(x).sum()
+        with pytest.raises(RuntimeError, match=r"Ends: its recompute computes other values .*Make the change after"):
+            y.backward()
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("policy", ["blocks", "tiles"])
+def test_the_last_of_several_calls_is_compared(policy: str) -> None:
+    """A change for the third call alone, which is undone before the backward pass, is refused in each step."""
+    tiling = Tiling(4, targets=["Odd"]) if policy == "tiles" else None
+    model, x = nn.Sequential(Odd()), randn(2, 40, H)
+    with prepare(model, tiling=tiling, checkpointing=None if tiling else Checkpointing(targets=["Odd"])):
+        for step in range(3):
+            y = model(x).sum() + model(x).sum()
+            VARIABLE.set(3.0 if step == 2 else 1.5)
+            y = y + model(x).sum()
+            VARIABLE.set(1.5)
+            if step < 2:
+                y.backward()
+        with pytest.raises(RuntimeError, match=r"Odd.*: its recompute computes other values .*Make the change after"):
+            y.backward()
+
+
+class Schedule(GatedMLP):
+    """Mixes tokens from some step on."""
+
+    mix: float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y - self.mix * y.mean(1, keepdim=True)
+
+
+def test_a_number_that_is_no_longer_zero_is_checked() -> None:
+    """A module that begins to mix tokens when an attribute is no longer zero is refused then."""
+    m, x = tile(Schedule(), num_shards=4), randn(1, 40, H)
+    m(x).sum().backward()
+    m.mix = 0.5
+    with pytest.raises(NotPositionWiseError, match="Schedule is not position-wise"):
+        m(x)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
