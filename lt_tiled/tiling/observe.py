@@ -4,14 +4,14 @@ NOTE [State between two passes]
 A recompute must read what its forward pass read, and leave everything as it is. For tiles and for checkpointed blocks
 one object, made before the forward pass, knows what that is:
 
-* Attributes, buffers, submodules, hooks and training mode of each module; what containers, plain objects and arguments hold;
-  class attributes; the globals and closures that the code of the modules and of their hooks names. They are recorded
-  by identity, and the recompute finds what was there. So nothing happens twice: a list to which a block appends has
-  one entry more after the forward pass, and no other after the recompute.
+* Attributes, buffers, submodules, hooks and training mode of each module; what containers, plain objects and arguments
+  hold; class attributes; the globals and closures that the code of the modules and of their hooks names. They are
+  recorded by identity, and the recompute finds what was there. So nothing happens twice: a list to which a block
+  appends has one entry more after the forward pass, and no other after the recompute.
 * Buffers and other plain tensors that change in place. The first call in each training mode copies all buffers and
-  shows which modules have some; later calls copy those, and small ones until the forward pass ends. A torch function mode
-  gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm and ``.data`` change
-  tensors without a new version, so the first call compares values.
+  shows which modules have some; later calls copy those, and small ones until the forward pass ends. A torch function
+  mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm and ``.data``
+  change tensors without a new version, so the first call compares values.
 * Weights and tensors without a copy. They are compared by identity, version and storage, and a recompute that would
   read other values is refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3
   may be elsewhere and have the engine's mark. ZeRO-3's own attributes of modules are ignored. All other changes by an

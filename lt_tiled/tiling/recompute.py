@@ -1,9 +1,10 @@
 """Random generators, default dtype and autocast of a forward pass, which its recompute restores; and what both compute.
 
 NOTE [What no observation sees]
-Code can read more than an observation records: a variable of another module or thread, the data of a weight, a file. Whatever it is, a gradient is wrong only if the recompute computes other values. So
-each forward pass keeps some elements of what it computed, and its recompute is refused if more than a few of them
-differ by more than rounding: a few may, where a kernel that sums in any order sends a token to another expert.
+Code can read more than an observation records: a variable of another module or thread, the data of a weight, a file.
+Whatever it is, a gradient is wrong only if the recompute computes other values. So each forward pass keeps some
+elements of what it computed, and its recompute is refused if more than a few of them differ by more than rounding: a
+few may, where a kernel that sums in any order sends a token to another expert.
 
 A block's elements are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
 shapes and dtypes. A tiled call's are those of its first tile's output, which its backward pass computes twice for that,
