@@ -40,10 +40,10 @@ def sets(cls: type, name: str) -> Callable[[], Any]:
     return lambda: any(name in names_in(base) for base in cls.__mro__)
 
 
-def hooked(register: str, name: str) -> Callable[[], Any]:
+def hooked(register: str, name: str, **options: bool) -> Callable[[], Any]:
     def check() -> bool:
         linear = nn.Linear(1, 1)
-        getattr(linear, register)(lambda *_: None)
+        getattr(linear, register)(lambda *_: None, **options)
         return len(getattr(linear, name)) == 1
 
     return check
@@ -223,7 +223,11 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
     "_flat_param": lambda: torch.distributed.fsdp.fully_sharded_data_parallel.FLAT_PARAM == "_flat_param",
     "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),
+    "_forward_hooks_with_kwargs": hooked("register_forward_hook", "_forward_hooks_with_kwargs", with_kwargs=True),
     "_forward_pre_hooks": hooked("register_forward_pre_hook", "_forward_pre_hooks"),
+    "_forward_pre_hooks_with_kwargs": hooked(
+        "register_forward_pre_hook", "_forward_pre_hooks_with_kwargs", with_kwargs=True
+    ),
     "_fsdp_wrapped_module": lambda: torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module",
     "_get_current_dispatch_mode_stack": stack_of_modes,
     "_get_sequence_nr": lambda: isinstance(torch._C._autograd._get_sequence_nr(), int),

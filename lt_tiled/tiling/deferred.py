@@ -181,7 +181,7 @@ class DeferredCall(Deferred):
         if self._data is None:
             self._check_inputs()
             with torch.inference_mode(False), restored(self.modules, _USE):
-                leaves, trace = self.call.forward(self.inputs, learn=True)
+                leaves, trace = self.call.forward(self.inputs, learn=True, observed=self.modules)
             self.traces.append(trace)
             self._data, self.inputs = leaves[0], []
         return self._data
@@ -202,7 +202,8 @@ class DeferredCall(Deferred):
         same = self.call.patch is patch and self.call.autocast == Precision.now(self.call.device)
         if not same or self._data is not None or not torch.is_grad_enabled() or (self.taken and not self.again):
             return False
-        change = None if self.modules is None else next(self.modules.changes(), None)
+        changes = [] if self.modules is None else self.modules.changes()
+        change = changes[0] if changes else None
         if change is not None and patch.needs.same_order:
             raise RuntimeError(
                 f"{patch.name}: {' '.join(change)} before the first use of its output. The engine needs the same order"

@@ -24,11 +24,12 @@ one if every place in it still holds the same objects, and it holds no tensor th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,20 @@ _SHARDED = (
 )
 Change = tuple[str, str]
 """What changed, and how."""
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
+
+
+def _of_the_tensors_themselves(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Run past the compiler, and past torch function modes: these give other tensors to what is computed again."""
+
+    @wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    uncompiled: Callable[Parameters, Result] = torch.compiler.disable(run)
+    return uncompiled
 
 
 class Observation:
@@ -89,14 +104,12 @@ class Observation:
         submodules: bool = True,
     ) -> None:
         self.name, self.remedy, self._history, self._substituted = name, remedy, history, substituted
-        self._look(modules, arguments or {}, generators, shared, submodules)
         self._storages: set[int] | None = None
         self._copies: dict[int, Tensor] = {}
         """Values of tensors that may change in place, by their index."""
-        if history is not None:
-            self._copy(history, shared)
+        self._look(modules, arguments or {}, generators, shared, submodules)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_of_the_tensors_themselves
     def _look(
         self,
         modules: Sequence[nn.Module],
@@ -117,6 +130,8 @@ class Observation:
         found = [*global_generators(), *reachable.generators, *given.generators] if generators else []
         self._generators = [GeneratorState(get, set) for get, set in found]
         self._versions = [version_of(held.tensor) for held in self._tensors]
+        if history is not None:
+            self._copy(history, shared)
 
     def _copy(self, history: History, shared: bool) -> None:
         """Copy what may change in place: what changed before, what is small, and everything in the first call."""
@@ -135,7 +150,7 @@ class Observation:
 
     # What changed
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_of_the_tensors_themselves
     def end_forward(self) -> Observation:
         """Keep what the recompute needs of what the forward pass changed.
 
@@ -181,20 +196,23 @@ class Observation:
         """Whether a generator is no longer in its state."""
         return any(generator.drew for generator in self._generators)
 
-    def changes(self, attributes: bool = True) -> Iterator[Change]:
-        """Yield the tensors, and the attributes, that are not as they were. What was computed anew may be equal."""
+    @_of_the_tensors_themselves
+    def changes(self, attributes: bool = True) -> list[Change]:
+        """Return the tensors, and the attributes, that are not as they were. What was computed anew may be equal."""
+        found: list[Change] = []
         for index, held in enumerate(self._tensors):
             copy = self._copies.get(index)
             if copy is not None and not is_equal(copy, held.tensor):
-                yield str(held), "was changed in place"
+                found.append((str(held), "was changed in place"))
             elif change := self._lost(index, False):
-                yield change
+                found.append(change)
         for place in changed(self._places) if attributes else ():
             now = place.read()
             for name in place.differing(place.recorded):
                 both = name in now and name in place.recorded
                 if not (both and is_equal(now[name], place.recorded[name])):
-                    yield f"{place.name}.{name}" if isinstance(name, str) else place.name, "was changed"
+                    found.append((f"{place.name}.{name}" if isinstance(name, str) else place.name, "was changed"))
+        return found
 
     def _changed(self, index: int) -> Change | None:
         """Return what happened to the values of a tensor since."""
@@ -217,7 +235,7 @@ class Observation:
                 return (str(held), _SHARDED) if sharded else None  # FSDP2 gathers units inside of a block by themselves
         return None if index in self._copies else self._changed(index)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_of_the_tensors_themselves
     def check(self, until: str) -> None:
         """Refuse to compute with other values than those observed, unless :meth:`restored` restores them.
 
@@ -251,7 +269,7 @@ class Observation:
             with mode if mode else nullcontext():
                 yield
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_of_the_tensors_themselves
     def _restore(self, after: ExitStack) -> None:
         """Restore what was observed, and add to ``after`` what puts back what is there now."""
         before = {place: place.read() for place in changed(self._places)}

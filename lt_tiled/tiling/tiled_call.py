@@ -259,17 +259,20 @@ class TiledCall:
     # Forward
 
     @hidden_from_checkpoints()
-    def forward(self, inputs: Sequence[Tensor], learn: bool) -> tuple[list[Any], Trace]:
+    def forward(
+        self, inputs: Sequence[Tensor], learn: bool, observed: Observation | None = None
+    ) -> tuple[list[Any], Trace]:
         """Compute all tiles without a graph.
 
         Args:
             inputs: The tensors of the call's arguments.
             learn: Whether a backward pass may follow: count once what a tile's graph saves.
+            observed: What the modules held when the call was made, if that was earlier.
 
         Returns:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
         """
-        start, modules = RandomState.now(self.device), self.observe() if learn else None
+        start, modules = RandomState.now(self.device), (observed or self.observe()) if learn else None
         samples = list[Tensor](), list[Tensor]()
         counts = learn and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
