@@ -14,7 +14,8 @@ from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.sequence_parallel.forward import SharedBlock, Sharing
+from lt_tiled.sequence_parallel.forward import SharedBlock
+from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.tiling.state import TiledPatch
 
 if TYPE_CHECKING:

@@ -42,6 +42,10 @@ class Call:
                 return value
         return None
 
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Return what a function returns for the module and the arguments."""
+        return forward(self.module, *self.args, **self.kwargs)
+
     def changed(
         self, owner: str, total: int, tokens: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
     ) -> Call:

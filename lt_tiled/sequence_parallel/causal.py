@@ -45,12 +45,14 @@ def computes_loss(call: Call) -> bool:
     """
     model: Any = call.module
     function = getattr(model, "loss_function", None)
-    if call.given.get("labels") is None or function is None or is_partial(call):
+    has_tokens = call.given.get("input_ids") is not None or call.given.get("inputs_embeds") is not None
+    if call.given.get("labels") is None or not has_tokens or is_partial(call):
+        return False
+    if function is None or not is_of(function, ("transformers.", "lt_tiled.")):
         return False
     text = model.config.get_text_config() is model.config
-    if not text or "position_ids" not in inspect.signature(type(model).forward).parameters:
-        return False
-    return is_of(function, ("transformers.", "lt_tiled.")) and "shift_labels" in inspect.signature(function).parameters
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    return text and takes_positions and "shift_labels" in inspect.signature(function).parameters
 
 
 def is_partial(call: Call) -> bool:
@@ -158,7 +160,7 @@ class SharedLoss:
         self.region = region
         self.model: Any = call.module
         self.function = self.model.loss_function
-        default = inspect.signature(self.function).parameters.get("ignore_index")
+        default = inspect.signature(self.model.loss_function).parameters.get("ignore_index")
         self.ignored: int = call.given.get("ignore_index", -100 if default is None else default.default)
         given = call.given.get("shift_labels")
         self.targets: Tensor = shifted(labels, self.ignored) if given is None else given

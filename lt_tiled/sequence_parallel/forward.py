@@ -13,15 +13,12 @@ attention exchanges heads for tokens (``attention.py``), and the loss of all tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -29,138 +26,12 @@ from lt_tiled._log import inform
 from lt_tiled.checkpointing import CACHES
 from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.modules.patch import Patch
-from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
-from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
-from lt_tiled.sequence_parallel.same_batch import SameBatch
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
-
-
-@dataclass(eq=False)
-class Sharing:
-    """How one model shares its sequences, and the regions that it is in."""
-
-    owner: str
-    """The name of the model in messages."""
-    policy: SequenceParallel
-    group: dist.ProcessGroup | None
-    mode: AttentionMode | None = None
-    """Finds the attention of models that are not of transformers."""
-    open: Region | None = None
-    """The region that the first block opened and the last one will close."""
-    small: Region | None = None
-    """The region of a self-check, which the first block opens in place of its own."""
-    regions: WeakSet[Region] = field(default_factory=WeakSet)
-    """Those whose graphs exist: a model's own activation checkpointing may recompute their blocks."""
-    same_batch: SameBatch | None = field(init=False, default=None)
-    _compared: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        if self.group is not None and self.policy.batch == "check":
-            self.same_batch = SameBatch(self.owner, self.group)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks that share a sequence."""
-        return 1 if self.group is None else self.group.size()
-
-    @contextmanager
-    def compared(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Raise an error if the ranks of the group have different inputs, which are not compared again inside."""
-        if self.same_batch is None or self._compared:
-            yield
-            return
-        self.same_batch.check(inputs)
-        self._compared = True
-        try:
-            yield
-        finally:
-            self._compared = False
-
-    def region(self, total: int, **options: Any) -> Region:
-        """Return a region of the group for sequences of ``total`` tokens."""
-        given = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
-        return Region(self.group, total, self.owner, mode=self.mode, **given)
-
-    @property
-    def few(self) -> int:
-        """The number of tokens of a self-check."""
-        return TOKENS * self.size + 1
-
-    def small_regions(self, in_blocks: bool) -> list[Region]:
-        """Return regions of a few tokens: of this rank, of the group, and of the group in head tiles if it has some."""
-        total = self.few
-        whole = Region(None, total, self.owner, in_blocks, self.mode, record=[])
-        regions = [whole, self.region(total, in_blocks=in_blocks, head_tiles=1, record=[])]
-        if self.policy.head_tiles > 1:
-            regions.append(self.region(total, in_blocks=in_blocks))
-        return regions
-
-    @contextmanager
-    def around_blocks(self) -> Iterator[None]:
-        """Refuse a forward pass that ends, or fails, between the first and the last block.
-
-        Raises:
-            ValueError: If code between the blocks needs all tokens.
-        """
-        try:
-            yield
-        except (RuntimeError, IndexError) as error:
-            if self.open is None or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ValueError(
-                f"{self.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
-                " without what it uses there, as features of images that it adds to hidden states, or name one module"
-                " around it in SequenceParallel(targets=...)."
-            ) from error
-        else:
-            if self.open is not None:
-                check_closed(self.open)
-        finally:
-            self.open = None
-
-    def end(self, region: Region, output: Tensor) -> Tensor:
-        """Return the output of a region, whose blocks may be recomputed for as long as its graph exists.
-
-        Raises:
-            ValueError: If no attention saw the tokens of all ranks.
-        """
-        if not region.exchanges:
-            raise ValueError(
-                f"{self.owner} shared its sequences, and no attention saw all tokens. Use the sdpa, flash or flex"
-                " attention of transformers (attn_implementation), or F.scaled_dot_product_attention."
-            )
-        if output.requires_grad:
-            self.regions.add(region)
-        return output
-
-    def recomputed(self, name: str) -> Region:
-        """Return the region of a block that a checkpoint around it recomputes.
-
-        Raises:
-            RuntimeError: If several regions, or none, may be the one.
-        """
-        found = list(self.regions)
-        if len(found) != 1:
-            raise RuntimeError(
-                f"{name} is recomputed in the backward pass by its own activation checkpointing, and {len(found)}"
-                " forward passes with sequence parallelism may have saved it. Use lt_tiled's activation checkpointing"
-                " (checkpointing=True), or run the backward pass of one before the next forward pass."
-            )
-        return found[0]
-
-
-def check_closed(region: Region, _: Tensor | None = None) -> None:
-    """Refuse, before a weight gets a gradient, what was computed of the rank's own tokens."""
-    if not region.closed and region.size > 1:
-        raise RuntimeError(
-            f"{region.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
-            " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last one,"
-            " or name one module around them in SequenceParallel(targets=...)."
-        )
+from lt_tiled.sequence_parallel.sharing import Sharing, check_closed
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -212,32 +83,33 @@ class SharedModel(SharedPart):
     def share(self, call: Call) -> Any:
         """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
         sharing, alone = self.sharing, True
-        if sharing.mode is None:  # a model of transformers
+        if sharing.mode is not None:  # a hand-written model, whose first block compares the batches
+            self._check_around(call)
+        else:
             if sharing.size > 1:  # otherwise there are head tiles alone
                 causal.refuse_outputs(sharing.owner, call)
-                if causal.computes_loss(call) and call.tokens is not None:
+                if causal.computes_loss(call):
                     with sharing.compared(call.named):
-                        return self._to_loss(call, call.tokens)
+                        return self._to_loss(call)
             call = causal.without_unused_cache(call)
             alone = causal.fills_cache(call) or causal.is_partial(call)  # as generate: the ranks' calls may differ
-        else:
-            self._check_around(call)
         with sharing.around_blocks(), nullcontext() if alone else sharing.compared(call.named):
-            return self.inner(call.module, *call.args, **call.kwargs)
+            return call.run(self.inner)
 
-    def _to_loss(self, call: Call, tokens: Tensor) -> Any:
+    def _to_loss(self, call: Call) -> Any:
         """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
-        sharing, model, total = self.sharing, call.module, tokens.shape[1]
+        sharing, tokens = self.sharing, call.tokens
+        assert tokens is not None
         if self.needs_check:
             self._check_to_loss(call, tokens)
-        if total < sharing.size:
-            return self.inner(model, *call.args, **call.kwargs)
+        if (total := tokens.shape[1]) < sharing.size:
+            return call.run(self.inner)
         region = sharing.region(total)
         loss = causal.SharedLoss(region, call)
         own = causal.own_arguments(region, call)
         as_tuple = own.pop("return_dict", None) is False
         with loss.set(), entered(region):
-            output = self.inner(model, **own)
+            output = self.inner(call.module, **own)
         output["loss"] = sharing.end(region, region.mean(output["loss"]))
         if isinstance(output.get("logits"), Tensor):
             output["logits"] = AbsentLogits(sharing.owner, "has the logits of this rank's tokens only")
@@ -269,7 +141,7 @@ class SharedModel(SharedPart):
             outside = None if small.size > 1 else small  # the first block opens the region
             try:
                 with sharing.around_blocks(), entered(outside):
-                    output = self.inner(call.module, *small_call.args, **small_call.kwargs)
+                    output = small_call.run(self.inner)
             finally:
                 sharing.small = None
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -296,10 +168,10 @@ class SharedBlock(SharedPart):
                 sharing.open = self._opened(call)
             region = sharing.open
         if region is None:
-            return self.inner(call.module, *call.args, **call.kwargs)
+            return call.run(self.inner)
         if not region.in_blocks:
             with entered(region):
-                return self.inner(call.module, *call.args, **call.kwargs)
+                return call.run(self.inner)
         try:
             return self._run(region, call)
         except BaseException:
@@ -359,7 +231,7 @@ class SharedBlock(SharedPart):
             region.position_ids = call.given.get("position_ids")
         local = call.changed(self.name, region.total, own, region.local)
         with entered(region):
-            output = self.inner(local.module, *local.args, **local.kwargs)
+            output = local.run(self.inner)
         return self._returned(region, output)
 
     def _returned(self, region: Region, output: Any) -> Any:
@@ -400,7 +272,7 @@ class SharedBlock(SharedPart):
 
         def run(small: Region) -> Tensor:
             local = call.changed(self.name, small.total, small.local(start), small.local)
-            leaves = pytree.tree_leaves(self.inner(local.module, *local.args, **local.kwargs))
+            leaves = pytree.tree_leaves(local.run(self.inner))
             found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
             return small.mean(found) if found.dim() == 0 else found
 

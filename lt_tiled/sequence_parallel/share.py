@@ -15,8 +15,9 @@ from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost,
 from lt_tiled.modules.patch import remove_patch, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, SharedInterface
-from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel, Sharing, forward
+from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel, forward
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
+from lt_tiled.sequence_parallel.sharing import Sharing
 
 _INTERFACE = SharedInterface()
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
