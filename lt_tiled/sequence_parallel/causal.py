@@ -158,9 +158,9 @@ class SharedLoss:
                 f" {list(tokens.shape[:2])}."
             )
         self.region = region
-        self.model: Any = call.module
-        self.function = self.model.loss_function
-        default = inspect.signature(self.model.loss_function).parameters.get("ignore_index")
+        model: Any = call.module
+        self.model, self.function = model, model.loss_function
+        default = inspect.signature(self.function).parameters.get("ignore_index")
         self.ignored: int = call.given.get("ignore_index", -100 if default is None else default.default)
         given = call.given.get("shift_labels")
         self.targets: Tensor = shifted(labels, self.ignored) if given is None else given

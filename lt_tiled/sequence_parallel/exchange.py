@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled.sequence_parallel.collectives import all_to_all
-from lt_tiled.sequence_parallel.kept import attended, kept
+from lt_tiled.sequence_parallel.kept import attended, kept_or
 from lt_tiled.sequence_parallel.region import Region, entered
 
 Attention = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
@@ -163,7 +163,6 @@ def _sent(
         arrived: Tensor = all_to_all(packed, send, receive, region.name)
         return arrived
 
-    where = kept("exchange")  # in a backward pass there is none
-    flat = communicate() if where is None else where.value(communicate, where.pack, where.unpack)
+    flat = kept_or("exchange", communicate)  # in a backward pass nothing is kept
     arrived = iter(flat.split([prod(shape) for of_rank in shapes for shape in of_rank]))
     return [[next(arrived).view(shape) for shape in of_rank] for of_rank in shapes]

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
-from lt_tiled.sequence_parallel.kept import keeping_nothing, kept
+from lt_tiled.sequence_parallel.kept import keeping, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.layout import each_tile
@@ -133,7 +133,7 @@ class _Call:
         """
         mode = _Projections(self.patch.path, self.module, hidden, part, pairs)
         try:
-            with entered(self.region), keeping_nothing(), mode:
+            with entered(self.region), keeping(None), mode:
                 output = self.patch.inner(self.module, hidden, *self.args, **self.kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError | dist.DistError):
@@ -204,7 +204,7 @@ class _HeadTiles(torch.autograd.Function):
         ctx.call, ctx.wants = call, ctx.needs_input_grad[1:]
         ctx.save_for_backward(hidden)
 
-        def compute() -> Tensor:
+        def compute() -> tuple[Tensor, Any]:
             start, whole = RandomState.now(hidden.device), None
             for part in each_tile(call.parts):
                 out = call.run(part, hidden, [])[0]
@@ -212,21 +212,10 @@ class _HeadTiles(torch.autograd.Function):
                 whole[..., part.queries] = out
             call.random = None if start.same_as(RandomState.now(hidden.device)) else start
             assert whole is not None
-            return whole
+            return whole, call.output
 
-        where = kept("attention")
-        if where is None:
-            return compute()
-
-        def store(found: Tensor) -> Any:
-            return where.pack(found), call.output
-
-        def load(stored: Any) -> Tensor:
-            call.output = stored[1]
-            return where.unpack(stored[0])
-
-        value: Tensor = where.value(compute, store, load)
-        return value
+        output, call.output = kept_or("attention", compute)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
