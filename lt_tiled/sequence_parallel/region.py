@@ -76,6 +76,8 @@ class Region:
     rank: int = field(init=False, default=0)
     lengths: list[int] = field(init=False)
     """The number of tokens of each rank."""
+    begins: list[int] = field(init=False)
+    """The place of each rank's first token."""
     _begun: tuple[Any, bool] = field(init=False, default=(None, True))
     """The saved-tensor hooks and the grad mode with which the current block began."""
 
@@ -84,6 +86,7 @@ class Region:
             self.name, self.size, self.rank = name_of(self.group), self.group.size(), self.group.rank()
         each, more = divmod(self.total, self.size)
         self.lengths = [each + (rank < more) for rank in range(self.size)]
+        self.begins = [rank * each + min(rank, more) for rank in range(self.size)]
 
     @property
     def length(self) -> int:
@@ -92,7 +95,7 @@ class Region:
 
     def local(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
-        return x.narrow(dim, sum(self.lengths[: self.rank]), self.length)
+        return x.narrow(dim, self.begins[self.rank], self.length)
 
     def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
