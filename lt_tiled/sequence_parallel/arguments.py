@@ -22,16 +22,13 @@ class Call:
     kwargs: dict[str, Any]
 
     @cached_property
-    def named(self) -> list[tuple[str, Any]]:
-        """The arguments with their names, those given by position first."""
-        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        names += [""] * len(self.args)  # of *args
-        return list(zip(names, self.args, strict=False)) + list(self.kwargs.items())
-
-    @cached_property
     def given(self) -> dict[str, Any]:
-        """The arguments by name."""
-        return dict(self.named)
+        """The arguments by name, those given by position first."""
+        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        given = {}
+        for index, value in enumerate(self.args):
+            given[names[index] if index < len(names) else f"argument {index}"] = value
+        return given | self.kwargs
 
     @cached_property
     def tokens(self) -> Tensor | None:
@@ -70,9 +67,9 @@ class Call:
                     leaf = change(leaf, dim)
             return leaf
 
-        new = [(name, pytree.tree_map(partial(changed, name), value)) for name, value in self.named]
+        new = {name: pytree.tree_map(partial(changed, name), value) for name, value in self.given.items()}
         count = len(self.args)
-        return Call(self.module, tuple(value for _, value in new[:count]), dict(new[count:]))
+        return Call(self.module, tuple(new.values())[:count], dict(list(new.items())[count:]))
 
 
 def is_mask(name: str, tensor: Tensor, total: int) -> bool:
@@ -97,7 +94,7 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
         return dims[-1:]  # token or position ids [B, S]
     if len(dims) > 1 and not is_mask(name, tensor, total):
         raise ValueError(
-            f"{owner} was called with {name or 'an argument'} of the shape {list(tensor.shape)}, and sequence"
+            f"{owner} was called with {name} of the shape {list(tensor.shape)}, and sequence"
             f" parallelism cannot tell which dimension has the {total} tokens: use another sequence length."
         )
     return dims

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
-from lt_tiled.sequence_parallel.sharing import Sharing, check_closed
+from lt_tiled.sequence_parallel.sharing import Sharing
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -89,11 +88,11 @@ class SharedModel(SharedPart):
             if sharing.size > 1:  # otherwise there are head tiles alone
                 causal.refuse_outputs(sharing.owner, call)
                 if causal.computes_loss(call):
-                    with sharing.compared(call.named):
+                    with sharing.compared(call):
                         return self._to_loss(call)
             call = causal.without_unused_cache(call)
             alone = causal.fills_cache(call) or causal.is_partial(call)  # as generate: the ranks' calls may differ
-        with sharing.around_blocks(), nullcontext() if alone else sharing.compared(call.named):
+        with sharing.around_blocks(), nullcontext() if alone else sharing.compared(call):
             return call.run(self.inner)
 
     def _to_loss(self, call: Call) -> Any:
@@ -110,7 +109,8 @@ class SharedModel(SharedPart):
         as_tuple = own.pop("return_dict", None) is False
         with loss.set(), entered(region):
             output = self.inner(call.module, **own)
-        output["loss"] = sharing.end(region, region.mean(output["loss"]))
+        output["loss"] = region.mean(output["loss"])
+        region.check_exchanged()
         if isinstance(output.get("logits"), Tensor):
             output["logits"] = AbsentLogits(sharing.owner, "has the logits of this rank's tokens only")
         return output.to_tuple() if as_tuple else output
@@ -147,7 +147,7 @@ class SharedModel(SharedPart):
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
 
-        with sharing.compared(call.named):
+        with sharing.compared(call):
             self.check(call, ids.device, run, blocks=False)
 
 
@@ -193,7 +193,7 @@ class SharedBlock(SharedPart):
                 f"{self.name}, the first block, was called again before the last one, with the tokens of one rank: name"
                 " one module around the blocks in SequenceParallel(targets=...)."
             )
-        for name, value in call.named:
+        for name, value in call.given.items():
             if value is not None and (name in CACHES or hasattr(value, "get_seq_length")):
                 inform(
                     f"{sharing.owner} fills a key-value cache, so each rank computes all tokens; pass use_cache=False"
@@ -201,7 +201,7 @@ class SharedBlock(SharedPart):
                     once=f"shared cache {sharing.owner}",
                 )
                 return None
-        with sharing.compared(call.named):
+        with sharing.compared(call):
             if sharing.small is not None:
                 return sharing.small
             return sharing.region(total, in_blocks=True) if total >= sharing.size else None
@@ -225,7 +225,6 @@ class SharedBlock(SharedPart):
         if self.needs_check and not is_backward():
             self._check(region, call, own)
         if self.first and tokens.requires_grad and not is_backward():  # a reentrant checkpoint has no graph yet
-            self.sharing.regions.add(region)
             region.kept_by(tokens)
         if region.position_ids is None:
             region.position_ids = call.given.get("position_ids")
@@ -253,12 +252,12 @@ class SharedBlock(SharedPart):
             )
         elif not self.last:
             if self.first and leaves[0].requires_grad:
-                leaves[0].register_hook(partial(check_closed, region))
+                leaves[0].register_hook(region.check_closed)  # before a weight gets a gradient
             return output
         else:
             whole = region.gathered(leaves[0])
         self.sharing.open, region.closed = None, True
-        self.sharing.end(region, whole)
+        region.check_exchanged()
         return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
 
     def _check(self, region: Region, call: Call, own: Tensor) -> None:

@@ -119,6 +119,23 @@ class Region:
 
     def _of_graph(self, _: Tensor) -> None: ...
 
+    def check_exchanged(self) -> None:
+        """Raise ``ValueError`` if no attention saw the tokens of all ranks."""
+        if not self.exchanges:
+            raise ValueError(
+                f"{self.owner} shared its sequences, and no attention saw all tokens. Use the sdpa, flash or flex"
+                " attention of transformers (attn_implementation), or F.scaled_dot_product_attention."
+            )
+
+    def check_closed(self, _: Tensor | None = None) -> None:
+        """Raise ``RuntimeError``, as the hook of a gradient, if hidden states were never gathered behind the blocks."""
+        if not self.closed and self.size > 1:
+            raise RuntimeError(
+                f"{self.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
+                " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last"
+                " one, or name one module around them in SequenceParallel(targets=...)."
+            )
+
     def check_recompute(self) -> None:
         """Refuse attention that a checkpoint inside of a block would recompute outside of the region.
 

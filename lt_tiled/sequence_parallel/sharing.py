@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +10,9 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lt_tiled.policies import SequenceParallel
+from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region
 from lt_tiled.sequence_parallel.same_batch import SameBatch
@@ -34,7 +34,7 @@ class Sharing:
     small: Region | None = None
     """The region of a self-check, which the first block opens in place of its own."""
     regions: WeakSet[Region] = field(default_factory=WeakSet)
-    """Those whose graphs exist: a model's own activation checkpointing may recompute their blocks."""
+    """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
     same_batch: SameBatch | None = field(init=False, default=None)
     _compared: bool = field(init=False, default=False)
 
@@ -48,22 +48,23 @@ class Sharing:
         return 1 if self.group is None else self.group.size()
 
     @contextmanager
-    def compared(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Raise an error if the ranks of the group have different inputs, which are not compared again inside."""
-        if self.same_batch is None or self._compared:
-            yield
-            return
-        self.same_batch.check(inputs)
+    def compared(self, call: Call) -> Iterator[None]:
+        """Raise an error if the ranks of the group have different arguments; calls inside are not compared again."""
+        outermost = not self._compared
+        if outermost and self.same_batch is not None:
+            self.same_batch.check(call.given.items())
         self._compared = True
         try:
             yield
         finally:
-            self._compared = False
+            self._compared = not outermost
 
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
         given = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
-        return Region(self.group, total, self.owner, mode=self.mode, **given)
+        region = Region(self.group, total, self.owner, mode=self.mode, **given)
+        self.regions.add(region)
+        return region
 
     @property
     def few(self) -> int:
@@ -98,24 +99,9 @@ class Sharing:
             ) from error
         else:
             if self.open is not None:
-                check_closed(self.open)
+                self.open.check_closed()
         finally:
             self.open = None
-
-    def end(self, region: Region, output: Tensor) -> Tensor:
-        """Return the output of a region, whose blocks may be recomputed for as long as its graph exists.
-
-        Raises:
-            ValueError: If no attention saw the tokens of all ranks.
-        """
-        if not region.exchanges:
-            raise ValueError(
-                f"{self.owner} shared its sequences, and no attention saw all tokens. Use the sdpa, flash or flex"
-                " attention of transformers (attn_implementation), or F.scaled_dot_product_attention."
-            )
-        if output.requires_grad:
-            self.regions.add(region)
-        return output
 
     def recomputed(self, name: str) -> Region:
         """Return the region of a block that a checkpoint around it recomputes.
@@ -131,13 +117,3 @@ class Sharing:
                 " (checkpointing=True), or run the backward pass of one before the next forward pass."
             )
         return found[0]
-
-
-def check_closed(region: Region, _: Tensor | None = None) -> None:
-    """Refuse, before a weight gets a gradient, what was computed of the rank's own tokens."""
-    if not region.closed and region.size > 1:
-        raise RuntimeError(
-            f"{region.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
-            " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last one,"
-            " or name one module around them in SequenceParallel(targets=...)."
-        )
