@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -142,55 +142,42 @@ def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor)
     return create_masks_for_generate(config, like, mask, None, positions)
 
 
-class SharedLoss:
-    """The loss function of a model in a region: it gets the rank's own labels, shifted before they are cut.
+@contextmanager
+def shared_loss(region: Region, call: Call) -> Iterator[None]:
+    """Let a model compute its loss from the rank's own labels, which are shifted before they are cut.
+
+    Each rank divides by the mean of the ranks' counts of labels: see NOTE [Sequence parallelism].
 
     Raises:
-        ValueError: If there are not as many labels as tokens.
+        ValueError: If there are not as many labels as tokens, or the model does not use its loss function.
     """
+    model, labels, tokens = cast(Any, call.module), call.given["labels"], call.tokens
+    assert tokens is not None
+    if labels.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"labels have the shape {list(labels.shape)} and must have that of the tokens, {list(tokens.shape[:2])}."
+        )
+    function, calls = model.loss_function, 0
+    default = inspect.signature(function).parameters.get("ignore_index")
+    ignored = call.given.get("ignore_index", -100 if default is None else default.default)
+    targets = call.given.get("shift_labels")
+    if targets is None:
+        targets = shifted(labels, ignored)
 
-    def __init__(self, region: Region, call: Call) -> None:
-        labels, tokens = call.given["labels"], call.tokens
-        assert tokens is not None
-        if labels.shape != tokens.shape[:2]:
-            raise ValueError(
-                f"labels have the shape {list(labels.shape)} and must have that of the tokens,"
-                f" {list(tokens.shape[:2])}."
-            )
-        self.region = region
-        model: Any = call.module
-        self.model, self.function = model, model.loss_function
-        default = inspect.signature(self.function).parameters.get("ignore_index")
-        self.ignored: int = call.given.get("ignore_index", -100 if default is None else default.default)
-        given = call.given.get("shift_labels")
-        self.targets: Tensor = shifted(labels, self.ignored) if given is None else given
-        """The label that each token is to predict, ``[B, S]``."""
-        self.calls = 0
-
-    def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the rank's logits, divided by the mean of the ranks' counts of labels.
-
-        See NOTE [Sequence parallelism].
-        """
-        self.calls += 1
+    def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
         count = kwargs.get("num_items_in_batch")
         if count is None:
-            count = (self.targets != self.ignored).sum()
-        count = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / self.region.size
-        own = {"shift_labels": self.region.local(self.targets).contiguous(), "num_items_in_batch": count}
-        return self.function(logits, *args, **kwargs | own)
+            count = (targets != ignored).sum()
+        kwargs["num_items_in_batch"] = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / region.size
+        kwargs["shift_labels"] = region.local(targets).contiguous()
+        return function(logits, *args, **kwargs)
 
-    @contextmanager
-    def set(self) -> Iterator[None]:
-        """Let the model compute its loss by this function.
-
-        Raises:
-            ValueError: If it did not.
-        """
-        with loss_function_set(self.model, self):
-            yield
-        if self.calls != 1:
-            raise ValueError(
-                f"{self.region.owner} did not compute its loss by its loss_function, so its labels cannot be shared:"
-                " call it without labels and compute the loss from its output."
-            )
+    with loss_function_set(model, loss_function):
+        yield
+    if calls != 1:
+        raise ValueError(
+            f"{region.owner} did not compute its loss by its loss_function, so its labels cannot be shared: call it"
+            " without labels and compute the loss from its output."
+        )

@@ -104,10 +104,9 @@ class SharedModel(SharedPart):
         if (total := tokens.shape[1]) < sharing.size:
             return call.run(self.inner)
         region = sharing.region(total)
-        loss = causal.SharedLoss(region, call)
         own = causal.own_arguments(region, call)
         as_tuple = own.pop("return_dict", None) is False
-        with loss.set(), entered(region):
+        with causal.shared_loss(region, call), entered(region):
             output = self.inner(call.module, **own)
         output["loss"] = region.mean(output["loss"])
         region.check_exchanged()
