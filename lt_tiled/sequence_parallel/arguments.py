@@ -22,19 +22,19 @@ class Call:
     kwargs: dict[str, Any]
 
     @cached_property
-    def given(self) -> dict[str, Any]:
-        """The arguments by name, those given by position first."""
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, positional ones first."""
         names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        given = {}
+        named = {}
         for index, value in enumerate(self.args):
-            given[names[index] if index < len(names) else f"argument {index}"] = value
-        return given | self.kwargs
+            named[names[index] if index < len(names) else f"argument {index}"] = value
+        return named | self.kwargs
 
     @cached_property
     def tokens(self) -> Tensor | None:
         """Token ids ``[B, S]`` or hidden states ``[B, S, H]``: the first tensor of tokens if none has a known name."""
-        first = [self.given.get("input_ids"), self.given.get("inputs_embeds")]
-        for value in first + list(self.given.values()):
+        first = [self.arguments.get("input_ids"), self.arguments.get("inputs_embeds")]
+        for value in first + list(self.arguments.values()):
             if isinstance(value, Tensor) and value.dim() >= 2:
                 return value
         return None
@@ -67,7 +67,7 @@ class Call:
                     leaf = change(leaf, dim)
             return leaf
 
-        new = {name: pytree.tree_map(partial(changed, name), value) for name, value in self.given.items()}
+        new = {name: pytree.tree_map(partial(changed, name), value) for name, value in self.arguments.items()}
         count = len(self.args)
         return Call(self.module, tuple(new.values())[:count], dict(list(new.items())[count:]))
 

@@ -40,23 +40,20 @@ class _Shared:
         mask = region.mask if region.own_mask else attention_mask
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = region.position_ids
-        heads = query.shape[1]
+        heads, sinks = query.shape[1], kwargs.get("s_aux")
+        if sinks is not None and len(sinks) != heads:  # one logit for each head
+            raise ValueError(f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1.")
 
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
-            given = kwargs
-            if (sinks := kwargs.get("s_aux")) is not None:  # one logit for each head
-                if len(sinks) != heads:
-                    raise ValueError(
-                        f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1."
-                    )
-                given = kwargs | {"s_aux": sinks[mine]}
-            seen = _Grouped(module, q.shape[1] // k.shape[1])
-            if region.documents is not None and mask is None:
-                documents = zip(*(t.split(region.documents, 2) for t in (q, k, v)), strict=True)
-                outputs = [self.function(seen, *document, None, *args, **given)[0] for document in documents]
-                return torch.cat(outputs, 1).transpose(1, 2)
-            own: Tensor = self.function(seen, q, k, v, _mask_of(region, mask, mine, heads), *args, **given)[0]
-            return own.transpose(1, 2)
+            part = _Grouped(module, q.shape[1] // k.shape[1])
+            options = kwargs if sinks is None else kwargs | {"s_aux": sinks[mine]}
+            if region.documents is None or mask is not None:
+                own: Tensor = self.function(part, q, k, v, _mask_of(region, mask, mine, heads), *args, **options)[0]
+                return own.transpose(1, 2)
+            outputs = []
+            for document in zip(*(t.split(region.documents, 2) for t in (q, k, v)), strict=True):
+                outputs.append(self.function(part, *document, None, *args, **options)[0])
+            return torch.cat(outputs, 1).transpose(1, 2)
 
         return attend(region, query, key, value, attention).transpose(1, 2).contiguous(), None
 

@@ -30,7 +30,7 @@ _NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
 def refuse_outputs(owner: str, call: Call) -> None:
     """Raise ``ValueError`` if a call asks for outputs of which each rank has its own tokens."""
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
-        asked = call.given.get(name)
+        asked = call.arguments.get(name)
         if getattr(call.module.config, name, False) if asked is None else asked:
             raise ValueError(
                 f"{owner} is asked for {name}, of which each rank has its own tokens: with sequence parallelism set"
@@ -45,8 +45,8 @@ def computes_loss(call: Call) -> bool:
     """
     model: Any = call.module
     function = getattr(model, "loss_function", None)
-    has_tokens = call.given.get("input_ids") is not None or call.given.get("inputs_embeds") is not None
-    if call.given.get("labels") is None or not has_tokens or is_partial(call):
+    has_tokens = call.arguments.get("input_ids") is not None or call.arguments.get("inputs_embeds") is not None
+    if call.arguments.get("labels") is None or not has_tokens or is_partial(call):
         return False
     if function is None or not is_of(function, ("transformers.", "lt_tiled.")):
         return False
@@ -57,14 +57,14 @@ def computes_loss(call: Call) -> bool:
 
 def is_partial(call: Call) -> bool:
     """Whether a call continues a cached sequence, wants the logits of some tokens alone, or changes the masks."""
-    continues = call.given.get("past_key_values") is not None or call.given.get("is_causal") is not None
-    return continues or bool(call.given.get("logits_to_keep"))
+    continues = call.arguments.get("past_key_values") is not None or call.arguments.get("is_causal") is not None
+    return continues or bool(call.arguments.get("logits_to_keep"))
 
 
 def fills_cache(call: Call) -> bool:
     """Whether a call without sequence parallelism would fill a key-value cache."""
     model: Any = call.module
-    asked = call.given.get("use_cache")
+    asked = call.arguments.get("use_cache")
     if asked is None:
         asked = getattr(model.config.get_text_config(), "use_cache", False)
     recomputes = model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
@@ -76,8 +76,8 @@ def without_unused_cache(call: Call) -> Call:
     takes = False
     for parameter in inspect.signature(type(call.module).forward).parameters.values():
         takes = takes or parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD
-    trains = call.module.training or call.given.get("labels") is not None
-    needed = any(call.given.get(name) is not None for name in _NEEDS_CACHE)
+    trains = call.module.training or call.arguments.get("labels") is not None
+    needed = any(call.arguments.get(name) is not None for name in _NEEDS_CACHE)
     if not takes or not trains or needed or not fills_cache(call):
         return call
     return Call(call.module, call.args, call.kwargs | {"use_cache": False})
@@ -85,10 +85,10 @@ def without_unused_cache(call: Call) -> Call:
 
 def own_arguments(region: Region, call: Call) -> dict[str, Any]:
     """Return the arguments of a model for the rank's own tokens, and note masks and positions of all in the region."""
-    tokens, positions = call.tokens, call.given.get("position_ids")
+    tokens, positions = call.tokens, call.arguments.get("position_ids")
     assert tokens is not None
     documents = None if fills_cache(call) else positions
-    if documents is None and positions is not None and call.given.get("attention_mask") is None:
+    if documents is None and positions is not None and call.arguments.get("attention_mask") is None:
         warn(
             f"{region.owner} was given position_ids with its key-value cache on, and transformers then ignores"
             " documents that are packed in a row: pass use_cache=False.",
@@ -99,7 +99,7 @@ def own_arguments(region: Region, call: Call) -> dict[str, Any]:
         region.mask, region.own_mask = masks, True
         masks = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)  # four dimensions: it makes no other
     region.position_ids = torch.arange(region.total, device=tokens.device)[None] if positions is None else positions
-    own = call.changed(region.owner, region.total, region.local(tokens), region.local).given
+    own = call.changed(region.owner, region.total, region.local(tokens), region.local).arguments
     local_positions = region.local(region.position_ids, -1)
     return own | {"attention_mask": masks, "position_ids": local_positions, "use_cache": False}
 
@@ -115,7 +115,7 @@ def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor)
     from transformers.masking_utils import create_masks_for_generate
 
     model: Any = call.module
-    mask = call.given.get("attention_mask")
+    mask = call.arguments.get("attention_mask")
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4):
         return mask
     config, total, batch = model.config, region.total, tokens.shape[0]
@@ -151,7 +151,7 @@ def shared_loss(region: Region, call: Call) -> Iterator[None]:
     Raises:
         ValueError: If there are not as many labels as tokens, or the model does not use its loss function.
     """
-    model, labels, tokens = cast(Any, call.module), call.given["labels"], call.tokens
+    model, labels, tokens = cast(Any, call.module), call.arguments["labels"], call.tokens
     assert tokens is not None
     if labels.shape != tokens.shape[:2]:
         raise ValueError(
@@ -159,8 +159,8 @@ def shared_loss(region: Region, call: Call) -> Iterator[None]:
         )
     function, calls = model.loss_function, 0
     default = inspect.signature(function).parameters.get("ignore_index")
-    ignored = call.given.get("ignore_index", -100 if default is None else default.default)
-    targets = call.given.get("shift_labels")
+    ignored = call.arguments.get("ignore_index", -100 if default is None else default.default)
+    targets = call.arguments.get("shift_labels")
     if targets is None:
         targets = shifted(labels, ignored)
 

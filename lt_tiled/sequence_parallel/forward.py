@@ -121,8 +121,8 @@ class SharedModel(SharedPart):
         call = Call(call.module, (), {name: few, "use_cache": False})
 
         def run(small: Region) -> Tensor:
-            given = call.kwargs if small.size == 1 else causal.own_arguments(small, call)
-            logits: Tensor = self.inner(call.module, **given).logits
+            arguments = call.kwargs if small.size == 1 else causal.own_arguments(small, call)
+            logits: Tensor = self.inner(call.module, **arguments).logits
             return logits
 
         self.check(call, tokens.device, run, in_blocks=False)
@@ -192,7 +192,7 @@ class SharedBlock(SharedPart):
                 f"{self.name}, the first block, was called again before the last one, with the tokens of one rank: name"
                 " one module around the blocks in SequenceParallel(targets=...)."
             )
-        for name, value in call.given.items():
+        for name, value in call.arguments.items():
             if value is not None and (name in CACHES or hasattr(value, "get_seq_length")):
                 inform(
                     f"{sharing.owner} fills a key-value cache, so each rank computes all tokens; pass use_cache=False"
@@ -226,7 +226,7 @@ class SharedBlock(SharedPart):
         if self.first and tokens.requires_grad and not is_backward():  # a reentrant checkpoint has no graph yet
             region.kept_by(tokens)
         if region.position_ids is None:
-            region.position_ids = call.given.get("position_ids")
+            region.position_ids = call.arguments.get("position_ids")
         local = call.changed(self.name, region.total, own, region.local)
         with entered(region):
             output = local.run(self.inner)

@@ -82,9 +82,9 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(parts) == 1:
         return patch.inner(self, *args, **kwargs)
     region.check_recompute()
-    given = args[0] if args else kwargs.pop("hidden_states", None)
+    hidden = args[0] if args else kwargs.pop("hidden_states", None)
     leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
-    if not isinstance(given, Tensor) or any(t.requires_grad for t in leaves):
+    if not isinstance(hidden, Tensor) or any(t.requires_grad for t in leaves):
         raise ValueError(
             f"{patch.path} is called with other tensors that want a gradient than hidden states, so its heads cannot be"
             " computed in parts: set head_tiles=1."
@@ -94,7 +94,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"{patch.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
             " head_tiles=1."
         )
-    hidden = given.value("attention in head tiles") if isinstance(given, Deferred) else given
+    if isinstance(hidden, Deferred):
+        hidden = hidden.value("attention in head tiles")
     call = _Call(self, patch, region, parts, args[1:], kwargs, Precision.now(hidden.device))
     attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
     output = self.o_proj(attended)

@@ -52,7 +52,7 @@ class Sharing:
         """Raise an error if the ranks of the group have different arguments; calls inside are not compared again."""
         outermost = not self._compared
         if outermost and self.same_batch is not None:
-            self.same_batch.check(call.given.items())
+            self.same_batch.check(call.arguments.items())
         self._compared = True
         try:
             yield
@@ -61,8 +61,8 @@ class Sharing:
 
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
-        given = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
-        region = Region(self.group, total, self.owner, mode=self.mode, **given)
+        options = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
+        region = Region(self.group, total, self.owner, mode=self.mode, **options)
         self.regions.add(region)
         return region
 
