@@ -107,10 +107,8 @@ def own_arguments(region: Region, call: Call) -> dict[str, Any]:
 def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor) -> Any:
     """Return the masks of all tokens as transformers makes them: one, or one for each kind of layer.
 
-    Packed documents that the position ids show are noted in the region instead, where attention can run on each.
-
-    Raises:
-        ValueError: If a mask would be too large.
+    Packed documents that the position ids show are noted in the region instead, where attention can run on each. A mask
+    that would be too large is refused.
     """
     from transformers.masking_utils import create_masks_for_generate
 

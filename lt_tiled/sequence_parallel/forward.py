@@ -178,11 +178,7 @@ class SharedBlock(SharedPart):
             raise
 
     def _opened(self, call: Call) -> Region | None:
-        """Return a region for the tokens of a first block's input, unless all blocks run whole on each rank.
-
-        Raises:
-            ValueError: If the region that it opened before is still open, and the input has the tokens of one rank.
-        """
+        """Return a region for the tokens of a first block's input, unless each rank runs all blocks on all tokens."""
         if call.tokens is None:
             return None
         sharing, before, total = self.sharing, self.sharing.open, call.tokens.shape[1]
@@ -206,11 +202,7 @@ class SharedBlock(SharedPart):
             return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
     def _run(self, region: Region, call: Call) -> Any:
-        """Run a block on the rank's own tokens.
-
-        Raises:
-            ValueError: If its input has another length than the region.
-        """
+        """Run a block on the rank's own tokens, of which the first block is given all and the others these."""
         tokens = call.tokens
         expected = region.total if self.first else region.length
         if tokens is None or tokens.shape[1] != expected:
@@ -223,7 +215,7 @@ class SharedBlock(SharedPart):
         own = region.local(tokens) if self.first else tokens
         if self.needs_check and not is_backward():
             self._check(region, call, own)
-        if self.first and tokens.requires_grad and not is_backward():  # a reentrant checkpoint has no graph yet
+        if self.first and not is_backward():  # in a reentrant checkpoint the output has no graph yet
             region.kept_by(tokens)
         if region.position_ids is None:
             region.position_ids = call.arguments.get("position_ids")
@@ -233,28 +225,23 @@ class SharedBlock(SharedPart):
         return self._returned(region, output)
 
     def _returned(self, region: Region, output: Any) -> Any:
-        """Return the output of a block; that of the last one with all tokens.
-
-        Raises:
-            ValueError: If it has other tensors than hidden states, or a loss that was computed from all labels.
-        """
+        """Return the output of a block: hidden states, those of the last one with all tokens, or the loss of all."""
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        alone = self.first and self.last and len(leaves) == 1
-        if alone and region.losses and leaves[0].dim() == 0:
-            whole = region.mean(leaves[0])
-        elif len(leaves) != 1 or leaves[0].dim() < 2 or leaves[0].shape[1] != region.length:
+        alone = len(leaves) == 1
+        is_loss = alone and leaves[0].dim() == 0 and region.losses > 0 and self.first and self.last
+        is_hidden = alone and leaves[0].dim() > 1 and leaves[0].shape[1] == region.length
+        if not is_loss and not is_hidden:
             shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
             raise ValueError(
                 f"{self.name} returned tensors of the shapes {shapes or 'none'}. Where ranks share a sequence, a block"
                 f" returns hidden states [B, {region.length}, ...] and nothing else: return no attention weights,"
                 " router logits or losses."
             )
-        elif not self.last:
-            if self.first and leaves[0].requires_grad:
-                leaves[0].register_hook(region.check_closed)  # before a weight gets a gradient
+        if not self.last:
+            if self.first:
+                region.kept_by(leaves[0])  # which refuses an open region before a weight gets a gradient
             return output
-        else:
-            whole = region.gathered(leaves[0])
+        whole = region.mean(leaves[0]) if is_loss else region.gathered(leaves[0])
         self.sharing.open, region.closed = None, True
         region.check_exchanged()
         return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)

@@ -127,11 +127,7 @@ class _Call:
         return [weight for weight in found if not any(owner is self.module.o_proj for owner, _ in weight.places)]
 
     def run(self, part: _Part, hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, _Projections]:
-        """Return the input of the output projection for some heads, and what its projections computed.
-
-        Raises:
-            ValueError: If the module does something else with it than to project it.
-        """
+        """Return the input of the output projection for some heads, and the mode in which it was computed."""
         mode = _Projections(self.patch.path, self.module, hidden, part, pairs)
         try:
             with entered(self.region), keeping(None), mode:

@@ -112,12 +112,13 @@ class Region:
         return torch.cat([labels[..., 1:], after], -1)
 
     def kept_by(self, x: Tensor) -> Tensor:
-        """Keep the region for as long as the graph of this tensor, which may recompute parts of it."""
-        if x.requires_grad:
-            x.register_hook(self._of_graph)
-        return x
+        """Keep the region for as long as the graph of this tensor, which may recompute parts of it.
 
-    def _of_graph(self, _: Tensor) -> None: ...
+        Where its gradient arrives, the region has to be closed.
+        """
+        if x.requires_grad:
+            x.register_hook(self.check_closed)
+        return x
 
     def check_exchanged(self) -> None:
         """Raise ``ValueError`` if no attention saw the tokens of all ranks."""
@@ -128,8 +129,8 @@ class Region:
             )
 
     def check_closed(self, _: Tensor | None = None) -> None:
-        """Raise ``RuntimeError``, as the hook of a gradient, if hidden states were never gathered behind the blocks."""
-        if not self.closed and self.size > 1:
+        """Raise ``RuntimeError`` if the hidden states behind the blocks were never gathered."""
+        if self.in_blocks and not self.closed and self.size > 1:
             raise RuntimeError(
                 f"{self.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
                 " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last"
@@ -137,11 +138,7 @@ class Region:
             )
 
     def check_recompute(self) -> None:
-        """Refuse attention that a checkpoint inside of a block would recompute outside of the region.
-
-        Raises:
-            RuntimeError: If there is such a checkpoint.
-        """
+        """Raise ``RuntimeError`` if a checkpoint inside of a block would recompute attention outside of the region."""
         (hooks, grad), (now, on) = self._begun, _saving()
         inside = now is not hooks and "_checkpoint_hook" in getattr(now, "__qualname__", "")
         if inside or on != grad:

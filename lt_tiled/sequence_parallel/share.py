@@ -14,12 +14,11 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
 from lt_tiled.modules.patch import remove_patch, set_patch
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import AttentionMode, SharedInterface
+from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
 from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel, forward
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 from lt_tiled.sequence_parallel.sharing import Sharing
 
-_INTERFACE = SharedInterface()
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layers of transformers that mix tokens in attention alone, as configurations name them."""
 _INSTEAD_OF_EAGER = {
@@ -49,7 +48,7 @@ class Shared:
             set_patch(block, SharedBlock(sharing, path, index == 0, index == last), forward)
             undo.callback(remove_patch, block, SharedBlock, forward)
         if sharing.mode is None:
-            _INTERFACE.wrap(undo)
+            share_interface(undo)
         if self.caller is not None:
             set_patch(self.caller, SharedModel(sharing, sharing.owner), forward)
             undo.callback(remove_patch, self.caller, SharedModel, forward)

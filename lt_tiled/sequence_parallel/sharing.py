@@ -82,11 +82,7 @@ class Sharing:
 
     @contextmanager
     def around_blocks(self) -> Iterator[None]:
-        """Refuse a forward pass that ends, or fails, between the first and the last block.
-
-        Raises:
-            ValueError: If code between the blocks needs all tokens.
-        """
+        """Refuse a forward pass that ends, or fails because it needs all tokens, between the first and last block."""
         try:
             yield
         except (RuntimeError, IndexError) as error:
