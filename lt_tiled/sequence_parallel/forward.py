@@ -71,7 +71,7 @@ class SharedPart(Patch):
         self, call: Call, device: torch.device, run: Callable[[Region], Tensor], in_blocks: bool = True, **options: Any
     ) -> None:
         """Run the self-check with a function that calls the module in a region of a few tokens."""
-        regions = self.sharing.small_regions(in_blocks)
+        regions = self.sharing.check_regions(in_blocks)
         check_shared(call.module, self.name, device, regions, run, **options)
         self.checked = True
 
@@ -81,7 +81,7 @@ class SharedModel(SharedPart):
 
     def share(self, call: Call) -> Any:
         """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
-        sharing, alone = self.sharing, True
+        sharing, compares = self.sharing, False
         if sharing.mode is not None:  # a hand-written model, whose first block compares the batches
             self._check_around(call)
         else:
@@ -91,8 +91,8 @@ class SharedModel(SharedPart):
                     with sharing.compared(call):
                         return self._to_loss(call)
             call = causal.without_unused_cache(call)
-            alone = causal.fills_cache(call) or causal.is_partial(call)  # as generate: the ranks' calls may differ
-        with sharing.around_blocks(), nullcontext() if alone else sharing.compared(call):
+            compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
+        with sharing.around_blocks(), sharing.compared(call) if compares else nullcontext():
             return call.run(self.inner)
 
     def _to_loss(self, call: Call) -> Any:
@@ -117,11 +117,11 @@ class SharedModel(SharedPart):
     def _check_to_loss(self, call: Call, tokens: Tensor) -> None:
         """Check a few of the tokens, which the model shares or not, as if it were called without labels."""
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        few = repeated_to(self.sharing.few)(tokens[:1].detach(), 1)
+        few = repeated_to(self.sharing.check_tokens)(tokens[:1].detach(), 1)
         call = Call(call.module, (), {name: few, "use_cache": False})
 
-        def run(small: Region) -> Tensor:
-            arguments = call.kwargs if small.size == 1 else causal.own_arguments(small, call)
+        def run(region: Region) -> Tensor:
+            arguments = call.kwargs if region.size == 1 else causal.own_arguments(region, call)
             logits: Tensor = self.inner(call.module, **arguments).logits
             return logits
 
@@ -132,17 +132,17 @@ class SharedModel(SharedPart):
         sharing, ids = self.sharing, call.tokens
         if not self.needs_check or ids is None or ids.dim() != 2 or ids.is_floating_point():
             return
-        few = repeated_to(sharing.few)
+        few = repeated_to(sharing.check_tokens)
         small_call = call.changed(sharing.owner, ids.shape[1], few(ids, 1), few, masks=True)
 
-        def run(small: Region) -> Tensor:
-            sharing.small = small if small.size > 1 else None
-            outside = None if small.size > 1 else small  # the first block opens the region
+        def run(region: Region) -> Tensor:
+            sharing.check_region = region if region.size > 1 else None
+            outside = None if region.size > 1 else region  # the first block opens the region
             try:
                 with sharing.around_blocks(), entered(outside):
                     output = small_call.run(self.inner)
             finally:
-                sharing.small = None
+                sharing.check_region = None
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
 
@@ -197,8 +197,8 @@ class SharedBlock(SharedPart):
                 )
                 return None
         with sharing.compared(call):
-            if sharing.small is not None:
-                return sharing.small
+            if sharing.check_region is not None:
+                return sharing.check_region
             return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
     def _run(self, region: Region, call: Call) -> Any:
@@ -248,17 +248,17 @@ class SharedBlock(SharedPart):
 
     def _check(self, region: Region, call: Call, own: Tensor) -> None:
         """Check a few of the rank's own tokens ``own``, ``[B, n, H]``, of a block's input."""
-        few = repeated_to(self.sharing.few)
+        few = repeated_to(self.sharing.check_tokens)
         # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
         count = min(TOKENS, min(region.lengths))
         first = own.detach()[:, :count]
         start = few(first if region.size == 1 else all_gather(first, [count] * region.size, 1, region.name), 1)
         call = call.changed(self.name, region.total, start, few, masks=True)
 
-        def run(small: Region) -> Tensor:
-            local = call.changed(self.name, small.total, small.local(start), small.local)
+        def run(region: Region) -> Tensor:
+            local = call.changed(self.name, region.total, region.local(start), region.local)
             leaves = pytree.tree_leaves(local.run(self.inner))
             found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-            return small.mean(found) if found.dim() == 0 else found
+            return region.mean(found) if found.dim() == 0 else found
 
         self.check(call, own.device, run)

@@ -84,15 +84,15 @@ def check_shared(
 
 def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor], blocks: bool) -> str | None:
     """Return what differs, if anything does."""
-    whole, shared = regions[:2]
-    of_whole, of_shared = whole.record or [], shared.record or []
-    dtype = of_whole[0][3].dtype if of_whole else None
-    if blocks and len(of_whole) != len(of_shared):
+    alone, shared = regions[:2]
+    in_one, in_shared = alone.record or [], shared.record or []
+    dtype = in_one[0][3].dtype if in_one else None
+    if blocks and len(in_one) != len(in_shared):
         return (
-            f"{owner} computes attention {len(of_whole)} times for {whole.total} tokens and {len(of_shared)} times for"
+            f"{owner} computes attention {len(in_one)} times for {alone.total} tokens and {len(in_shared)} times for"
             f" {shared.total} that {shared.size} ranks share. {_REMEDY}"
         )
-    for index, (everything, mine) in enumerate(zip(of_whole, of_shared, strict=True) if blocks else ()):
+    for index, (everything, mine) in enumerate(zip(in_one, in_shared, strict=True) if blocks else ()):
         share = mine[0]
         for place, name, heads in ((1, "queries", share.queries), (2, "keys", share.keys), (3, "values", share.keys)):
             if error := _excess(mine[place], everything[place][:, heads], dtype):
@@ -103,7 +103,7 @@ def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor]
                 )
     expected = shared.local(outputs[0]) if outputs[0].dim() > 1 else outputs[0]
     if error := _excess(outputs[1], expected, dtype):
-        unseen = "" if of_shared else " None of its attention was seen."
+        unseen = "" if in_shared else " None of its attention was seen."
         return (
             f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
             f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"

@@ -31,7 +31,7 @@ class Sharing:
     """Finds the attention of models that are not of transformers."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
-    small: Region | None = None
+    check_region: Region | None = None
     """The region of a self-check, which the first block opens in place of its own."""
     regions: WeakSet[Region] = field(default_factory=WeakSet)
     """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
@@ -67,15 +67,17 @@ class Sharing:
         return region
 
     @property
-    def few(self) -> int:
+    def check_tokens(self) -> int:
         """The number of tokens of a self-check."""
         return TOKENS * self.size + 1
 
-    def small_regions(self, in_blocks: bool) -> list[Region]:
-        """Return regions of a few tokens: of this rank, of the group, and of the group in head tiles if it has some."""
-        total = self.few
-        whole = Region(None, total, self.owner, in_blocks, self.mode, record=[])
-        regions = [whole, self.region(total, in_blocks=in_blocks, head_tiles=1, record=[])]
+    def check_regions(self, in_blocks: bool) -> list[Region]:
+        """Return the regions of a self-check: of this rank, of the group, and of the group with its head tiles if any."""
+        total = self.check_tokens
+        regions = [
+            Region(None, total, self.owner, in_blocks, self.mode, record=[]),
+            self.region(total, in_blocks=in_blocks, head_tiles=1, record=[]),
+        ]
         if self.policy.head_tiles > 1:
             regions.append(self.region(total, in_blocks=in_blocks))
         return regions
