@@ -67,12 +67,11 @@ class SharedPart(Patch):
         policy = self.sharing.policy
         return not self.checked and policy.self_check and (self.sharing.size > 1 or policy.head_tiles > 1)
 
-    def check(
-        self, call: Call, device: torch.device, run: Callable[[Region], Tensor], in_blocks: bool = True, **options: Any
-    ) -> None:
+    def check(self, call: Call, run: Callable[[Region], Tensor], in_blocks: bool = True, blocks: bool = True) -> None:
         """Run the self-check with a function that calls the module in a region of a few tokens."""
+        assert call.tokens is not None
         regions = self.sharing.check_regions(in_blocks)
-        check_shared(call.module, self.name, device, regions, run, **options)
+        check_shared(call.module, self.name, call.tokens.device, regions, run, blocks)
         self.checked = True
 
 
@@ -125,7 +124,7 @@ class SharedModel(SharedPart):
             logits: Tensor = self.inner(call.module, **arguments).logits
             return logits
 
-        self.check(call, tokens.device, run, in_blocks=False)
+        self.check(call, run, in_blocks=False)
 
     def _check_around(self, call: Call) -> None:
         """Check a hand-written model with a few of its token ids: code between the blocks may need all tokens."""
@@ -147,7 +146,7 @@ class SharedModel(SharedPart):
             return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
 
         with sharing.compared(call):
-            self.check(call, ids.device, run, blocks=False)
+            self.check(call, run, blocks=False)
 
 
 class SharedBlock(SharedPart):
@@ -261,4 +260,4 @@ class SharedBlock(SharedPart):
             found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
             return region.mean(found) if found.dim() == 0 else found
 
-        self.check(call, own.device, run)
+        self.check(call, run)

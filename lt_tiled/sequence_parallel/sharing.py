@@ -72,7 +72,7 @@ class Sharing:
         return TOKENS * self.size + 1
 
     def check_regions(self, in_blocks: bool) -> list[Region]:
-        """Return the regions of a self-check: of this rank, of the group, and of the group with its head tiles if any."""
+        """Return the regions of a self-check: one rank, the group, and the group with its head tiles if it has some."""
         total = self.check_tokens
         regions = [
             Region(None, total, self.owner, in_blocks, self.mode, record=[]),
