@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import lt_tiled
 from lt_tiled import SequenceParallel
 from tests.models import H
-from tests.sequence_parallel.models import GPT, VOCAB, Block, Pooled, causal, ids
+from tests.sequence_parallel.models import GPT, VOCAB, Block, Pooled, body, causal, ids
 from tests.sequence_parallel.runs import against_whole
 from tests.world import World
 
@@ -173,6 +174,38 @@ def test_small_mixing_of_tokens(world: World) -> None:
     """The self-check in float32 sees tokens that are mixed outside of attention by a thousandth."""
     for message in world(averaged):
         assert "It may mix tokens in other code than an attention function" in message
+
+
+class FailsOnFewTokens(Block):
+    """A block whose output is no number where it is given few tokens."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) / (x.shape[1] > 6)
+
+
+def not_finite() -> str:
+    return against_whole(Pooled([0, 1, 2], FailsOnFewTokens), {"input_ids": ids(2, 37)})[2]
+
+
+def test_values_that_are_not_finite(world: World) -> None:
+    """The self-check refuses shared values that are not finite where those of all tokens are."""
+    for message in world(not_finite):
+        assert "when 2 ranks share the sequence" in message
+
+
+def named_in_a_row() -> list[float]:
+    """The errors of the losses of a named module for 38 tokens, and then for as many as a rank had of these."""
+    model, found = body()(), []
+    for policy in (None, SequenceParallel(2, targets="body")):
+        with lt_tiled.prepare(model, sequence_parallel=policy) if policy else nullcontext():
+            found.append(torch.stack([model(ids(2, tokens), ids(2, tokens)).detach() for tokens in (38, 19)]))
+    return (found[1] - found[0]).abs().tolist()
+
+
+def test_named_module_in_a_row(world: World) -> None:
+    """A named module that returns a loss leaves no region open, whatever length its next input has."""
+    for errors in world(named_in_a_row):
+        assert max(errors) < 1e-12
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(H, H, 3), nn.GRU(H, H), nn.BatchNorm1d(H)], ids=lambda m: type(m).__name__)
