@@ -38,7 +38,7 @@ from lt_tiled.policies import (
     as_tiling,
 )
 from lt_tiled.report import Report
-from lt_tiled.sequence_parallel.share import find_chains, share
+from lt_tiled.sequence_parallel.share import find_shared
 from lt_tiled.tiling.patched import patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds, TiledPatch
 
@@ -65,7 +65,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         build: Callable[[Checkpointing, int | None], Offloader] = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
-        chains = find_chains(model, sequence_parallel, group) if sequence_parallel else []
+        shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
         losses = find_losses(model) if loss else []
         blocks = _not_wrapped(model, find_checkpointable(model, checkpointing)) if checkpointing else []
         try:
@@ -106,7 +106,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                 undo.callback(restore_model, module)
             for module in turn_off_own_checkpointing(model) if unpatched else ():
                 undo.callback(setattr, module, "gradient_checkpointing", True)
-            share(chains, undo)
+            for part in shared:
+                part.patch(undo)
             self._undo = undo.pop_all()
         inform(self.report().summary())
 

@@ -14,7 +14,8 @@ from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.sequence_parallel.chain import BlockInRegion, Sharing
+from lt_tiled.sequence_parallel.forward import SharedBlock
+from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.tiling.state import TiledPatch
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Report:
                 blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
-            if (part := get_patch(module, BlockInRegion)) is not None:
+            for part in get_patches(module, SharedBlock):
                 chains.setdefault(part.sharing, []).append(path)
         shared = tuple(
             SharedSequences(s.owner, paths[0], paths[-1], s.size, s.policy.head_tiles) for s, paths in chains.items()

@@ -1,4 +1,4 @@
-"""Which arguments of a call belong to tokens: they are cut to the rank's own, and the others stay whole."""
+"""The arguments of a call: those with a dimension of tokens are cut to the rank's own, and the others stay whole."""
 
 from __future__ import annotations
 
@@ -22,25 +22,36 @@ class Call:
     kwargs: dict[str, Any]
 
     @cached_property
-    def named(self) -> list[tuple[str, Any]]:
-        """The arguments with their names, those given by position first."""
-        names = [*inspect.signature(type(self.module).forward).parameters][1:]
-        return [*zip([*names, *[""] * len(self.args)], self.args, strict=False), *self.kwargs.items()]
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, positional ones first."""
+        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        named = {}
+        for index, value in enumerate(self.args):
+            named[names[index] if index < len(names) else f"argument {index}"] = value
+        return named | self.kwargs
 
     @cached_property
-    def hidden(self) -> Tensor | None:
-        """The first tensor with a dimension of tokens: hidden states ``[B, S, H]`` or token ids ``[B, S]``."""
-        return next((value for _, value in self.named if isinstance(value, Tensor) and value.dim() >= 2), None)
+    def tokens(self) -> Tensor | None:
+        """Token ids ``[B, S]`` or hidden states ``[B, S, H]``: the first tensor of tokens if none has a known name."""
+        first = [self.arguments.get("input_ids"), self.arguments.get("inputs_embeds")]
+        for value in first + list(self.arguments.values()):
+            if isinstance(value, Tensor) and value.dim() >= 2:
+                return value
+        return None
+
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Return what a function returns for the module and the arguments."""
+        return forward(self.module, *self.args, **self.kwargs)
 
     def changed(
-        self, owner: str, total: int, hidden: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
+        self, owner: str, total: int, tokens: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
     ) -> Call:
         """Return the call for other tokens.
 
         Args:
             owner: The name in messages.
             total: The sequence length.
-            hidden: Takes the place of :attr:`hidden`.
+            tokens: Takes the place of :attr:`tokens`.
             change: Applied to each other tensor of ``total`` tokens, with the dimension that these are in.
             masks: Apply it to masks too, once for each dimension of tokens; otherwise they stay as they are.
 
@@ -49,16 +60,16 @@ class Call:
         """
 
         def changed(name: str, leaf: Any) -> Any:
-            if leaf is self.hidden:
-                return hidden
+            if leaf is self.tokens:
+                return tokens
             if isinstance(leaf, Tensor) and (masks or not is_mask(name, leaf, total)):
                 for dim in token_dims(owner, name, leaf, total):
                     leaf = change(leaf, dim)
             return leaf
 
-        new = [(name, pytree.tree_map(partial(changed, name), value)) for name, value in self.named]
+        new = {name: pytree.tree_map(partial(changed, name), value) for name, value in self.arguments.items()}
         count = len(self.args)
-        return Call(self.module, tuple(value for _, value in new[:count]), dict(new[count:]))
+        return Call(self.module, tuple(new.values())[:count], dict(list(new.items())[count:]))
 
 
 def is_mask(name: str, tensor: Tensor, total: int) -> bool:
@@ -76,12 +87,14 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
     Raises:
         ValueError: If it is not clear which one it is.
     """
+    if name.startswith(("cu_seq_lens", "max_length")):  # of packed documents
+        return []
     dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:
         return dims[-1:]  # token or position ids [B, S]
     if len(dims) > 1 and not is_mask(name, tensor, total):
         raise ValueError(
-            f"{owner} was called with {name or 'an argument'} of the shape {list(tensor.shape)}, and sequence"
+            f"{owner} was called with {name} of the shape {list(tensor.shape)}, and sequence"
             f" parallelism cannot tell which dimension has the {total} tokens: use another sequence length."
         )
     return dims

@@ -25,6 +25,7 @@ class _Shared:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.users = 0
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
@@ -40,23 +41,20 @@ class _Shared:
         mask = region.mask if region.own_mask else attention_mask
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = region.position_ids
-        heads = query.shape[1]
+        heads, sinks = query.shape[1], kwargs.get("s_aux")
+        if sinks is not None and len(sinks) != heads:  # one logit for each head
+            raise ValueError(f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1.")
 
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
-            given = kwargs
-            if (sinks := kwargs.get("s_aux")) is not None:  # one logit for each head
-                if len(sinks) != heads:
-                    raise ValueError(
-                        f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1."
-                    )
-                given = kwargs | {"s_aux": sinks[mine]}
-            seen = _Grouped(module, q.shape[1] // k.shape[1])
-            if region.documents is not None and mask is None:
-                documents = zip(*(t.split(region.documents, 2) for t in (q, k, v)), strict=True)
-                outputs = [self.function(seen, *document, None, *args, **given)[0] for document in documents]
-                return torch.cat(outputs, 1).transpose(1, 2)
-            own: Tensor = self.function(seen, q, k, v, _mask_of(region, mask, mine, heads), *args, **given)[0]
-            return own.transpose(1, 2)
+            part = _Grouped(module, q.shape[1] // k.shape[1])
+            options = kwargs if sinks is None else kwargs | {"s_aux": sinks[mine]}
+            if region.documents is None or mask is not None:
+                own: Tensor = self.function(part, q, k, v, _mask_of(region, mask, mine, heads), *args, **options)[0]
+                return own.transpose(1, 2)
+            outputs = []
+            for document in zip(*(t.split(region.documents, 2) for t in (q, k, v)), strict=True):
+                outputs.append(self.function(part, *document, None, *args, **options)[0])
+            return torch.cat(outputs, 1).transpose(1, 2)
 
         return attend(region, query, key, value, attention).transpose(1, 2).contiguous(), None
 
@@ -71,36 +69,24 @@ class _Grouped:
         return getattr(self._module, name)
 
 
-class SharedInterface:
-    """Wraps the attention functions of transformers while there are users."""
+def share_interface(undo: ExitStack) -> None:
+    """Wrap the attention functions of transformers until ``undo`` is closed, by the last one of several users."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
-    def __init__(self) -> None:
-        self._users = 0
-        self._wrapped: dict[str, _Shared] = {}
+    for name, function in list(TABLE.items()):
+        shared = function if isinstance(function, _Shared) else _Shared(function)
+        shared.users += 1
+        TABLE[name] = shared
+        undo.callback(_restore, TABLE, name, shared)
 
-    def wrap(self, undo: ExitStack) -> None:
-        """Wrap every function in the table, for one more user, until ``undo`` is closed."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
-        self._users += 1
-        undo.callback(self._unwrap)
-        for name, function in list(TABLE.items()):
-            if not isinstance(function, _Shared):
-                TABLE[name] = self._wrapped[name] = _Shared(function)
-
-    def _unwrap(self) -> None:
-        """Restore the functions when the last user leaves, unless others replaced them since."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
-
-        self._users -= 1
-        if self._users:
-            return
-        for name, shared in self._wrapped.items():
-            if TABLE.get(name) is shared:
-                del TABLE[name]  # the table falls back to what is registered
-                if TABLE.get(name) is not shared.function:
-                    TABLE[name] = shared.function
-        self._wrapped.clear()
+def _restore(table: Any, name: str, shared: _Shared) -> None:
+    """Restore a function when its last user leaves, unless others replaced it since."""
+    shared.users -= 1
+    if shared.users == 0 and table.get(name) is shared:
+        del table[name]  # the table falls back to what is registered
+        if table.get(name) is not shared.function:
+            table[name] = shared.function
 
 
 class AttentionMode(TorchFunctionMode):
@@ -155,11 +141,7 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
-    """Return the mask of a rank's heads, for all tokens.
-
-    Raises:
-        ValueError: If the mask is not that of all tokens.
-    """
+    """Return the mask of a rank's heads, or refuse one that is not for all tokens."""
     if mask is None:
         return None
     keys, queries = mask.shape[-1], mask.shape[-2] if len(mask.shape) > 2 else 1  # [B, S] is padding

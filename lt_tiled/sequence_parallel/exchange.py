@@ -6,18 +6,16 @@ of heads that is not below the size of the group, any number of key-value heads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lt_tiled.sequence_parallel.collectives import all_to_all
-from lt_tiled.sequence_parallel.kept import attended, kept
+from lt_tiled.sequence_parallel.kept import attended, kept_or
 from lt_tiled.sequence_parallel.region import Region, entered
 
 Attention = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
@@ -43,12 +41,13 @@ class Share:
 
 def shares_of(queries: int, keys: int, size: int) -> list[Share]:
     """Return what each of ``size`` ranks attends with, of ``queries`` heads on ``keys`` key-value heads."""
-    each, more = divmod(queries, size)
-    cuts = accumulate([each + (rank < more) for rank in range(size)], initial=0)
-    shares = []
-    for low, high in pairwise(cuts):
-        of = [head * keys // queries for head in range(low, high)]
-        shares.append(Share(slice(low, high), slice(of[0], of[-1] + 1), tuple(key - of[0] for key in of)))
+    shares: list[Share] = []
+    for rank in range(size):
+        low = shares[-1].queries.stop if shares else 0
+        high = low + queries // size + (rank < queries % size)
+        first, last = low * keys // queries, (high - 1) * keys // queries
+        key_of = tuple(head * keys // queries - first for head in range(low, high))
+        shares.append(Share(slice(low, high), slice(first, last + 1), key_of))
     return shares
 
 
@@ -82,10 +81,11 @@ def _attend(region: Region, attention: Attention, query: Tensor, key: Tensor, va
     mine = shares[region.rank]
     queries, keys = [share.queries for share in shares], [share.keys for share in shares]
     if query.dtype == key.dtype == value.dtype:
-        q, k, v = _exchanged(_to_heads, region, [queries, keys, keys], query, key, value)
+        q, k, v = _exchanged(region, [queries, keys, keys], [query, key, value], to_heads=True)
     else:  # one all-to-all sends one dtype
-        pairs = ((queries, query), (keys, key), (keys, value))
-        q, k, v = (_exchanged(_to_heads, region, [heads], tensor)[0] for heads, tensor in pairs)
+        (q,) = _exchanged(region, [queries], [query], to_heads=True)
+        (k,) = _exchanged(region, [keys], [key], to_heads=True)
+        (v,) = _exchanged(region, [keys], [value], to_heads=True)
     if region.record is not None:
         region.record.append((mine, q, k, v))
     if mine.uneven:
@@ -93,77 +93,65 @@ def _attend(region: Region, attention: Attention, query: Tensor, key: Tensor, va
         k, v = k.index_select(1, index), v.index_select(1, index)
     with entered(None):  # attention may call another one that is exchanged, which has all tokens already
         out = attention(q, k, v, mine.queries)
-    return _exchanged(_to_tokens, region, [queries], out)[0]
+    return _exchanged(region, [queries], [out], to_heads=False)[0]
 
 
 Heads = list[list[slice]]
 """For each tensor of an exchange, the heads of each rank. Ranks may share key-value heads."""
-Direction = Callable[[Region, Heads, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _exchanged(direction: Direction, region: Region, heads: Heads, *tensors: Tensor) -> Sequence[Tensor]:
-    return tensors if region.size == 1 else _Exchange.apply(direction, region, heads, *tensors)
+def _exchanged(region: Region, heads: Heads, tensors: list[Tensor], to_heads: bool) -> Sequence[Tensor]:
+    """Return all tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, H, S/n, D]``.
+
+    With ``to_heads=False`` it is the other way round, and heads that several ranks have are summed. Each direction is
+    the adjoint of the other.
+    """
+    return tensors if region.size == 1 else _Exchange.apply(region, heads, to_heads, *tensors)
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange of tokens for heads, or of heads for tokens, each of which is the adjoint of the other."""
-
     @staticmethod
-    def forward(ctx: Any, direction: Direction, region: Region, heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.adjoint = (_to_tokens if direction is _to_heads else _to_heads), region, heads
-        return direction(region, heads, tensors)
+    def forward(ctx: Any, region: Region, heads: Heads, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = region, heads, not to_heads
+        # In a backward pass nothing is kept.
+        arrived = kept_or("exchange", partial(_sent, region, heads, to_heads, tensors))
+        outputs, begin = [], 0
+        for tensor, of_ranks in zip(tensors, heads, strict=True):
+            mine, (batch, _, _, width) = of_ranks[region.rank], tensor.shape
+            count, tokens = (mine.stop - mine.start, region.total) if to_heads else (of_ranks[-1].stop, region.length)
+            outputs.append(tensor.new_zeros(batch, count, tokens, width))
+        for part in _parts(region, heads, outputs, by_heads=not to_heads):
+            its = arrived[begin : begin + part.numel()].view(part.shape)
+            begin += part.numel()
+            part.copy_(its) if to_heads else part.add_(its)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, *_Exchange.apply(*ctx.adjoint, *gradients)
+        return None, None, None, *_Exchange.apply(*ctx.exchange, *gradients)
 
 
-def _to_heads(region: Region, heads: Heads, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return all tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, H, S/n, D]``."""
-    parts = [[t[:, h[rank]] for t, h in zip(tensors, heads, strict=True)] for rank in range(region.size)]
-    mine = [part.shape for part in parts[region.rank]]
-    shapes = [[(b, h, length, d) for b, h, _, d in mine] for length in region.lengths]
-    return tuple(torch.cat(of_ranks, 2) for of_ranks in zip(*_sent(region, parts, shapes), strict=True))
+def _parts(region: Region, heads: Heads, tensors: Sequence[Tensor], by_heads: bool) -> Iterator[Tensor]:
+    """Yield the part of each tensor for each rank: the rank's heads, or its tokens."""
+    for rank, (begin, length) in enumerate(zip(region.begins, region.lengths, strict=True)):
+        for tensor, of_ranks in zip(tensors, heads, strict=True):
+            yield tensor[:, of_ranks[rank]] if by_heads else tensor.narrow(2, begin, length)
 
 
-def _to_tokens(region: Region, heads: Heads, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return all heads of the rank's tokens, summed where ranks share heads, for all tokens of its heads."""
-    parts = list(zip(*(t.split(region.lengths, 2) for t in tensors), strict=True))
-    shapes = [
-        [(len(t), h[rank].stop - h[rank].start, region.length, t.shape[3]) for t, h in zip(tensors, heads, strict=True)]
-        for rank in range(region.size)
-    ]
-    arrived = zip(*_sent(region, parts, shapes), strict=True)
-    return tuple(_joined(h, of_ranks) for h, of_ranks in zip(heads, arrived, strict=True))
-
-
-def _joined(heads: Sequence[slice], parts: tuple[Tensor, ...]) -> Tensor:
-    """Return all heads of the ranks' parts ``[B, h, S/n, D]``, summed where ranks share heads."""
-    if sum(part.shape[1] for part in parts) == heads[-1].stop:
-        return torch.cat(parts, 1)
-    first = parts[0]
-    whole = first.new_zeros(len(first), heads[-1].stop, *first.shape[2:])
-    for of_rank, part in zip(heads, parts, strict=True):
-        whole[:, of_rank] += part
-    return whole
-
-
-def _sent(
-    region: Region, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-) -> list[list[Tensor]]:
-    """Send each rank its parts, and return those that arrive from each rank, of these shapes."""
-
-    def communicate() -> Tensor:
-        send = [sum(part.numel() for part in of_rank) for of_rank in parts]
-        receive = [sum(map(prod, of_rank)) for of_rank in shapes]
-        packed = parts[0][0].new_empty(sum(send))
-        places = iter(packed.split([part.numel() for of_rank in parts for part in of_rank]))
-        for part in (part for of_rank in parts for part in of_rank):
-            next(places).view(part.shape).copy_(part)  # torch.cat would need each part in its order first: two copies
-        arrived: Tensor = all_to_all(packed, send, receive, region.name)
-        return arrived
-
-    where = kept("exchange")  # in a backward pass there is none
-    flat = communicate() if where is None else where.value(communicate, where.pack, where.unpack)
-    arrived = iter(flat.split([prod(shape) for of_rank in shapes for shape in of_rank]))
-    return [[next(arrived).view(shape) for shape in of_rank] for of_rank in shapes]
+def _sent(region: Region, heads: Heads, to_heads: bool, tensors: Sequence[Tensor]) -> Tensor:
+    """Send each rank its parts of these tensors, and return the parts that arrive, as one flat tensor."""
+    by_heads, by_tokens = [0] * region.size, [0] * region.size  # the numbers in the parts of each rank
+    for tensor, of_ranks in zip(tensors, heads, strict=True):
+        each = tensor.shape[0] * tensor.shape[3]
+        mine = of_ranks[region.rank]
+        for rank, (its, length) in enumerate(zip(of_ranks, region.lengths, strict=True)):
+            by_heads[rank] += each * (its.stop - its.start) * region.length
+            by_tokens[rank] += each * (mine.stop - mine.start) * length
+    send, receive = (by_heads, by_tokens) if to_heads else (by_tokens, by_heads)
+    packed, begin = tensors[0].new_empty(sum(send)), 0
+    for part in _parts(region, heads, tensors, by_heads=to_heads):
+        # torch.cat would need each part in its order first: two copies
+        packed[begin : begin + part.numel()].view(part.shape).copy_(part)
+        begin += part.numel()
+    arrived: Tensor = all_to_all(packed, send, receive, region.name)
+    return arrived

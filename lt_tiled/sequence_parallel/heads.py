@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
-from lt_tiled.sequence_parallel.kept import keeping_nothing, kept
+from lt_tiled.sequence_parallel.kept import keeping, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.layout import each_tile
@@ -82,9 +82,9 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(parts) == 1:
         return patch.inner(self, *args, **kwargs)
     region.check_recompute()
-    given = args[0] if args else kwargs.pop("hidden_states", None)
+    hidden = args[0] if args else kwargs.pop("hidden_states", None)
     leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
-    if not isinstance(given, Tensor) or any(t.requires_grad for t in leaves):
+    if not isinstance(hidden, Tensor) or any(t.requires_grad for t in leaves):
         raise ValueError(
             f"{patch.path} is called with other tensors that want a gradient than hidden states, so its heads cannot be"
             " computed in parts: set head_tiles=1."
@@ -94,7 +94,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"{patch.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
             " head_tiles=1."
         )
-    hidden = given.value("attention in head tiles") if isinstance(given, Deferred) else given
+    if isinstance(hidden, Deferred):
+        hidden = hidden.value("attention in head tiles")
     call = _Call(self, patch, region, parts, args[1:], kwargs, Precision.now(hidden.device))
     attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
     output = self.o_proj(attended)
@@ -126,14 +127,10 @@ class _Call:
         return [weight for weight in found if not any(owner is self.module.o_proj for owner, _ in weight.places)]
 
     def run(self, part: _Part, hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, _Projections]:
-        """Return the input of the output projection for some heads, and what its projections computed.
-
-        Raises:
-            ValueError: If the module does something else with it than to project it.
-        """
+        """Return the input of the output projection for some heads, and the mode in which it was computed."""
         mode = _Projections(self.patch.path, self.module, hidden, part, pairs)
         try:
-            with entered(self.region), keeping_nothing(), mode:
+            with entered(self.region), keeping(None), mode:
                 output = self.patch.inner(self.module, hidden, *self.args, **self.kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError | dist.DistError):
@@ -170,8 +167,8 @@ class _Projections(Substituted):
         self._part = part
         self.found: Tensor | None = None
         """The input of the output projection."""
-        self.made: dict[str, tuple[Tensor, Tensor]] = {}
-        """The input and the output of each of the other projections, which have the module's own input."""
+        self.outputs: dict[str, Tensor] = {}
+        """Those of the other projections, which have the module's own input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.linear or id(args[1]) not in self._linears:
@@ -180,15 +177,15 @@ class _Projections(Substituted):
         if name == "o_proj":
             self.found = args[0]
             return args[0]
-        if name in self.made or args[0] is not self._hidden:
-            what = "run twice" if name in self.made else "not given the module's own input"
+        if name in self.outputs or args[0] is not self._hidden:
+            what = "run twice" if name in self.outputs else "not given the module's own input"
             raise ValueError(
                 f"{self._path}.{name} is {what}, so its heads cannot be computed in parts: set head_tiles=1."
             )
         rows = self._part.rows(name)
         with torch.no_grad():
             out = func(args[0], linear.weight[rows], None if linear.bias is None else linear.bias[rows])
-        self.made[name] = args[0], out.requires_grad_(torch.is_grad_enabled())
+        self.outputs[name] = out.requires_grad_(torch.is_grad_enabled())
         return out
 
     def end(self) -> None:
@@ -201,10 +198,10 @@ class _HeadTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.call, ctx.wants = call, ctx.needs_input_grad[1:]
+        ctx.call = call
         ctx.save_for_backward(hidden)
 
-        def compute() -> Tensor:
+        def compute() -> tuple[Tensor, Any]:
             start, whole = RandomState.now(hidden.device), None
             for part in each_tile(call.parts):
                 out = call.run(part, hidden, [])[0]
@@ -212,21 +209,10 @@ class _HeadTiles(torch.autograd.Function):
                 whole[..., part.queries] = out
             call.random = None if start.same_as(RandomState.now(hidden.device)) else start
             assert whole is not None
-            return whole
+            return whole, call.output
 
-        where = kept("attention")
-        if where is None:
-            return compute()
-
-        def store(found: Tensor) -> Any:
-            return where.pack(found), call.output
-
-        def load(stored: Any) -> Tensor:
-            call.output = stored[1]
-            return where.unpack(stored[0])
-
-        value: Tensor = where.value(compute, store, load)
-        return value
+        output, call.output = kept_or("attention", compute)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -237,73 +223,80 @@ class _HeadTiles(torch.autograd.Function):
                 " called with create_graph=True. Call it without, or set head_tiles=1."
             )
         (hidden,) = ctx.saved_tensors
-        sums = _Sums(call, hidden, ctx.wants)
+        gradients = _Gradients(call, hidden, ctx.needs_input_grad[1])
         random = nullcontext() if call.random is None else random_state_kept(hidden.device, call.random)
-        with (
-            random,
-            torch.enable_grad(),
-            call.autocast.context(),
-            SavedCounter() if saves_elsewhere() else nullcontext(),
-        ):
+        saved = SavedCounter() if saves_elsewhere() else nullcontext()
+        with random, torch.enable_grad(), call.autocast.context(), saved:
             for part in each_tile(call.parts):
-                sums.add(part, gradient[..., part.queries])
-        return (None, *sums.found())
+                gradients.add(part, gradient[..., part.queries])
+        of_weights = [gradients.of_weights.get(id(weight)) for weight in gradients.weights]
+        return None, gradients.of_hidden, *of_weights
 
 
-class _Sums:
+class _Gradients:
     """The gradients of one call, summed over the parts of its heads.
 
     Args:
         call: The call.
         hidden: The hidden states.
-        wants: Whether these, and each weight, want a gradient.
+        wants_hidden: Whether these want a gradient.
     """
 
-    def __init__(self, call: _Call, hidden: Tensor, wants: Sequence[bool]) -> None:
-        self.call, self.hidden, self.wants = call, hidden.detach(), wants
+    def __init__(self, call: _Call, hidden: Tensor, wants_hidden: bool) -> None:
+        self.call, self.hidden, self.wants_hidden = call, hidden.detach(), wants_hidden
         self.weights = call.weights()
-        projections = [getattr(call.module, name) for name in _PROJECTIONS]
-        self.others = [w for w in self.weights if not any(owner in projections for owner, _ in w.places)]
+        projections = {call.module._modules[name] for name in _PROJECTIONS}
+        self.others = [weight for weight in self.weights if projections.isdisjoint(dict(weight.places))]
+        """The weights that belong to no projection."""
         self.of_hidden: Tensor | None = None
         self.of_weights: dict[int, Tensor] = {}
+        """By the ids of the weights."""
 
     def add(self, part: _Part, gradient: Tensor) -> None:
         """Compute some heads again with a graph, and add their gradients."""
-        x = self.hidden.view_as(self.hidden).requires_grad_(self.wants[0])
+        x = self.hidden.view_as(self.hidden).requires_grad_(self.wants_hidden)
         leaves = [weight.now()[-1].detach().requires_grad_() for weight in self.others]
         out, mode = self.call.run(part, x, paired(self.others, leaves) if leaves else [])
-        made = [mode.made[name][1] for name in mode.made]
-        # Custom autograd Functions get the weights themselves: see NOTE [Substitution].
-        direct = [(weight, t) for weight in self.others for t in weight.now() if t.requires_grad]
-        targets = [*made, *([x] if x.requires_grad else []), *leaves, *(t for _, t in direct)]
+        targets, weights = list(mode.outputs.values()), []
+        for weight, leaf in zip(self.others, leaves, strict=True):
+            for tensor in (leaf, *weight.now()):
+                if tensor.requires_grad:  # custom autograd Functions get the weights themselves: NOTE [Substitution]
+                    targets.append(tensor)
+                    weights.append(weight)
+        if self.wants_hidden:
+            targets.append(x)
         with self.call.autocast.disabled():
-            found = list(torch.autograd.grad(out, targets, gradient, allow_unused=True))
+            found: list[Tensor | None] = [*torch.autograd.grad(out, targets, gradient, allow_unused=True)]
         del out
         with torch.no_grad():
-            self._add_projections(part, mode, [found.pop(0) for _ in made])
-            if x.requires_grad and (own := found.pop(0)) is not None:  # of what is no projection of it
-                self.of_hidden = own if self.of_hidden is None else self.of_hidden.add_(own)
-            for weight, own in zip([*self.others, *(weight for weight, _ in direct)], found, strict=True):
+            self._add_projections(part, list(mode.outputs), found)
+            for weight, own in zip(weights, found, strict=False):
                 if own is not None:
                     self._sum_of(weight).add_(own)
+            if self.wants_hidden and (own := found[-1]) is not None:  # of what is no projection of it
+                self.of_hidden = own if self.of_hidden is None else self.of_hidden.add_(own)
 
-    def _add_projections(self, part: _Part, mode: _Projections, gradients: list[Tensor | None]) -> None:
-        """Add the gradients of the projections' inputs, weights and biases."""
-        known = [(n, made[0], g) for (n, made), g in zip(mode.made.items(), gradients, strict=True) if g is not None]
-        flat = [g.reshape(-1, g.shape[-1]) for _, _, g in known]
-        for (name, x, _), g in zip(known, flat, strict=True):
-            linear = self.call.module._modules[name]
+    def _add_projections(self, part: _Part, names: Sequence[str], found: list[Tensor | None]) -> None:
+        """Take the gradients of projections out of a list, and add those of their input, weights and biases."""
+        x = self.hidden.reshape(-1, self.hidden.shape[-1])
+        gradients, weights = [], []
+        for name in names:
+            gradient, linear, rows = found.pop(0), self.call.module._modules[name], part.rows(name)
+            if gradient is None:
+                continue
+            gradient = gradient.reshape(-1, gradient.shape[-1])
             for weight in self.weights:
                 if (linear, "weight") in weight.places:
-                    self._sum_of(weight)[part.rows(name)] = g.t() @ x.reshape(-1, x.shape[-1]).to(g.dtype)
+                    self._sum_of(weight)[rows] = gradient.t() @ x.to(gradient.dtype)
                 elif (linear, "bias") in weight.places:
-                    self._sum_of(weight)[part.rows(name)] = g.sum(0)
-        if not self.wants[0] or not flat:
+                    self._sum_of(weight)[rows] = gradient.sum(0)
+            gradients.append(gradient)
+            weights.append(linear.weight[rows])
+        if not self.wants_hidden or not gradients:
             return
         # One product for queries, keys and values: the sum over the parts is rounded as often as without parts.
-        rows = [self.call.module._modules[name].weight[part.rows(name)] for name, _, _ in known]
-        left, right = torch.cat(flat, -1), torch.cat(rows).to(flat[0].dtype)
-        del flat, known, gradients
+        left, right = torch.cat(gradients, -1), torch.cat(weights).to(gradients[0].dtype)
+        del gradients, gradient, weights
         if self.of_hidden is None:
             self.of_hidden = (left @ right).view(self.hidden.shape).to(self.hidden.dtype)
         elif self.of_hidden.dtype == left.dtype:
@@ -316,10 +309,6 @@ class _Sums:
             self.of_weights[id(weight)] = torch.zeros_like(weight.tensor, requires_grad=False)
         return self.of_weights[id(weight)]
 
-    def found(self) -> list[Tensor | None]:
-        """Return the gradients of the hidden states and of the weights."""
-        return [self.of_hidden, *(self.of_weights.get(id(weight)) for weight in self.weights)]
-
 
 def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list[tuple[str, nn.Module]]:
     """Return the attention modules in these, whose heads can be computed in parts.
@@ -328,17 +317,17 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
         ValueError: If there are none.
     """
     found, others = [], set()
-    for path, block in modules:
-        for below, module in [("", block), *walk(block)]:
-            linears = [module._modules.get(name) for name in _PROJECTIONS]
-            others |= {type(linear) for linear in linears if None not in linears} - {nn.Linear}
-            if all(type(linear) is nn.Linear for linear in linears) and isinstance(
-                getattr(module, "head_dim", None), int
-            ):
-                found.append((f"{path}.{below}".strip("."), module))
+    for block_path, block in modules:
+        for path, module in [(block_path, block), *walk(block, block_path)]:
+            kinds = {type(module._modules.get(name)) for name in _PROJECTIONS}
+            if type(None) in kinds:
+                continue
+            others |= kinds - {nn.Linear}
+            if kinds == {nn.Linear} and isinstance(getattr(module, "head_dim", None), int):
+                found.append((path, module))
     if not found:
-        kinds = " and ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in others))
-        remedy = f"put nn.Linear in place of {kinds} (LoRA: choose other target_modules), or " if others else ""
+        layers = " and ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in others))
+        remedy = f"put nn.Linear in place of {layers} (LoRA: choose other target_modules), or " if others else ""
         raise ValueError(
             f"head_tiles={tiles} needs attention modules with head_dim and four linear layers as Llama has them"
             f" ({', '.join(_PROJECTIONS)}), and there are none in {modules[0][0]}:"

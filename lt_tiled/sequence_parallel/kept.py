@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from lt_tiled.policies import Keep
+
+T = TypeVar("T")
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -40,49 +43,44 @@ class Kept:
     @contextmanager
     def begun(self) -> Iterator[None]:
         """Record what the first call computes, and replay it in later ones."""
-        token, self._next = _kept.set(self), 0
-        try:
+        self._next = 0
+        with keeping(self):
             yield
-            self._recorded = True
-        finally:
-            _kept.reset(token)
+        self._recorded = True
 
-    def value(self, compute: Callable[[], Any], store: Callable[[Any], Any], load: Callable[[Any], Any]) -> Any:
-        """Return what ``compute`` returns, or returned in the forward pass.
-
-        Args:
-            compute: Called in the forward pass alone.
-            store: Turns what it returned into what is kept.
-            load: Turns that back.
-        """
+    def value(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns, or returned in the forward pass, where alone it is called."""
         if not self._recorded:
             found = compute()
-            self._values.append(store(found))
+            leaves, form = pytree.tree_flatten(found)
+            packed = [(True, self.pack(leaf)) if isinstance(leaf, Tensor) else (False, leaf) for leaf in leaves]
+            self._values.append((packed, form))
             return found
         index, self._next = self._next, self._next + 1
-        value = self._values[index]
+        packed, form = self._values[index]
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # no public name
             self._values[index] = None  # no second backward pass will need it
-        return load(value)
+        replayed: T = pytree.tree_unflatten([self.unpack(leaf) if moved else leaf for moved, leaf in packed], form)
+        return replayed
 
 
 _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
 
 
-def kept(what: Keep) -> Kept | None:
-    """Return where this thread's block keeps it, if it does."""
-    found = _kept.get()
-    return found if found is not None and found.what == what else None
-
-
 @contextmanager
-def keeping_nothing() -> Iterator[None]:
-    """Keep nothing of what is computed inside."""
-    token = _kept.set(None)
+def keeping(kept: Kept | None) -> Iterator[None]:
+    """Keep there what is computed inside; nothing with ``None``."""
+    token = _kept.set(kept)
     try:
         yield
     finally:
         _kept.reset(token)
+
+
+def kept_or(what: Keep, compute: Callable[[], T]) -> T:
+    """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass."""
+    kept = _kept.get()
+    return compute() if kept is None or kept.what != what else kept.value(compute)
 
 
 def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -90,26 +88,19 @@ def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
     Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once.
     """
-    where = kept("attention")
-    if where is None or not any(t.requires_grad for t in inputs):  # as in frozen blocks
+    kept = _kept.get()
+    if kept is None or kept.what != "attention" or not any(t.requires_grad for t in inputs):  # as in frozen blocks
         return compute(*inputs)
 
     def run() -> tuple[_Graph, Tensor]:
-        with torch.enable_grad(), saved_tensors_hooks(where.pack, where.unpack):
+        with torch.enable_grad(), saved_tensors_hooks(kept.pack, kept.unpack):
             link = torch.empty(0, device=inputs[0].device, requires_grad=True)
             begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
             output = compute(*begun)
         starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
         return _Graph(starts, get_gradient_edge(output)), output.detach()
 
-    def store(found: tuple[_Graph, Tensor]) -> Any:
-        return found[0], where.pack(found[1])
-
-    def load(stored: tuple[_Graph, Any]) -> tuple[_Graph, Tensor]:
-        return stored[0], where.unpack(stored[1])
-
-    graph, output = where.value(run, store, load)
-    return _Attended.apply(graph, output, *inputs)  # type: ignore[no-any-return]
+    return _Attended.apply(*kept.value(run), *inputs)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

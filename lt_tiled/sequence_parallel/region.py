@@ -76,6 +76,8 @@ class Region:
     rank: int = field(init=False, default=0)
     lengths: list[int] = field(init=False)
     """The number of tokens of each rank."""
+    begins: list[int] = field(init=False)
+    """The place of each rank's first token."""
     _begun: tuple[Any, bool] = field(init=False, default=(None, True))
     """The saved-tensor hooks and the grad mode with which the current block began."""
 
@@ -84,6 +86,7 @@ class Region:
             self.name, self.size, self.rank = name_of(self.group), self.group.size(), self.group.rank()
         each, more = divmod(self.total, self.size)
         self.lengths = [each + (rank < more) for rank in range(self.size)]
+        self.begins = [rank * each + min(rank, more) for rank in range(self.size)]
 
     @property
     def length(self) -> int:
@@ -92,7 +95,7 @@ class Region:
 
     def local(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
-        return x.narrow(dim, sum(self.lengths[: self.rank]), self.length)
+        return x.narrow(dim, self.begins[self.rank], self.length)
 
     def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
@@ -109,19 +112,33 @@ class Region:
         return torch.cat([labels[..., 1:], after], -1)
 
     def kept_by(self, x: Tensor) -> Tensor:
-        """Keep the region for as long as the graph of this tensor, which may recompute parts of it."""
+        """Keep the region for as long as the graph of this tensor, which may recompute parts of it.
+
+        Where its gradient arrives, the region has to be closed.
+        """
         if x.requires_grad:
-            x.register_hook(self._of_graph)
+            x.register_hook(self.check_closed)
         return x
 
-    def _of_graph(self, _: Tensor) -> None: ...
+    def check_exchanged(self) -> None:
+        """Raise ``ValueError`` if no attention saw the tokens of all ranks."""
+        if not self.exchanges:
+            raise ValueError(
+                f"{self.owner} shared its sequences, and no attention saw all tokens. Use the sdpa, flash or flex"
+                " attention of transformers (attn_implementation), or F.scaled_dot_product_attention."
+            )
+
+    def check_closed(self, _: Tensor | None = None) -> None:
+        """Raise ``RuntimeError`` if the hidden states behind the blocks were never gathered."""
+        if self.in_blocks and not self.closed and self.size > 1:
+            raise RuntimeError(
+                f"{self.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
+                " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last"
+                " one, or name one module around them in SequenceParallel(targets=...)."
+            )
 
     def check_recompute(self) -> None:
-        """Refuse attention that a checkpoint inside of a block would recompute outside of the region.
-
-        Raises:
-            RuntimeError: If there is such a checkpoint.
-        """
+        """Raise ``RuntimeError`` if a checkpoint inside of a block would recompute attention outside of the region."""
         (hooks, grad), (now, on) = self._begun, _saving()
         inside = now is not hooks and "_checkpoint_hook" in getattr(now, "__qualname__", "")
         if inside or on != grad:

@@ -8,7 +8,7 @@ host without a wait for the GPU, and compared with the next pass.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -46,8 +46,8 @@ class SameBatch:
 
     def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
         self.owner, self.size, self._group = owner, group.size(), group
-        self._last: tuple[Tensor, Callable[[], None]] | None = None
-        """The values of the last pass, and what waits for their copy."""
+        self._last: tuple[Tensor, torch.cuda.Event | None] | None = None
+        """The values of the last pass, and when they are on the host."""
         self.compared = 0
         """How often values were compared."""
 
@@ -61,38 +61,37 @@ class SameBatch:
         """
         tensors = [(name, value) for name, value in inputs if isinstance(value, Tensor)]
         described = zlib.crc32(repr([(name, t.dtype, [*t.shape]) for name, t in tensors]).encode())
-        values = _values([t for _, t in tensors])
-        if self._last is None or values.device.type != "cuda":
-            before, self._last = values.cpu(), (torch.zeros(values.shape, dtype=values.dtype), lambda: None)
-        else:
-            (before, wait), self._last = self._last, leaving(values)
-            wait()
-        mine = torch.cat([torch.tensor([described]), before])
+        mine = torch.cat([torch.tensor([described]), self._on_host(_values([t for _, t in tensors]))])
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=host_group(self._group))
         self.compared += 1
         shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in tensors)
         for rank, other in enumerate(every):
-            if bool(other[0] != every[0][0]):
-                raise ValueError(self._differs(rank, f"of other shapes; here {shapes}"))
-            if _differ(every[0][1:], other[1:]):
-                raise ValueError(self._differs(rank, f"with other values in {shapes}"))
+            if other[0] != every[0][0]:
+                how = f"of other shapes; here {shapes}"
+            elif _differ(every[0][1:], other[1:]):
+                how = f"with other values in {shapes}"
+            else:
+                continue
+            raise ValueError(
+                f"{self.owner} was given a batch on rank {rank} of a group that shares each sequence, and another on"
+                f" rank 0 ({how}). All {self.size} ranks of a group need the same batch. Let Lightning set the sampler"
+                " (use_distributed_sampler=True), or give yours num_replicas=lt_tiled.data_world_size() and"
+                " rank=lt_tiled.data_rank() and the same seed on all ranks. If they are the same and random numbers"
+                " change them in the model, set SequenceParallel(batch='trust')."
+            )
 
-    def _differs(self, rank: int, how: str) -> str:
-        return (
-            f"{self.owner} was given a batch on rank {rank} of a group that shares each sequence, and another on rank 0"
-            f" ({how}). All {self.size} ranks of a group need the same batch. Let Lightning set the sampler"
-            " (use_distributed_sampler=True), or give yours num_replicas=lt_tiled.data_world_size() and"
-            " rank=lt_tiled.data_rank() and the same seed on all ranks. If they are the same and random numbers change"
-            " them in the model, set SequenceParallel(batch='trust')."
-        )
-
-
-def leaving(values: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to copy values to the host. Return the copy and what waits for it."""
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    copy.copy_(values, non_blocking=True)
-    return copy, torch.cuda.current_stream(values.device).record_event().synchronize
+    def _on_host(self, values: Tensor) -> Tensor:
+        """Return values on the host; on a GPU, but for the first time, those of the last pass."""
+        if self._last is None or values.device.type != "cuda":
+            self._last = torch.zeros(values.shape, dtype=values.dtype), None
+            return values.cpu()
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        (before, arrived), self._last = self._last, (copy, torch.cuda.current_stream(values.device).record_event())
+        if arrived is not None:
+            arrived.synchronize()
+        return before
 
 
 def _values(tensors: list[Tensor]) -> Tensor:
@@ -100,20 +99,15 @@ def _values(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device if tensors else torch.device("cpu")
     values = torch.zeros(1 + ROWS * WIDTH, dtype=torch.int64, device=device)
     floats = [t for t in tensors if t.is_floating_point() and t.numel()][:ROWS]
-    parts = values[1:].view(ROWS, WIDTH).tensor_split(max(1, len(floats)))
-    for tensor, part in zip(floats, parts, strict=False):
+    for tensor, part in zip(floats, values[1:].view(ROWS, WIDTH).tensor_split(max(1, len(floats))), strict=False):
         sample = _sampled(tensor, len(part)).to(device)
         part[: len(sample), : sample.shape[1]] = sample.view(torch.int32)
     for tensor in tensors:
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MAX_DIGESTED:
-            values[0] = values[0] * 31 + _digest(tensor).to(device)
+            flat = tensor.reshape(-1).to(torch.int64)
+            mixed = (flat + 1) * (torch.arange(len(flat), device=flat.device) * 0x1E3779B97F4A7C15 + 1)
+            values[0] = values[0] * 31 + (mixed ^ (mixed >> 29)).sum().to(device)
     return values
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1).to(torch.int64)
-    mixed = (flat + 1) * (torch.arange(len(flat), device=flat.device) * 0x1E3779B97F4A7C15 + 1)
-    return (mixed ^ (mixed >> 29)).sum()
 
 
 def _sampled(tensor: Tensor, rows: int) -> Tensor:
@@ -129,7 +123,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
     Dropout in front of the blocks leaves some of the features of each token equal, and another token hardly any.
     """
-    if bool(one[0] != other[0]):
+    if one[0] != other[0]:
         return True
     a, b = (values[1:].to(torch.int32).view(torch.float32).view(ROWS, WIDTH) for values in (one, other))
     counted = (a != 0) | (b != 0)

@@ -55,88 +55,82 @@ def check_shared(
     Raises:
         ValueError: On all ranks, if they differ on any, or if the module cannot run on so few tokens.
     """
-    whole, shared = regions[:2]
-    modules = list(module.modules())
+    modules, outputs = list(module.modules()), []
     with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
         for part in modules:
             part.training = False
-        try:
-            expected = _run_in(whole, run)
-        except (RuntimeError, IndexError, TypeError) as error:  # on all ranks: they have the same tokens
-            if not blocks:
-                return
-            raise ValueError(
-                f"{owner} cannot run on {whole.total} tokens, with which sequence parallelism checks it ({error})."
-                f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
-            ) from error
-        if expected.dim() > 1:
-            expected = shared.local(expected)
-        found, *in_parts = [_run_in(region, run) for region in regions[1:]]
-    problem = _difference(owner, whole, shared, found, expected, blocks)
-    for parts, region in zip(in_parts, regions[2:], strict=True):
-        if problem is None and (off := _error(parts, expected)) > _tolerance(expected, _values_dtype(whole)):
-            problem = (
-                f"{owner} has another output when its heads are computed in {region.head_tiles} parts (relative"
-                f" difference {off:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
-            )
+        for region in regions:
+            try:
+                with entered(region):
+                    outputs.append(run(region))
+            except (RuntimeError, IndexError, TypeError) as error:
+                if outputs:
+                    raise
+                if not blocks:  # on all ranks: they have the same tokens
+                    return
+                raise ValueError(
+                    f"{owner} cannot run on {region.total} tokens, with which sequence parallelism checks it ({error})."
+                    f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
+                ) from error
+    problem = _difference(owner, regions, outputs, blocks)
     problems: list[str | None] = [problem]
-    if shared.group is not None:  # the first rank's own positions begin at 0, so it may find nothing where others do
-        problems = [None] * shared.size
-        dist.all_gather_object(problems, problem, group=shared.group)
-    if problem := next(filter(None, problems), None):
-        raise ValueError(problem)
+    if (group := regions[1].group) is not None:  # positions of the first rank begin at 0: it may find nothing
+        problems = [None] * group.size()
+        dist.all_gather_object(problems, problem, group=group)
+    for problem in problems:
+        if problem is not None:
+            raise ValueError(problem)
 
 
-def _run_in(region: Region, run: Callable[[Region], Tensor]) -> Tensor:
-    with entered(region):
-        return run(region)
-
-
-def _difference(owner: str, whole: Region, shared: Region, found: Tensor, expected: Tensor, blocks: bool) -> str | None:
+def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor], blocks: bool) -> str | None:
     """Return what differs, if anything does."""
-    of_whole, of_shared = whole.record or [], shared.record or []
-    if blocks and len(of_whole) != len(of_shared):
+    alone, shared = regions[:2]
+    in_one, in_shared = alone.record or [], shared.record or []
+    dtype = in_one[0][3].dtype if in_one else None
+    if blocks and len(in_one) != len(in_shared):
         return (
-            f"{owner} computes attention {len(of_whole)} times for {whole.total} tokens and {len(of_shared)} times for"
+            f"{owner} computes attention {len(in_one)} times for {alone.total} tokens and {len(in_shared)} times for"
             f" {shared.total} that {shared.size} ranks share. {_REMEDY}"
         )
-    values = _values_dtype(whole)
-    for index, (everything, mine) in enumerate(zip(of_whole, of_shared, strict=True) if blocks else ()):
-        share, *here = mine
-        for name, one, other in zip(("queries", "keys", "values"), everything[1:], here, strict=True):
-            heads = share.queries if name == "queries" else share.keys
-            if (error := _error(other, one[:, heads])) > _tolerance(one, values):
+    for index, (everything, mine) in enumerate(zip(in_one, in_shared, strict=True) if blocks else ()):
+        share = mine[0]
+        for place, name, heads in ((1, "queries", share.queries), (2, "keys", share.keys), (3, "values", share.keys)):
+            if error := _excess(mine[place], everything[place][:, heads], dtype):
                 return (
                     f"{owner} gives attention {index} other {name} when {shared.size} ranks share the sequence"
                     f" (relative difference {error:.1e}). It may compute positions from the number of tokens that it"
                     f" is given, or mix tokens outside of attention. {_REMEDY}"
                 )
-    if (error := _error(found, expected)) > _tolerance(expected, values):
-        unseen = "" if of_shared else " None of its attention was seen."
+    expected = shared.local(outputs[0]) if outputs[0].dim() > 1 else outputs[0]
+    if error := _excess(outputs[1], expected, dtype):
+        unseen = "" if in_shared else " None of its attention was seen."
         return (
             f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
             f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
             f" F.scaled_dot_product_attention, or use those of one rank outside of its blocks. {_REMEDY}"
         )
+    if len(outputs) > 2 and (error := _excess(outputs[2], expected, dtype)):
+        return (
+            f"{owner} has another output when its heads are computed in {regions[2].head_tiles} parts (relative"
+            f" difference {error:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
+        )
     return None
 
 
-def _values_dtype(region: Region) -> torch.dtype | None:
-    """Return the dtype of the values that attention was given, in which a module computes."""
-    return region.record[0][3].dtype if region.record else None
+def _excess(found: Tensor, true: Tensor, dtype: torch.dtype | None) -> float:
+    """Return the relative difference if it is above the tolerance, and 0 otherwise.
 
-
-def _error(found: Tensor, true: Tensor) -> float:
-    difference = torch.where(found.isnan() & true.isnan(), 0.0, (found - true).double())
-    return float(difference.norm() / true.double().nan_to_num().norm().clamp_min(1e-30))
-
-
-def _tolerance(tensor: Tensor, values: torch.dtype | None) -> float:
-    """Return the tolerance for a tensor of a module that gives attention values of a dtype: others are upcast."""
-    rounded = rounds_products() or torch.is_autocast_enabled(tensor.device.type)
-    if tensor.dtype == torch.float32 and (rounded or values != torch.float32):
-        return TF32
-    return TOLERANCE.get(tensor.dtype, COARSE)
+    Args:
+        found: What is compared.
+        true: What it should be.
+        dtype: That of attention's values, in which the module computes; a tensor of another one was upcast.
+    """
+    same = (found == true) | (found.isnan() & true.isnan())  # infinite ones too
+    difference = torch.where(same, 0.0, (found - true).double())
+    error = float(difference.norm() / true.double().nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
+    rounded = rounds_products() or torch.is_autocast_enabled(true.device.type) or dtype != torch.float32
+    tolerance = TF32 if rounded and true.dtype == torch.float32 else TOLERANCE.get(true.dtype, COARSE)
+    return 0.0 if error <= tolerance else error
 
 
 def rounds_products() -> bool:

@@ -1,8 +1,10 @@
-"""Share the sequences of a whole model: which of its parts, and by which patches."""
+"""Share the sequences of a model: which of its modules take part, and what cannot be shared."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -10,44 +12,12 @@ from torch import nn
 
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
+from lt_tiled.modules.patch import remove_patch, set_patch
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.around import watch_around
-from lt_tiled.sequence_parallel.attention import AttentionMode, SharedInterface
-from lt_tiled.sequence_parallel.causal import share_model
-from lt_tiled.sequence_parallel.chain import Sharing, share_chain
+from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
+from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel, forward
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
-
-_INTERFACE = SharedInterface()
-Chain = tuple[Sharing, nn.Module | None, list[tuple[str, nn.Module]]]
-"""How a model is shared; the module that calls its blocks, unless they are named; and the modules of its region."""
-
-
-def find_chains(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Chain]:
-    """Return the parts of a model that share its sequences.
-
-    Raises:
-        NothingFoundError: If there are no blocks.
-        ValueError: If a target matches nothing, or a model cannot be shared.
-    """
-    everything = [("", model), *walk(model)]
-    pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
-    inside = {id(part) for _, m in pretrained for part in m.modules()}
-
-    def sharing(path: str, module: nn.Module) -> Sharing:
-        owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
-        return Sharing(owner, policy, group, None if id(module) in inside else AttentionMode())
-
-    if policy.targets != "auto":
-        named = find_named(model, policy.targets, "SequenceParallel")
-        return [(sharing(path, m), None, [(path, m)]) for path, m in named]
-    if not pretrained:
-        blocks = _blocks_of("", model)
-        around = dict(everything).get(".".join(blocks[0][0].split(".")[:-2]), model)
-        return [(sharing("", model), around, blocks)]
-    for _, m in pretrained:
-        _refuse_unsupported(m)
-    return [(sharing(path, m), m, _blocks_of(path, m)) for path, m in pretrained]
-
+from lt_tiled.sequence_parallel.sharing import Sharing
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layers of transformers that mix tokens in attention alone, as configurations name them."""
@@ -57,6 +27,61 @@ _INSTEAD_OF_EAGER = {
     "flex_attention": "_supports_flex_attn",
 }
 """Attentions that are replaced in a region, and what transformers says where a model supports them."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A part of a model that shares its sequences."""
+
+    sharing: Sharing
+    caller: nn.Module | None
+    """The module that calls the blocks; ``None`` if the policy names the module."""
+    blocks: Sequence[tuple[str, nn.Module]]
+    """The modules, with their paths, from whose first to whose last one there is a region."""
+
+    def patch(self, undo: ExitStack) -> None:
+        """Share the sequences until ``undo`` is closed."""
+        sharing, last = self.sharing, len(self.blocks) - 1
+        if sharing.policy.head_tiles > 1:
+            tile_heads(find_attention(self.blocks, sharing.policy.head_tiles), undo)
+        for index, (path, block) in enumerate(self.blocks):
+            set_patch(block, SharedBlock(sharing, path, index == 0, index == last), forward)
+            undo.callback(remove_patch, block, SharedBlock, forward)
+        if sharing.mode is None:
+            share_interface(undo)
+        if self.caller is not None:
+            set_patch(self.caller, SharedModel(sharing, sharing.owner), forward)
+            undo.callback(remove_patch, self.caller, SharedModel, forward)
+
+
+def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Shared]:
+    """Return the parts of a model that share its sequences.
+
+    These are the modules that the policy names, or every model of transformers, or the blocks of a hand-written model.
+
+    Raises:
+        NothingFoundError: If there are no blocks.
+        ValueError: If a target matches nothing, or a model cannot be shared.
+    """
+    everything = [("", model), *walk(model)]
+    pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
+    inside = {part for _, m in pretrained for part in m.modules()}
+
+    def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Shared:
+        owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
+        mode = None if module in inside else AttentionMode()
+        return Shared(Sharing(owner, policy, group, mode), caller, blocks)
+
+    if policy.targets != "auto":
+        named = find_named(model, policy.targets, "SequenceParallel")
+        return [shared(path, m, None, [(path, m)]) for path, m in named]
+    if pretrained:
+        for _, m in pretrained:
+            _refuse_unsupported(m)
+        return [shared(path, m, m, _blocks_of(path, m)) for path, m in pretrained]
+    blocks = _blocks_of("", model)
+    caller = dict(everything).get(".".join(blocks[0][0].split(".")[:-2]), model)
+    return [shared("", model, caller, blocks)]
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
@@ -103,23 +128,9 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _refuse_mixing(path: str, block: nn.Module) -> None:
     """Raise ``ValueError`` if a layer of torch in a block mixes tokens, whatever its weights are now."""
     for name, layer in walk(block):
-        mixes = isinstance(layer, nn.RNNBase | nn.modules.batchnorm._BatchNorm) or (
-            isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(layer.kernel_size) > 1
-        )
-        if mixes:
+        convolution = isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(layer.kernel_size) > 1
+        if convolution or isinstance(layer, nn.RNNBase | nn.modules.batchnorm._BatchNorm):
             raise ValueError(
                 f"{path}.{name} ({type(layer).__name__}) mixes tokens outside of attention, of which sequence"
                 " parallelism has a part on each rank: use a model without it, or sequence_parallel=1."
             )
-
-
-def share(chains: list[Chain], undo: ExitStack) -> None:
-    """Share what :func:`find_chains` found, until ``undo`` is closed."""
-    for sharing, around, modules in chains:
-        if sharing.policy.head_tiles > 1:
-            tile_heads(find_attention(modules, sharing.policy.head_tiles), undo)
-        share_chain(sharing, modules, undo)
-        if sharing.mode is None:
-            _INTERFACE.wrap(undo)
-        if around is not None:
-            (watch_around if sharing.mode else share_model)(sharing, around, undo)

@@ -137,6 +137,23 @@ class HeadsOnly(nn.Module):
         return x
 
 
+class Pooled(nn.Module):
+    """Blocks in any order, and a loss of the mean over tokens, which any number of tokens has."""
+
+    def __init__(self, order: list[int], block: Callable[[], nn.Module] = Block, width: int = H) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.order = nn.Embedding(VOCAB, width), order
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x.mean(1).square().sum()
+
+
 def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
     """Random token ids ``[rows, tokens]``."""
     return torch.randint(1, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))

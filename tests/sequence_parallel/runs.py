@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 import lt_tiled
 from lt_tiled import SequenceParallel
+from lt_tiled.errors import NothingFoundError
+from lt_tiled.sequence_parallel import attention
 from lt_tiled.sequence_parallel.groups import Groups
 from tests import second_device
 from tests.meters import peak_bytes
@@ -79,6 +81,31 @@ def errors_on_second(names: list[str], policies: dict[str, Any]) -> dict[str, fl
     """The same for groups of two ranks on the device of ``tests/second_device.py``."""
     with second_device.attached():
         return errors(names, 2, None, policies, second_device.NAME)
+
+
+def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[float, int, str]:
+    """The error of a step whose sequences two ranks share, its exchanges, and the message if it is refused."""
+    reference, policies = copy.deepcopy(model), {"loss": True}
+    try:
+        lt_tiled.prepare(reference, loss=True)
+    except NothingFoundError:
+        policies = {}
+    true = step(reference, inputs)
+    exchanges, attend = 0, attention.attend
+
+    def counted(region: Any, *args: Any) -> Any:
+        nonlocal exchanges
+        exchanges += region.size == 2 and torch.is_grad_enabled()  # the self-check needs no gradients
+        return attend(region, *args)
+
+    attention.attend = counted
+    try:
+        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, **options), **policies):
+            return worst(step(model, inputs), true), exchanges, ""
+    except ValueError as error:
+        return 0.0, 0, str(error)
+    finally:
+        attention.attend = attend
 
 
 class Counts(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lt_tiled
 from lt_tiled import SequenceParallel
 from tests.sequence_parallel.models import GPT, HeadsOnly, causal, ids, packed, padded
-from tests.sequence_parallel.runs import step, worst
+from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.world import RanksFailed, World
 
 
@@ -197,3 +197,27 @@ def test_refused(build: str, message: str, four_ranks: World) -> None:
     """A mask of the rank's tokens, and attention that cannot be shared, raise on all ranks."""
     for found in four_ranks(refusal, build):
         assert message in found
+
+
+class Biased(GPT):
+    """A GPT with another mask for each of its four heads, and no dimension of rows."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        mask = torch.stack([(distance >= 0) & (distance < 3 + head) for head in range(4)])
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def biased() -> tuple[float, int, str]:
+    torch.manual_seed(0)
+    return against_whole(Biased().double(), {"input_ids": ids(2, 37)})
+
+
+def test_masks_of_heads(world: World) -> None:
+    """A mask ``[heads, S, S]`` is cut to the rank's heads."""
+    for error, _, message in world(biased):
+        assert message == ""
+        assert error < 1e-12

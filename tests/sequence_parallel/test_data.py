@@ -193,7 +193,7 @@ def comparisons() -> int:
     with lt_tiled.prepare(model, sequence_parallel=2, checkpointing=True):
         for _ in range(3):
             model(input_ids=ids(2, 24), labels=ids(2, 24)).loss.backward()
-        return model._lt_tiled_shared_model.sharing.same_batch.compared
+        return model._lt_tiled_shared.sharing.same_batch.compared
 
 
 def test_one_comparison_for_a_step(world: World) -> None:

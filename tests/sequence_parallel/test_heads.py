@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from tests.sequence_parallel.models import CASES, HeadsOnly, causal, ids
-from tests.sequence_parallel.runs import Counts, errors
+from tests.sequence_parallel.models import CASES, HeadsBlock, HeadsOnly, Pooled, causal, ids
+from tests.sequence_parallel.runs import Counts, against_whole, errors
 from tests.world import World
 
 TILES, KEPT = {"head_tiles": 2}, {"head_tiles": 4, "keep": "attention"}
@@ -88,3 +91,54 @@ def test_one_rank_keeps_its_outputs() -> None:
         (found.loss, found.logits, *found.hidden_states), (true.loss, true.logits, *true.hidden_states), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+class Normed(HeadsBlock):
+    """Attention with its norm inside."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class NormOfAllHeads(HeadsBlock):
+    """Attention whose queries are normalized over all heads, without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = F.layer_norm(q, q.shape[-1:])
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def in_head_tiles(block: Callable[[], nn.Module]) -> str:
+    return against_whole(Pooled([0, 1, 2], block, 32), {"input_ids": ids(2, 37)}, head_tiles=2)[2]
+
+
+def test_head_tiles_with_a_norm_inside(world: World) -> None:
+    """An attention module that projects something else than its input has no gradients in parts, and is refused."""
+    for message in world(in_head_tiles, Normed):
+        assert re.search("is not given the module's own input.*set head_tiles=1", message)
+
+
+def test_head_tiles_with_a_norm_of_all_heads(world: World) -> None:
+    """What a module computes of all of its heads differs in parts, and the self-check says so."""
+    for message in world(in_head_tiles, NormOfAllHeads):
+        assert re.search("another output when its heads are computed in 2 parts.*set head_tiles=1", message)
+
+
+def of_olmo() -> str:
+    inputs = {"input_ids": (x := ids(2, 24)), "labels": x}
+    return against_whole(causal("olmo2")(), inputs, head_tiles=2)[2]
+
+
+def test_head_tiles_with_weights_of_all_heads(world: World) -> None:
+    """A norm with weights for all heads is refused with a remedy."""
+    for message in world(of_olmo):
+        assert re.search("cannot compute some of its heads.*Set head_tiles=1", message)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lt_tiled
-from lt_tiled import SequenceParallel
-from lt_tiled.errors import NothingFoundError
-from lt_tiled.sequence_parallel import attention
 from tests.architectures import ARCHITECTURES
 from tests.models import H
 from tests.sequence_parallel.models import GPT, causal, ids
-from tests.sequence_parallel.runs import step, worst
+from tests.sequence_parallel.runs import against_whole
 from tests.world import World
 
 _EAGER = r"uses eager attention, or no attention, .*: "
@@ -75,30 +71,6 @@ def shared(name: str) -> tuple[float, int, str]:
     return against_whole(model, architecture.feed(model))
 
 
-def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[float, int, str]:
-    reference, policies = copy.deepcopy(model), {"loss": True}
-    try:
-        lt_tiled.prepare(reference, loss=True)
-    except NothingFoundError:
-        policies = {}
-    true = step(reference, inputs)
-    exchanges, attend = 0, attention.attend
-
-    def counted(region: Any, *args: Any) -> Any:
-        nonlocal exchanges
-        exchanges += region.size == 2 and torch.is_grad_enabled()  # the self-check needs no gradients
-        return attend(region, *args)
-
-    attention.attend = counted
-    try:
-        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, **options), **policies):
-            return worst(step(model, inputs), true), exchanges, ""
-    except ValueError as error:
-        return 0.0, 0, str(error)
-    finally:
-        attention.attend = attend
-
-
 @pytest.mark.table("Llama|GPT-2|BERT|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 def test_shared(name: str, world: World) -> None:
@@ -134,6 +106,38 @@ def test_encoder(padded: bool, world: World) -> None:
     for error, exchanges, message in world(padded_encoder, padded):
         assert message == ""
         assert exchanges == 2
+        assert error < 1e-12
+
+
+def mean_of_own(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Any = None, **_: Any) -> Tensor:
+    """A user's loss, which divides by the labels that it is given."""
+    targets = F.pad(labels[..., 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def with_loss_function() -> tuple[float, int, str]:
+    model: Any = causal("llama")()
+    model.loss_function = mean_of_own
+    x = ids(2, 37)
+    return against_whole(model, {"input_ids": x, "labels": x.where(torch.arange(37) > 15, -100)})
+
+
+def test_own_loss_function(world: World) -> None:
+    """A user's loss function gets the logits of all tokens: it may divide by the labels that it is given."""
+    for error, exchanges, message in world(with_loss_function):
+        assert message == ""
+        assert exchanges
+        assert error < 1e-12
+
+
+def with_ignore_index() -> tuple[float, int, str]:
+    return against_whole(causal("llama")(), {"input_ids": (x := ids(2, 37)), "labels": x, "ignore_index": 3})
+
+
+def test_other_ignore_index(world: World) -> None:
+    """The last label of a sequence is the ``ignore_index`` of the call; otherwise one rank fails, and others wait."""
+    for error, _, message in world(with_ignore_index):
+        assert message == ""
         assert error < 1e-12
 
 

@@ -1,9 +1,9 @@
-"""Models and calls that look ordinary and could share a sequence wrongly: they are right, or refused on all ranks."""
+"""What is in, between and around the blocks of a model that shares its sequences is right, or refused on all ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,26 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import lt_tiled
 from lt_tiled import SequenceParallel
 from tests.models import H
-from tests.sequence_parallel.models import GPT, VOCAB, Block, HeadsBlock, causal, ids
-from tests.sequence_parallel.test_models import against_whole
+from tests.sequence_parallel.models import GPT, VOCAB, Block, Pooled, body, causal, ids
+from tests.sequence_parallel.runs import against_whole
 from tests.world import World
-
-
-class Pooled(nn.Module):
-    """Blocks in any order, and a loss of the mean over tokens, which any number of tokens has."""
-
-    def __init__(self, order: list[int], block: Callable[[], nn.Module] = Block, width: int = H) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.order = nn.Embedding(VOCAB, width), order
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.double()
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x.mean(1).square().sum()
 
 
 def in_order(order: list[int]) -> tuple[float, str]:
@@ -158,30 +141,6 @@ def test_reentrant_checkpoints(world: World) -> None:
         assert error < 1e-12
 
 
-class Biased(GPT):
-    """A GPT with another mask for each of its four heads, and no dimension of rows."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
-        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        mask = torch.stack([(distance >= 0) & (distance < 3 + head) for head in range(4)])
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.head(self.norm(x))
-
-
-def biased() -> tuple[float, int, str]:
-    torch.manual_seed(0)
-    return against_whole(Biased().double(), {"input_ids": ids(2, 37)})
-
-
-def test_masks_of_heads(world: World) -> None:
-    """A mask ``[heads, S, S]`` is cut to the rank's heads."""
-    for error, _, message in world(biased):
-        assert message == ""
-        assert error < 1e-12
-
-
 def own_checkpointing() -> str:
     model: Any = causal("llama")()
     model.gradient_checkpointing_enable()
@@ -197,89 +156,6 @@ def test_gradient_checkpointing_of_transformers(world: World) -> None:
     """Activation checkpointing of transformers, which would recompute attention alone, is refused with the remedy."""
     for message in world(own_checkpointing):
         assert re.search(r"checkpointing=True\) in place of gradient_checkpointing_enable\(\)", message)
-
-
-class Normed(HeadsBlock):
-    """Attention with its norm inside."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-        self.norm = nn.LayerNorm(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
-
-
-class NormOfAllHeads(HeadsBlock):
-    """Attention whose queries are normalized over all heads, without a weight."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q = F.layer_norm(q, q.shape[-1:])
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-def in_head_tiles(block: Callable[[], nn.Module]) -> str:
-    return against_whole(Pooled([0, 1, 2], block, 32), {"input_ids": ids(2, 37)}, head_tiles=2)[2]
-
-
-def test_head_tiles_with_a_norm_inside(world: World) -> None:
-    """An attention module that projects something else than its input has no gradients in parts, and is refused."""
-    for message in world(in_head_tiles, Normed):
-        assert re.search("is not given the module's own input.*set head_tiles=1", message)
-
-
-def test_head_tiles_with_a_norm_of_all_heads(world: World) -> None:
-    """What a module computes of all of its heads differs in parts, and the self-check says so."""
-    for message in world(in_head_tiles, NormOfAllHeads):
-        assert re.search("another output when its heads are computed in 2 parts.*set head_tiles=1", message)
-
-
-def of_olmo() -> str:
-    inputs = {"input_ids": (x := ids(2, 24)), "labels": x}
-    return against_whole(causal("olmo2")(), inputs, head_tiles=2)[2]
-
-
-def test_head_tiles_with_weights_of_all_heads(world: World) -> None:
-    """A norm with weights for all heads is refused with a remedy."""
-    for message in world(of_olmo):
-        assert re.search("cannot compute some of its heads.*Set head_tiles=1", message)
-
-
-def mean_of_own(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Any = None, **_: Any) -> Tensor:
-    """A user's loss, which divides by the labels that it is given."""
-    targets = F.pad(labels[..., 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def with_loss_function() -> tuple[float, int, str]:
-    model: Any = causal("llama")()
-    model.loss_function = mean_of_own
-    x = ids(2, 37)
-    return against_whole(model, {"input_ids": x, "labels": x.where(torch.arange(37) > 15, -100)})
-
-
-def test_own_loss_function(world: World) -> None:
-    """A user's loss function gets the logits of all tokens: it may divide by the labels that it is given."""
-    for error, exchanges, message in world(with_loss_function):
-        assert message == ""
-        assert exchanges
-        assert error < 1e-12
-
-
-def with_ignore_index() -> tuple[float, int, str]:
-    return against_whole(causal("llama")(), {"input_ids": (x := ids(2, 37)), "labels": x, "ignore_index": 3})
-
-
-def test_other_ignore_index(world: World) -> None:
-    """The last label of a sequence is the ``ignore_index`` of the call; otherwise one rank fails, and others wait."""
-    for error, _, message in world(with_ignore_index):
-        assert message == ""
-        assert error < 1e-12
 
 
 class Averaged(Block):
@@ -298,6 +174,38 @@ def test_small_mixing_of_tokens(world: World) -> None:
     """The self-check in float32 sees tokens that are mixed outside of attention by a thousandth."""
     for message in world(averaged):
         assert "It may mix tokens in other code than an attention function" in message
+
+
+class FailsOnFewTokens(Block):
+    """A block whose output is no number where it is given few tokens."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) / (x.shape[1] > 6)
+
+
+def not_finite() -> str:
+    return against_whole(Pooled([0, 1, 2], FailsOnFewTokens), {"input_ids": ids(2, 37)})[2]
+
+
+def test_values_that_are_not_finite(world: World) -> None:
+    """The self-check refuses shared values that are not finite where those of all tokens are."""
+    for message in world(not_finite):
+        assert "when 2 ranks share the sequence" in message
+
+
+def named_in_a_row() -> list[float]:
+    """The errors of the losses of a named module for 38 tokens, and then for as many as a rank had of these."""
+    model, found = body()(), []
+    for policy in (None, SequenceParallel(2, targets="body")):
+        with lt_tiled.prepare(model, sequence_parallel=policy) if policy else nullcontext():
+            found.append(torch.stack([model(ids(2, tokens), ids(2, tokens)).detach() for tokens in (38, 19)]))
+    return (found[1] - found[0]).abs().tolist()
+
+
+def test_named_module_in_a_row(world: World) -> None:
+    """A named module that returns a loss leaves no region open, whatever length its next input has."""
+    for errors in world(named_in_a_row):
+        assert max(errors) < 1e-12
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(H, H, 3), nn.GRU(H, H), nn.BatchNorm1d(H)], ids=lambda m: type(m).__name__)

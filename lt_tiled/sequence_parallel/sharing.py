@@ -1,0 +1,117 @@
+"""What a model that shares its sequences carries: its policy, the region that is open, and the checks that passed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from lt_tiled.policies import SequenceParallel
+from lt_tiled.sequence_parallel.arguments import Call
+from lt_tiled.sequence_parallel.attention import AttentionMode
+from lt_tiled.sequence_parallel.region import Region
+from lt_tiled.sequence_parallel.same_batch import SameBatch
+from lt_tiled.sequence_parallel.self_check import TOKENS
+
+
+@dataclass(eq=False)
+class Sharing:
+    """How one model shares its sequences, and the regions that it is in."""
+
+    owner: str
+    """The name of the model in messages."""
+    policy: SequenceParallel
+    group: dist.ProcessGroup | None
+    mode: AttentionMode | None = None
+    """Finds the attention of models that are not of transformers."""
+    open: Region | None = None
+    """The region that the first block opened and the last one will close."""
+    check_region: Region | None = None
+    """The region of a self-check, which the first block opens in place of its own."""
+    regions: WeakSet[Region] = field(default_factory=WeakSet)
+    """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
+    same_batch: SameBatch | None = field(init=False, default=None)
+    _compared: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        if self.group is not None and self.policy.batch == "check":
+            self.same_batch = SameBatch(self.owner, self.group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that share a sequence."""
+        return 1 if self.group is None else self.group.size()
+
+    @contextmanager
+    def compared(self, call: Call) -> Iterator[None]:
+        """Raise an error if the ranks of the group have different arguments; calls inside are not compared again."""
+        outermost = not self._compared
+        if outermost and self.same_batch is not None:
+            self.same_batch.check(call.arguments.items())
+        self._compared = True
+        try:
+            yield
+        finally:
+            self._compared = not outermost
+
+    def region(self, total: int, **options: Any) -> Region:
+        """Return a region of the group for sequences of ``total`` tokens."""
+        options = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
+        region = Region(self.group, total, self.owner, mode=self.mode, **options)
+        self.regions.add(region)
+        return region
+
+    @property
+    def check_tokens(self) -> int:
+        """The number of tokens of a self-check."""
+        return TOKENS * self.size + 1
+
+    def check_regions(self, in_blocks: bool) -> list[Region]:
+        """Return the regions of a self-check: one rank, the group, and the group with its head tiles if it has some."""
+        total = self.check_tokens
+        regions = [
+            Region(None, total, self.owner, in_blocks, self.mode, record=[]),
+            self.region(total, in_blocks=in_blocks, head_tiles=1, record=[]),
+        ]
+        if self.policy.head_tiles > 1:
+            regions.append(self.region(total, in_blocks=in_blocks))
+        return regions
+
+    @contextmanager
+    def around_blocks(self) -> Iterator[None]:
+        """Refuse a forward pass that ends, or fails because it needs all tokens, between the first and last block."""
+        try:
+            yield
+        except (RuntimeError, IndexError) as error:
+            if self.open is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"{self.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
+                " without what it uses there, as features of images that it adds to hidden states, or name one module"
+                " around it in SequenceParallel(targets=...)."
+            ) from error
+        else:
+            if self.open is not None:
+                self.open.check_closed()
+        finally:
+            self.open = None
+
+    def recomputed(self, name: str) -> Region:
+        """Return the region of a block that a checkpoint around it recomputes.
+
+        Raises:
+            RuntimeError: If several regions, or none, may be the one.
+        """
+        found = list(self.regions)
+        if len(found) != 1:
+            raise RuntimeError(
+                f"{name} is recomputed in the backward pass by its own activation checkpointing, and {len(found)}"
+                " forward passes with sequence parallelism may have saved it. Use lt_tiled's activation checkpointing"
+                " (checkpointing=True), or run the backward pass of one before the next forward pass."
+            )
+        return found[0]
