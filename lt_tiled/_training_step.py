@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from lt_tiled.errors import SimulationError
 
 _calls = count()
+PATIENCE = 10.0
+"""How many seconds a rank that failed waits for the other ranks to fail, or to end, too."""
 
 
 def first_batch(module: LightningModule, datamodule: LightningDataModule | None, index: int = 0) -> Any:
@@ -130,8 +133,27 @@ def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
     if store.add(left, 1) == group.size():
         store.set(ended, "")
     with suppress(RuntimeError):  # not all ranks came this far
-        store.wait([ended], timedelta(seconds=10))  # the rank that ends first may be the one that holds the store
+        store.wait([ended], timedelta(seconds=PATIENCE))  # the rank that ends first may be the one that holds the store
     raise raised[0] if raised else ValueError(store.get(failed).decode())
+
+
+def ranks_fail_together(error: Exception) -> bool:
+    """Return whether all ranks raise at the same place, where each that raises calls this function.
+
+    A rank that does not raise may wait for this one in a collective, so the answer is no after ``PATIENCE`` seconds.
+    """
+    group = dist.group.WORLD
+    if group is None or group.size() == 1:
+        return True
+    store, call = group.get_group_store(), next(_calls)
+    keys = [f"lt_tiled/{call}/failed on {rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], repr(error))
+    end = time.monotonic() + PATIENCE
+    while not store.check(keys):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def nothing(*_: Any, **__: Any) -> None:

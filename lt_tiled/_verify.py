@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from lt_tiled._training_step import (
     length_of,
     nothing,
     raising_on_all,
+    ranks_fail_together,
     stepped_on,
     training_loss,
     with_length,
@@ -370,11 +371,21 @@ class _Comparison(Callback):
         return {**gradients, **{k: b for k, b in _buffers(module).items() if k in self.before}, LOSS: mean}
 
     def _evaluated(self, run: Any, module: LightningModule, batch: Any, state: Observation) -> Tensor:
-        """Return the loss in evaluation mode, averaged over the ranks: nan if the step has none there."""
-        loss = torch.tensor(torch.nan, device=self.device)
-        with suppress(Exception), random_state_kept(self.device), torch.no_grad():
-            state.undo()
-            loss = training_loss(run, module.eval(), copy.deepcopy(batch)).float().reshape(())
+        """Return the loss in evaluation mode, averaged over the ranks: nan if the step has none there on any rank.
+
+        Raises:
+            ValueError: If the step fails on this rank and not on all.
+        """
+        state.undo()
+        try:
+            with random_state_kept(self.device), torch.no_grad():
+                loss = training_loss(run, module.eval(), copy.deepcopy(batch)).float().reshape(())
+        except Exception as error:
+            if not ranks_fail_together(error):
+                cause = f"{type(error).__name__}: {error}"
+                where = f"in evaluation mode on rank {self.trainer.global_rank} and not on all ranks"
+                raise ValueError(f"The step fails {where}: {cause}") from error
+            return torch.tensor(torch.nan)
         mean: Tensor = self.trainer.strategy.reduce(loss.clone())
         return mean.cpu()
 
