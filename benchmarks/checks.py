@@ -18,7 +18,7 @@ from benchmarks.costs import Size, llama, with_checkpointing
 from benchmarks.sheet import Cell, Sheet, machine
 from benchmarks.step_time import HERE, ON_GPU, QUICK, step_of
 from lt_tiled.determinism import BlockSamples
-from lt_tiled.tiling import patched, tiled_call
+from lt_tiled.tiling import observe, patched, tiled_call
 from lt_tiled.tiling.backward import Backward
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.places import Place
@@ -29,6 +29,7 @@ _EVERY_STEP = [
     (Observation, "end_forward"),
     (Observation, "check"),
     (Observation, "_restore"),
+    (observe, "changed"),
     (Place, "restore"),
     (BlockSamples, "sample"),
     (Backward, "_compare"),

@@ -471,7 +471,7 @@ def _fill_zeros(weights: Iterable[Tensor]) -> None:
 
 def _observed(module: nn.Module) -> Observation:
     parts = [unwrapped(module), *(part for _, part in walk(module))]  # engines' units have a state of their own
-    return Observation("", parts, "", History(), generators=True)
+    return Observation("", parts, "", History(), generators=True, submodules=False)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

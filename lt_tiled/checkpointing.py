@@ -117,7 +117,7 @@ class BlockPatch(Patch):
         """Return what the block can read now, its arguments among it."""
         arguments = {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
         remedy = "leave the block out of Checkpointing(targets=...)"
-        return Observation(type(module).__name__, module.modules(), remedy, self.history, arguments, generators=True)
+        return Observation(type(module).__name__, (module,), remedy, self.history, arguments, generators=True)
 
     def keeps(self, what: Keep) -> Kept:
         """Return what a call keeps of the exchange between ranks for its recompute."""

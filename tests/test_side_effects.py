@@ -422,7 +422,7 @@ def test_blocks_without_changes_save_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with prepare(model, checkpointing=Checkpointing("Constant")):
         for _ in range(2):
             y = model(randn(2, 5, H))
-            assert all(held.copy is None for observation in made for held in observation._tensors)
+            assert not any(observation._copies for observation in made)
             y.sum().backward()
     assert len(made) == 4
 
@@ -525,6 +525,52 @@ def test_blocks_that_are_odd(kind: type[Base]) -> None:
     assert all(part.training for part in model.modules())
 
 
+class HooksItself(Base):
+    """Registers a hook in its first forward pass, as transformers does to record hidden states."""
+
+    hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.a.register_forward_hook(lambda module, args, output: output * 2)
+            self.hooked = True
+        return super().forward(x)
+
+
+def test_hooks_are_registered_once() -> None:
+    """A block that registers a hook and notes in an attribute that it did has one hook after the recompute."""
+    model, x = nn.ModuleList([HooksItself()]), randn(2, 5, H)
+    with prepare(model, checkpointing=Checkpointing("HooksItself")):
+        found = [torch.autograd.grad(model[0](x).sum(), x)[0] for _ in range(2)]
+    (true,) = torch.autograd.grad(model[0](x).sum(), x)
+    assert all(torch.equal(gradient, true) for gradient in found)
+    assert len(model[0].a._forward_hooks) == 1
+
+
+class LazyLast(Base):
+    """Gets the weights of a part in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.LazyLinear(H)
+
+
+def test_lazy_weights_that_are_frozen_between_the_passes() -> None:
+    """Weights that a part got in the forward pass may be frozen before the recompute, as without checkpointing."""
+    found = []
+    for checkpointing in (False, Checkpointing("LazyLast")):
+        torch.manual_seed(0)
+        model, x = nn.ModuleList([LazyLast()]), randn(2, 5, H).requires_grad_()
+        with prepare(model, checkpointing=checkpointing, tiling=False):
+            y = model[0](x)
+            model[0].b.requires_grad_(False)
+            y.sum().backward()
+        assert x.grad is not None
+        assert model[0].b.weight.grad is None
+        found.append((x.grad, model[0].a.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 RESTORED: dict[str, Callable[[Scaled], object]] = {
     "buffer": lambda b: setattr(b, "state", b.state * 2),
     "mode": nn.Module.eval,
@@ -533,6 +579,7 @@ RESTORED: dict[str, Callable[[Scaled], object]] = {
     "plain tensor": lambda b: setattr(b, "plain", b.plain * 2),
     "submodule": lambda b: setattr(b, "b", nn.Linear(H, H)),
     "frozen": lambda b: b.b.weight.requires_grad_(False),
+    "hook": lambda b: b.a.register_forward_hook(lambda module, args, output: output * 2),
 }
 
 

@@ -190,7 +190,7 @@ class DeferredLogits(Deferred):
             work = Work(head.forward, (head,))
             weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
             remedy, later = "turn the tiled loss off with loss=False", reduction == "none"  # in the backward pass
-            state = Observation(f"the head of {patch.name}", work.parts(), remedy, substituted=True) if later else None
+            state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True) if later else None
 
             tiles_run = count()
 

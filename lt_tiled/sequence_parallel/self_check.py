@@ -57,7 +57,7 @@ def check_shared(
     """
     whole, shared = regions[:2]
     modules = list(module.modules())
-    with torch.no_grad(), random_state_kept(device), Observation(owner, modules, "").restored("the comparison"):
+    with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
         for part in modules:
             part.training = False
         try:

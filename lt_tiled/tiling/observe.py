@@ -21,59 +21,27 @@ one object, made before the forward pass, knows what that is:
 
 from __future__ import annotations
 
-import functools
-import random
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import is_
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 
-from lt_tiled.modules.patch import HOOKS
-from lt_tiled.tiling.places import (
-    ATOMS,
-    Attributes,
-    Data,
-    GeneratorState,
-    Large,
-    Place,
-    RequiresGrad,
-    ScriptedMode,
-    Slots,
-    is_array,
-    is_equal,
-    is_object,
-    is_users,
-    is_weight,
-    read_by,
-    read_by_class,
-    same_memory,
-    storage_of,
-)
+from lt_tiled.tiling.places import GeneratorState, changed, is_equal, same_memory, storage_of
+from lt_tiled.tiling.reach import SMALL, HeldTensor, Reachable, global_generators
 from lt_tiled.tiling.recompute import entry, version_of
 from lt_tiled.tiling.weights import Substituted
-
-SMALL = 2**20
-"""Larger buffers, in bytes, are copied only in a first call, and once a call showed that they change."""
-DEPTH = 6
-"""How many containers inside of each other are looked into."""
-MAX_ENTRIES = 1000
-"""Entries of larger containers are not looked into."""
 
 
 @dataclass
 class History:
     """What earlier calls of the same modules showed."""
 
+    reachable: Reachable | None = None
+    """What the last call could read."""
     modes: set[tuple[bool, ...]] = field(default_factory=set)
     """The training modes in which buffers were compared by value."""
     versions: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
@@ -90,194 +58,76 @@ Change = tuple[str, str]
 """What changed, and how."""
 
 
-@dataclass(eq=False)
-class TensorRecord:
-    """A tensor as it was."""
-
-    name: str
-    part: int
-    holder: Any
-    key: Any
-    tensor: Tensor
-    version: int
-    storage: StorageWeakRef | None
-    requires_grad: bool
-    is_weight: bool
-    copy: Tensor | None = None
-
-    def changed(self) -> Change | None:
-        """Return what happened to its values since."""
-        if (now := version_of(self.tensor)) != self.version:
-            return str(self), f"was changed in place (version {self.version}, now {now})"
-        moved = self.storage is not None and storage_of(self.tensor) != self.storage.cdata
-        engines = hasattr(self.tensor, "ds_id") or hasattr(self.tensor, "_fsdp_flattened")
-        return (f"the data of {self}", "was replaced") if moved and not engines else None
-
-    def lost(self, substituted: bool) -> Change | None:
-        """Return what happened to it that cannot be restored."""
-        if self.is_weight and not (substituted and self.requires_grad):
-            there = entry(self.holder, self.key)
-            if there is not self.tensor and there is not None and not same_memory(there, self.tensor):
-                was, sharded = (type(t).__name__ == "DTensor" for t in (self.tensor, there))
-                if was == sharded:
-                    return str(self), "was replaced"
-                return (str(self), _SHARDED) if sharded else None  # FSDP2 gathers units inside of a block by themselves
-        return None if self.copy is not None else self.changed()
-
-    def __str__(self) -> str:
-        return f"{self.name} of shape {list(self.tensor.shape)}"
-
-
 class Observation:
     """What the code of some modules can read, as it is now: see NOTE [State between two passes].
 
     Args:
         name: The name in messages.
-        parts: The modules and their submodules.
+        modules: The modules.
         remedy: What helps against a refusal.
-        history: What earlier calls showed. Without it no tensor is copied.
+        history: What earlier calls of these modules showed. Without it no tensor is copied.
         arguments: What the code is given, by name.
         generators: Whether the generators of Python, NumPy and the modules count.
         shared: Whether classes, globals, closures and hooks count.
         substituted: Whether the recompute takes trainable weights from the forward pass, whatever is in their places.
+        submodules: Whether the submodules of the modules count.
     """
 
     def __init__(
         self,
         name: str,
-        parts: Iterable[nn.Module],
+        modules: Sequence[nn.Module],
         remedy: str,
         history: History | None = None,
         arguments: Mapping[str, Any] | None = None,
         generators: bool = False,
         shared: bool = True,
         substituted: bool = False,
+        submodules: bool = True,
     ) -> None:
         self.name, self.remedy, self._history, self._substituted = name, remedy, history, substituted
-        self._places: list[Place] = []
-        self._tensors: list[TensorRecord] = []
-        self._generators: list[GeneratorState] = []
-        self._seen: set[Any] = set()
-        self._draws, self._shared = generators, shared
-        parts = list(parts)
-        self._mode = tuple(part.training for part in parts)
-        self._first = history is not None and self._mode not in history.modes
-        self._look_at_all(parts, arguments or {})
-        self._places.append(RequiresGrad("requires_grad of a weight", tuple(record.tensor for record in self._tensors)))
-        self._seen.clear()
-
-    # What is observed
+        self._look(modules, arguments or {}, generators, shared, submodules)
+        self._copies: dict[int, Tensor] = {}
+        """Values of tensors that may change in place, by their index."""
+        if history is not None:
+            self._copy(history, shared)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _look_at_all(self, parts: Sequence[nn.Module], arguments: Mapping[str, Any]) -> None:
-        self._draw_from(random.getstate, random.setstate)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            self._draw_from(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
-        for index, part in enumerate(parts):
-            self._look_at_module(index, part)
-        for key, value in arguments.items():
-            self._look_into(f"its argument {key}", value, DEPTH)
+    def _look(
+        self,
+        modules: Sequence[nn.Module],
+        arguments: Mapping[str, Any],
+        generators: bool,
+        shared: bool,
+        submodules: bool,
+    ) -> None:
+        history = self._history
+        reachable = None if history is None else history.reachable
+        if reachable is None or not reachable.is_current(modules):
+            reachable = Reachable(modules, {}, shared, submodules)
+        if history is not None:
+            history.reachable = reachable
+        given = Reachable((), arguments, shared)
+        self._mode, self._tensors = reachable.mode, reachable.tensors
+        self._places = [*reachable.places, *given.places]
+        found = [*global_generators(), *reachable.generators, *given.generators] if generators else []
+        self._generators = [GeneratorState(get, set) for get, set in found]
+        self._versions = [version_of(held.tensor) for held in self._tensors]
 
-    def _look_at_module(self, index: int, part: nn.Module) -> None:
-        kind = type(part).__name__
-        weights: list[tuple[Any, str, Tensor]]
-        weights = [(part._parameters, key, t) for key, t in part._parameters.items() if t is not None]
-        weights += [(part.__dict__, key, value) for key, value in part.__dict__.items() if isinstance(value, Tensor)]
-        for place, key, weight in weights:
-            if not is_lazy(weight) and (place is part._parameters or is_weight(weight)):
-                self._hold(f"{kind}.{key}", index, place, key, weight, is_weight=True)
-        if isinstance(part, torch.jit.ScriptModule):
-            self._places.append(ScriptedMode(kind, part))
-            return
-        self._look_at(Attributes(kind, part.__dict__), DEPTH, index)
-        self._look_at(Place(kind, part._buffers), 0, index)
-        if part._modules:
-            self._look_at(Place(f"{kind}._modules", part._modules), 0, index)
-        if not self._shared:
-            return
-        for source in read_by_class(type(part)):
-            self._look_at_shared(*source)
-        for hook in (hook for name in HOOKS[:2] for hook in part.__dict__[name].values()):
-            if is_users(getattr(hook, "func", hook)):
-                self._look_into(f"a hook of {kind}", hook, DEPTH)
-
-    def _look_at_shared(self, holder: Any, names: tuple[str, ...]) -> None:
-        if (key := (id(holder), names)) in self._seen:
-            return
-        self._seen.add(key)
-        is_cell = isinstance(holder, CellType)
-        self._look_at(Place("a variable of a closure", holder) if is_cell else Data(holder, names), DEPTH)
-
-    def _look_at(self, place: Place, depth: int, index: int = -1) -> None:
-        """Record a place and, to a depth, what is in it; ``index`` is the number of the module that it belongs to."""
-        self._places.append(place)
-        for key, value in place.recorded.items():
-            if type(value) in ATOMS:
+    def _copy(self, history: History, shared: bool) -> None:
+        """Copy what may change in place: what changed before, what is small, and everything in the first call."""
+        first = shared and self._mode not in history.modes
+        for index, held in self._buffers():
+            now = id(held.tensor), self._versions[index]
+            if held.storage is None or held.tensor.grad_fn is not None:
                 continue
-            name = f"{place.name}.{key}" if isinstance(key, str) else place.name
-            if isinstance(value, Tensor) and index >= 0 and not is_lazy(value):
-                self._hold(name, index, place.holder, key, value, is_weight=False)
-            elif depth:
-                with suppress(Exception):  # of what users' own classes do where they are asked for their attributes
-                    self._look_into(name, value, depth - 1)
+            if history.versions.get((held.part, held.name), now) != now:
+                history.changing.add(held.part)  # others change it between calls, as DDP broadcasts buffers
+            if first or held.part in history.changing or held.tensor.nbytes <= SMALL:
+                self._copies[index] = held.tensor.detach().clone()
 
-    def _look_into(self, name: str, value: Any, depth: int) -> None:
-        """Record what a value holds, if anything."""
-        if type(value) in ATOMS or id(value) in self._seen:
-            return
-        self._seen.add(id(value))  # it stays alive in its place
-        if isinstance(value, torch.Generator):
-            self._draw_from(value.get_state, value.set_state)
-        elif isinstance(value, random.Random):
-            self._draw_from(value.getstate, value.setstate)
-        elif type(value).__name__ == "RandomState" and type(value).__module__.startswith("numpy.random"):
-            self._draw_from(functools.partial(value.get_state, legacy=False), value.set_state)
-        elif type(value).__module__.startswith("numpy.random"):
-            bits = getattr(value, "bit_generator", value)
-            self._draw_from(lambda: bits.state, lambda state: setattr(bits, "state", state))
-        elif isinstance(value, tuple):
-            for one in value if depth else ():
-                self._look_into(name, one, depth - 1)
-        elif isinstance(value, dict | list | deque | set) or (
-            is_array(value) and not value.dtype.hasobject and value.nbytes <= SMALL
-        ):
-            if isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
-                self._places.append(Large(name, value))
-            elif is_array(value) or len(value) <= MAX_ENTRIES:
-                self._look_at(Place(name, value), depth)
-            if is_object(value):  # of a subclass with attributes
-                self._look_at(Place(name, value.__dict__), depth)
-        elif isinstance(value, FunctionType):
-            for source in read_by(value) if self._shared else ():
-                self._look_at_shared(*source)
-        elif isinstance(value, MethodType):
-            for one in (value.__func__, value.__self__):
-                self._look_into(name, one, depth)
-        elif isinstance(value, functools.partial):
-            for one in (value.func, *value.args, *value.keywords.values()):
-                self._look_into(name, one, depth)
-        elif is_object(value):
-            self._look_at(Place(name, value.__dict__), depth)
-        elif is_users(type(value)) and (slots := Slots(name, value)).recorded:
-            self._look_at(slots, depth)
-
-    def _draw_from(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
-        if self._draws:
-            self._generators.append(GeneratorState(get, set))
-
-    def _hold(self, name: str, index: int, holder: Any, key: Any, tensor: Tensor, is_weight: bool) -> None:
-        version, storage, history = version_of(tensor), storage_of(tensor), self._history
-        record = TensorRecord(name, index, holder, key, tensor, version, None, tensor.requires_grad, is_weight)
-        self._tensors.append(record)
-        if storage is None:
-            return
-        record.storage = StorageWeakRef(tensor.untyped_storage())
-        if is_weight or history is None or tensor.grad_fn is not None:
-            return
-        if history.versions.get((index, name), (id(tensor), version)) != (id(tensor), version):
-            history.changing.add(index)  # others change it between calls, as DDP broadcasts buffers
-        if (self._first and self._shared) or index in history.changing or tensor.nbytes <= SMALL:
-            record.copy = tensor.detach().clone()
+    def _buffers(self) -> list[tuple[int, HeldTensor]]:
+        return [(index, held) for index, held in enumerate(self._tensors) if not held.is_weight]
 
     # What changed
 
@@ -291,19 +141,20 @@ class Observation:
         self._places += [generator for generator in self._generators if generator.drew]
         if (history := self._history) is None:
             return self
+        first, buffers = self._mode not in history.modes, self._buffers()
         history.modes.add(self._mode)
-        buffers = [record for record in self._tensors if not record.is_weight]
-        for record in buffers:
-            unseen = self._first and record.copy is not None and not is_equal(record.copy, record.tensor)
-            if unseen or record.changed():
-                history.changing.add(record.part)
-        for record in buffers:
-            record.copy = record.copy if record.part in history.changing else None
-            if isinstance(there := entry(record.holder, record.key), Tensor):
-                history.versions[record.part, record.name] = id(there), version_of(there)
-            if record.copy is None and record.changed():
+        for index, held in buffers:
+            unseen = first and index in self._copies and not is_equal(self._copies[index], held.tensor)
+            if unseen or self._changed(index):
+                history.changing.add(held.part)
+        for index, held in buffers:
+            if held.part not in history.changing:
+                self._copies.pop(index, None)
+            if isinstance(there := entry(held.holder, held.key), Tensor):
+                history.versions[held.part, held.name] = id(there), version_of(there)
+            if index not in self._copies and self._changed(index):
                 raise RuntimeError(
-                    f"{self.name}: its forward pass changed the buffer {record} in place for the first time, and the"
+                    f"{self.name}: its forward pass changed the buffer {held} in place for the first time, and the"
                     " recompute needs the old values. Buffers of more than 1 MiB are copied only once a call showed"
                     f" that they change. Replace the buffer instead (self.buffer = ...), or {self.remedy}."
                 )
@@ -316,16 +167,39 @@ class Observation:
 
     def changes(self, attributes: bool = True) -> Iterator[Change]:
         """Yield the tensors, and the attributes, that are not as they were. What was computed anew may be equal."""
-        for record in self._tensors:
-            same = record.copy is None or record.is_weight or is_equal(record.copy, record.tensor)
-            if change := record.lost(False) if same else (str(record), "was changed in place"):
+        for index, held in enumerate(self._tensors):
+            copy = self._copies.get(index)
+            if copy is not None and not is_equal(copy, held.tensor):
+                yield str(held), "was changed in place"
+            elif change := self._lost(index, False):
                 yield change
-        for place in self._places if attributes else ():
+        for place in changed(self._places) if attributes else ():
             now = place.read()
-            for name in place.differing(place.recorded, now):
+            for name in place.differing(place.recorded):
                 both = name in now and name in place.recorded
                 if not (both and is_equal(now[name], place.recorded[name])):
                     yield f"{place.name}.{name}" if isinstance(name, str) else place.name, "was changed"
+
+    def _changed(self, index: int) -> Change | None:
+        """Return what happened to the values of a tensor since."""
+        held, version = self._tensors[index], self._versions[index]
+        if (now := version_of(held.tensor)) != version:
+            return str(held), f"was changed in place (version {version}, now {now})"
+        moved = held.storage is not None and storage_of(held.tensor) != held.storage.cdata
+        engines = hasattr(held.tensor, "ds_id") or hasattr(held.tensor, "_fsdp_flattened")
+        return (f"the data of {held}", "was replaced") if moved and not engines else None
+
+    def _lost(self, index: int, substituted: bool) -> Change | None:
+        """Return what happened to a tensor that cannot be restored."""
+        held = self._tensors[index]
+        if held.is_weight and not (substituted and held.requires_grad):
+            there = entry(held.holder, held.key)
+            if there is not held.tensor and there is not None and not same_memory(there, held.tensor):
+                was, sharded = (type(tensor).__name__ == "DTensor" for tensor in (held.tensor, there))
+                if was == sharded:
+                    return str(held), "was replaced"
+                return (str(held), _SHARDED) if sharded else None  # FSDP2 gathers units inside of a block by themselves
+        return None if index in self._copies else self._changed(index)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def check(self, until: str) -> None:
@@ -337,13 +211,13 @@ class Observation:
         Raises:
             RuntimeError: If a value changed.
         """
-        lost = (record.lost(self._substituted) for record in self._tensors)
-        if change := next(filter(None, lost), None):
-            raise RuntimeError(
-                f"{self.name}: {' '.join(change)} between the forward pass and {until}, which would"
-                f" compute with other values. Make the change after the backward pass, such as the optimizer's step, or"
-                f" {self.remedy}."
-            )
+        for index in range(len(self._tensors)):
+            if change := self._lost(index, self._substituted):
+                raise RuntimeError(
+                    f"{self.name}: {' '.join(change)} between the forward pass and {until}, which would"
+                    f" compute with other values. Make the change after the backward pass, such as the optimizer's"
+                    f" step, or {self.remedy}."
+                )
 
     @contextmanager
     def restored(self, until: str) -> Iterator[None]:
@@ -353,8 +227,8 @@ class Observation:
             RuntimeError: If a weight changed, or a tensor of which there is no copy.
         """
         self.check(until)
-        copies = ((record, record.copy) for record in self._tensors if record.copy is not None)
-        mode = Substituted([(r.tensor, copy.clone().requires_grad_(r.requires_grad)) for r, copy in copies])
+        copies = [(self._tensors[index], copy) for index, copy in self._copies.items()]
+        mode = Substituted([(held.tensor, copy.clone().requires_grad_(held.requires_grad)) for held, copy in copies])
         with ExitStack() as after:
             self._restore(after)
             after.callback(mode.end)
@@ -364,20 +238,25 @@ class Observation:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _restore(self, after: ExitStack) -> None:
         """Restore what was observed, and add to ``after`` what puts back what is there now."""
-        before = [(place, place.read()) for place in self._places]
-        for place, now in before:
-            after.callback(place.restore, now)
-        for place, now in before:
-            if now.keys() != place.recorded.keys() or not all(map(is_, now.values(), place.recorded.values())):
-                place.restore(place.recorded, now)
+        before = {place: place.read() for place in changed(self._places)}
+
+        @after.callback
+        def put_back() -> None:
+            with ExitStack() as all_of_them:
+                for place in {**before, **dict.fromkeys(changed(self._places))}:
+                    all_of_them.callback(place.restore, before.get(place, place.recorded))
+
+        for place in before:
+            place.restore(place.recorded)
 
     def undo(self) -> None:
         """Put back what was observed, generators among it, but for what :meth:`check` refuses."""
         for place in (*self._places, *self._generators):
             place.restore(place.recorded)
-        for record in self._tensors:
-            if record.copy is not None and record.copy.shape == record.tensor.shape:
-                record.tensor.data.copy_(record.copy)
+        for index, copy in self._copies.items():
+            tensor = self._tensors[index].tensor
+            if copy.shape == tensor.shape:
+                tensor.data.copy_(copy)
 
 
 def restored(observation: Observation | None, until: str) -> AbstractContextManager[None]:

@@ -1,18 +1,14 @@
-"""Where code finds values: attributes, containers, classes, globals and closures; and what of that is data."""
+"""Places where code finds values: attributes, containers, classes, globals, closures and generators."""
 
 from __future__ import annotations
 
-import functools
-import random
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
 from operator import is_
-from types import CellType, CodeType, FunctionType, ModuleType, NoneType
+from types import CellType, NoneType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +20,6 @@ _ENGINES = frozenset(("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn
 _ENGINES |= {"ds_grads_remaining", "ds_inflight_param_registry", "ds_recompute_parameters"}
 """What ZeRO-3's hooks set on modules between the passes (runtime/zero/parameter_offload.py)."""
 _NOT_READ = (frozenset(nn.Module().__dict__) - {"training"}) | _ENGINES
-_LIBRARIES = frozenset(("torch", "deepspeed", "lightning", "pytorch_lightning", "accelerate", "lt_tiled", "numpy"))
-_LIBRARIES |= sys.stdlib_module_names - {"__main__"}
-"""Packages whose own state is not looked into."""
 ATOMS = frozenset((bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, type))
 
 
@@ -38,8 +31,13 @@ class Place:
         holder: A dictionary, list, deque, set, NumPy array, or a variable of a closure.
     """
 
+    quick = True
+    """Whether a dictionary with the same entries, which is fast to see, is an unchanged place."""
+
     def __init__(self, name: str, holder: Any) -> None:
         self.name, self.holder = name, holder
+        self.dictionary: dict[Any, Any] | None = holder if self.quick and isinstance(holder, dict) else None
+        self.keys, self.values = tuple(self.dictionary or ()), tuple((self.dictionary or {}).values())
         self.recorded = self.read()
 
     def read(self) -> dict[Any, Any]:
@@ -52,17 +50,17 @@ class Place:
             return {}
         return {0: self.holder.tobytes()} if is_array(self.holder) else dict(enumerate(self.holder))
 
-    def differing(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> list[Any]:
-        """Return the names at which there is something else than these values, if ``now`` is what was read."""
-        now = self.read() if now is None else now
+    def differing(self, values: dict[Any, Any]) -> list[Any]:
+        """Return the names at which there is something else than these values."""
+        now = self.read()
         if now.keys() == values.keys() and all(map(is_, map(now.get, values), values.values())):
             return []
         both = values.keys() & now.keys()
         return [*(values.keys() ^ now.keys()), *(name for name in both if not _is_same(now[name], values[name]))]
 
-    def restore(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> None:
+    def restore(self, values: dict[Any, Any]) -> None:
         """Let these values be there."""
-        names, holder = self.differing(values, now), self.holder
+        names, holder = self.differing(values), self.holder
         if names and isinstance(holder, list | deque | set):
             holder.clear()
             (holder.update if isinstance(holder, set) else holder.extend)(values.values())
@@ -81,14 +79,50 @@ class Place:
         self.holder.pop(name, None)
 
 
-class ScriptedMode(Place):
-    """The training mode of a scripted module, which is no attribute in Python."""
+def changed(places: Iterable[Place]) -> list[Place]:
+    """Return the places in which there is something else than when they were recorded."""
+    found = []
+    for place in places:  # in each step for each attribute of a model, so without calls of functions in Python
+        now = place.dictionary
+        same = now is not None and len(now) == len(place.keys) and all(map(is_, now, place.keys))
+        if same and all(map(is_, now.values(), place.values)):  # type: ignore[union-attr]
+            continue
+        if place.differing(place.recorded):
+            found.append(place)
+    return found
+
+
+class Attributes(Place):
+    """The attributes of a module that its users set, and its training mode."""
 
     def read(self) -> dict[str, Any]:
-        return {"training": self.holder.training}
+        found = {}
+        for name in self.holder.keys() - _NOT_READ:
+            value = self.holder[name]
+            data = type(value) in ATOMS or not (is_patched(value) or is_weight(value))
+            if data and not name.startswith("_lt_tiled"):
+                found[name] = value
+        return found
+
+
+class Data(Place):
+    """Attributes of a class, or globals of some names, as far as they are data."""
+
+    quick = False
+
+    def __init__(self, holder: Any, names: tuple[str, ...]) -> None:
+        self.names, self.is_class = names, isinstance(holder, type)
+        super().__init__(holder.__name__ if self.is_class else holder.get("__name__", ""), holder)
+
+    def read(self) -> dict[str, Any]:
+        space = vars(self.holder) if self.is_class else self.holder
+        return {name: space[name] for name in self.names if name in space}
 
     def set(self, name: str, value: Any) -> None:
-        self.holder.training = value
+        setattr(self.holder, name, value) if self.is_class else super().set(name, value)
+
+    def remove(self, name: str) -> None:
+        delattr(self.holder, name) if self.is_class else super().remove(name)
 
 
 class Slots(Place):
@@ -109,6 +143,8 @@ class Slots(Place):
 class Large(Place):
     """A large list or dictionary, of which only entries that are added at its end are seen."""
 
+    quick = False
+
     def __init__(self, name: str, holder: Any) -> None:
         self._length = len(holder)
         super().__init__(name, holder)
@@ -117,13 +153,23 @@ class Large(Place):
         is_list = isinstance(self.holder, list)
         return {"": self.holder[self._length :] if is_list else dict(islice(self.holder.items(), self._length, None))}
 
-    def restore(self, values: dict[Any, Any], now: dict[Any, Any] | None = None) -> None:
+    def restore(self, values: dict[Any, Any]) -> None:
         if isinstance(self.holder, list):
             self.holder[self._length :] = values[""]
             return
         while len(self.holder) > self._length:
             self.holder.popitem()
         self.holder.update(values[""])
+
+
+class ScriptedMode(Place):
+    """The training mode of a scripted module, which is no attribute in Python."""
+
+    def read(self) -> dict[str, Any]:
+        return {"training": self.holder.training}
+
+    def set(self, name: str, value: Any) -> None:
+        self.holder.training = value
 
 
 class RequiresGrad(Place):
@@ -162,114 +208,7 @@ class GeneratorState(Place):
         return bool(now != before) if isinstance(now, tuple) else not is_equal(now, before)
 
 
-class Attributes(Place):
-    """The attributes of a module that its users set, and its training mode."""
-
-    def read(self) -> dict[str, Any]:
-        found = {}
-        for name in self.holder.keys() - _NOT_READ:
-            value = self.holder[name]
-            data = type(value) in ATOMS or not (is_patched(value) or is_weight(value))
-            if data and not name.startswith("_lt_tiled"):
-                found[name] = value
-        return found
-
-
-class Data(Place):
-    """Attributes of a class, or globals of some names, as far as they are data."""
-
-    def __init__(self, holder: Any, names: tuple[str, ...]) -> None:
-        self.names, self.is_class = names, isinstance(holder, type)
-        super().__init__(holder.__name__ if self.is_class else holder.get("__name__", ""), holder)
-
-    def read(self) -> dict[str, Any]:
-        space = vars(self.holder) if self.is_class else self.holder
-        return {name: space[name] for name in self.names if name in space}
-
-    def set(self, name: str, value: Any) -> None:
-        setattr(self.holder, name, value) if self.is_class else super().set(name, value)
-
-    def remove(self, name: str) -> None:
-        delattr(self.holder, name) if self.is_class else super().remove(name)
-
-
-# What code reads
-
-
-_reads: WeakKeyDictionary[type, list[tuple[Any, tuple[str, ...]]]] = WeakKeyDictionary()
-"""What :func:`read_by_class` found; classes by their place in the method resolution order, because values that refer to
-a key would keep it alive."""
-
-
-def read_by_class(cls: type) -> list[tuple[Any, tuple[str, ...]]]:
-    """Return the classes, globals and variables of closures that the methods of a class may read."""
-    found = _reads.get(cls)
-    if found is None:
-        found = _find_reads(cls)
-        if not any(isinstance(holder, CellType) for holder, _ in found):  # which may refer to the class
-            _reads[cls] = found
-    return [(cls.__mro__[holder] if isinstance(holder, int) else holder, names) for holder, names in found]
-
-
-def _find_reads(cls: type) -> list[tuple[Any, tuple[str, ...]]]:
-    found: list[tuple[Any, tuple[str, ...]]] = []
-    for index, base in enumerate(cls.__mro__):
-        if not is_users(base):
-            continue
-        found.append((index, tuple(n for n, value in vars(base).items() if not n.startswith("__") and is_data(value))))
-        for value in vars(base).values():
-            if isinstance(function := getattr(value, "__func__", getattr(value, "fget", value)), FunctionType):
-                found += read_by(function)
-    return [(holder, names) for holder, names in found if names != ()]
-
-
-def read_by(function: FunctionType) -> list[tuple[Any, tuple[str, ...]]]:
-    """Return the globals and variables of closures that a function, and those of its module that it names, read."""
-    found: list[tuple[Any, tuple[str, ...]]] = []
-    todo, known = [function], {function.__code__}
-    while todo:
-        function = todo.pop()
-        space, names = function.__globals__, _names_in(function.__code__)
-        for cell in function.__closure__ or ():
-            value = Place("", cell).recorded.get(0)
-            todo += [value] if isinstance(value, FunctionType) and value.__code__ not in known else []
-            found += [(cell, ("",))] if is_data(value) else []
-        for value in [space.get(name) for name in names]:
-            if isinstance(value, FunctionType) and value.__globals__ is space and value.__code__ not in known:
-                todo.append(value)
-            elif isinstance(value, ModuleType) and is_users(value):
-                found.append((vars(value), tuple(name for name in names if is_data(vars(value).get(name, value)))))
-        known.update(one.__code__ for one in todo)
-        found.append((space, tuple(name for name in names if is_data(space.get(name, function)))))
-    return [(holder, names) for holder, names in found if names != ()]
-
-
-@functools.cache
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    inside = (name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const))
-    return tuple(dict.fromkeys((*code.co_names, *inside)))
-
-
-def is_users(value: Any) -> bool:
-    """Whether a class, function or module is neither of the standard library nor of the libraries that run models."""
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return isinstance(name, str) and name.partition(".")[0] not in _LIBRARIES
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value has attributes that code may read as data."""
-    if isinstance(value, type | nn.Module | Tensor | ModuleType | FunctionType):
-        return False
-    known = type(value).__name__ in ("SimpleNamespace", "Namespace", "UserDict", "UserList", "ChainMap")
-    return (known or is_users(type(value))) and isinstance(getattr(value, "__dict__", None), dict)
-
-
-def is_data(value: Any) -> bool:
-    """Whether a value is data, and no code."""
-    kinds = (tuple, list, dict, set, deque, Tensor, torch.Generator, random.Random)
-    if type(value) in ATOMS:
-        return type(value) is not type
-    return isinstance(value, kinds) or is_array(value) or is_object(value)
+# Comparing values
 
 
 def is_weight(value: Any) -> bool:

@@ -80,7 +80,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
 
 def _observe(call: TiledCall) -> Observation:
     arguments = {str(index): value for index, value in enumerate(call.arguments.others)}
-    return Observation(call.patch.name, call.work.parts(), REMEDY, History(), arguments, generators=True, shared=False)
+    return Observation(call.patch.name, call.work.modules, REMEDY, History(), arguments, generators=True, shared=False)
 
 
 def _check(call: TiledCall, inputs: Sequence[Tensor], before: Observation) -> None:

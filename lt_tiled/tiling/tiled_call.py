@@ -303,7 +303,7 @@ class TiledCall:
             return None
         history = self.patch.learned.histories[self.work.key]
         remedy = "lt_tiled.untile() the module"
-        return Observation(self.patch.name, self.work.parts(), remedy, history, substituted=True)
+        return Observation(self.patch.name, self.work.modules, remedy, history, substituted=True)
 
     def _count_saved(self, inputs: Sequence[Tensor]) -> Any:
         """Run the first tile with a graph; learn how many tensors it saves and if its last part is a linear module."""
