@@ -16,14 +16,13 @@ from torch import Tensor, nn
 import lt_tiled
 from benchmarks.verified import verified, wrong_gradients
 from lt_tiled import TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling, verify
-from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TiledMLP
 from lt_tiled.cli import main
 from lt_tiled.loss.autograd import _TiledLoss
 from lt_tiled.tiling.autograd import TiledFunction
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import RandomState
-from lt_tiled.verification import Row, Step, Verification
+from lt_tiled.verification import Row, Step, Verification, run_verify
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
 from tests.lit import LitTiny, accelerator, replaced

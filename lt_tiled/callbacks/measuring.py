@@ -13,11 +13,11 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
-from lt_tiled._training_step import tensors_of, to_meta
 from lt_tiled._types import NonNegativeInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.report import Report
+from lt_tiled.training_step import to_meta, tokens_of
 
 if TYPE_CHECKING:
     from lt_tiled.planner.record import Recording
@@ -111,7 +111,7 @@ class MemoryMonitor(Callback):
         self._measure(pl_module, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._begin_step(_tokens(batch))
+        self._begin_step(tokens_of(batch))
         if self.plot is not None and self._steps >= self.step and self.measured is None and trainer.is_global_zero:
             from lt_tiled.planner.record import Recording
 
@@ -180,7 +180,7 @@ class MemoryMonitor(Callback):
         self._begin_step()
 
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._tokens += _tokens((args, kwargs))
+            self._tokens += tokens_of((args, kwargs))
 
         module.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -214,10 +214,6 @@ class MemoryMonitor(Callback):
             "lt_tiled/tiles": float(max([1, *tiles])),
             "lt_tiled/tokens_per_second": self._tokens / seconds,
         }
-
-
-def _tokens(batch: Any) -> int:
-    return next((t.shape[0] * t.shape[1] for t in tensors_of(batch) if t.dim() > 1), 0)
 
 
 def _without_memory(module: LightningModule, trainer: pl.Trainer) -> LightningModule | None:
