@@ -16,8 +16,8 @@ from lt_tiled._log import warn
 from lt_tiled._types import NonNegativeInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.report import Report
-from lt_tiled.training_step import to_meta, tokens_of
+from lt_tiled.report import Report, show
+from lt_tiled.training_step.step import to_meta, tokens_of
 
 if TYPE_CHECKING:
     from lt_tiled.planner.record import Recording
@@ -54,12 +54,7 @@ class TilingReport(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.report is not None and trainer.is_global_zero:
-            from rich.console import Console
-
-            table, console = self.report.table(self._memory.describe(self.peak), self._steps, self._seconds), Console()
-            if not console.is_terminal:  # a file needs no line breaks
-                console.width = 1000
-            console.print(table)
+            show(self.report.table(self._memory.describe(self.peak), self._steps, self._seconds))
 
 
 class MemoryMonitor(Callback):
@@ -144,8 +139,6 @@ class MemoryMonitor(Callback):
         if self.measured is None:
             warn(f"MemoryMonitor drew no plot: the run ended after {self._steps} steps. Lower step={self.step}.")
             return
-        from rich.console import Console
-
         from lt_tiled.planner.picture import draw_step
 
         runs, text = {"measured": self.measured}, f"memory of step {self.step}: {gib(self.measured.peak)} at its peak"
@@ -154,7 +147,7 @@ class MemoryMonitor(Callback):
             runs["predicted"] = self.predicted
             text += f", {gib(self.predicted.peak)} predicted"
         draw_step(runs, self.plot)
-        Console().print(f"{text}. Plot written to {self.plot}.")
+        show(f"{text}. Plot written to {self.plot}.")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._recording is not None:

@@ -24,7 +24,7 @@ from lt_tiled._types import PositiveInt
 from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.policies import parse_bytes
 from lt_tiled.tiling.recompute import random_state_kept
-from lt_tiled.training_step import create_optimizer_state, first_batch, run_step, silence, with_length
+from lt_tiled.training_step.step import create_optimizer_state, first_batch, run_step, silence, with_length
 
 
 class SequenceLengthFinder(Callback):

@@ -25,7 +25,7 @@ from lt_tiled.offload.tiers import Loading, Stored, TierName
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
-from lt_tiled.training_step import nothing
+from lt_tiled.training_step.step import nothing
 
 aten = torch.ops.aten
 

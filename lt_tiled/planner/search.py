@@ -20,7 +20,7 @@ from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
-from lt_tiled.training_step import nothing
+from lt_tiled.training_step.step import nothing
 
 LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""

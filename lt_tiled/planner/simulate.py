@@ -26,7 +26,7 @@ from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
-from lt_tiled.training_step import stepped_on, tensors_of
+from lt_tiled.training_step.step import stepped_on, tensors_of
 
 STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
 """Parts of any sequence length, apart from what ranks that share a sequence exchange."""

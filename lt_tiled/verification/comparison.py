@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,27 +12,34 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from lt_tiled.modules.patch import turned_off
+from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.modules.find import walk
+from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.sequence_parallel.self_check import rounds_products
+from lt_tiled.tiling.patched import tiled_patches
 from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import random_state_kept
-from lt_tiled.training_step import first_batch, length_of, raising_on_all, with_length
+from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.training_step.ranks import raising_on_all
+from lt_tiled.training_step.step import first_batch, length_of, with_length
 from lt_tiled.verification.gradients import GradientReader
-from lt_tiled.verification.module import force_tiles, make_comparable, name_of, patches_of, prefix_of, tiles_of
-from lt_tiled.verification.result import Step, Verification
-from lt_tiled.verification.rows import EVALUATION, LOSS, Differences, listed, norm_of, worst
-from lt_tiled.verification.steps import EngineSteps, Measured, reference_values
+from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Step, Verification, listed, norm_of, worst
+from lt_tiled.verification.steps import (
+    EngineSteps,
+    Measured,
+    ModuleWithStep,
+    make_comparable,
+    name_of,
+    reference_values,
+)
+
+_TILES = 5
+"""Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
 
 
 class Comparison(Callback):
-    """Runs the steps when a Trainer's ``fit`` has set up the engine.
-
-    Args:
-        module: The module of which the engine trains a copy.
-        batch: A batch; ``None`` for one of the data of the run.
-        seq: The longest sequence length.
-        reference: Whether to run the step in higher precision as well.
-    """
+    """Runs the steps when a Trainer's ``fit`` has set up the engine for a copy of the module."""
 
     trainer: Any
     reader: GradientReader
@@ -84,11 +92,12 @@ class Comparison(Callback):
         gradients = [name for name in names if name not in (LOSS, EVALUATION) and name not in steps.buffers]
         if not norm_of(base, gradients):
             raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-        differences = Differences(self._eps(trained), gradients, prefix_of(self.module))
+        prefix = "model." if isinstance(self.module, ModuleWithStep) else ""
+        differences = Differences(_eps(self.trainer, trained), gradients, prefix)
         rows = differences.rows(untiled.values, tiled.values, reference, names)
         accumulated = worst(differences.rows(untiled.accumulated, tiled.accumulated, reference, gradients))
         repeated = worst(differences.rows(untiled.values, untiled.accumulated, {}, gradients))
-        tiles = [(path.removeprefix(differences.prefix), count) for path, count in tiles_of(trained)]
+        tiles = [(path.removeprefix(prefix), count) for path, count in tiles_of(trained)]
         precision, strategy = self.trainer.precision, type(self.trainer.strategy).__name__
         dtype = str(_reference_dtype(trained)).removeprefix("torch.")
         return Verification(
@@ -102,15 +111,6 @@ class Comparison(Callback):
             draws=steps.draws,
             unrepeated=None if repeated.passed else repeated,
         )
-
-    def _eps(self, trained: LightningModule) -> float:
-        """Return the precision of the run."""
-        bits, dtypes = str(self.trainer.precision).split("-")[0], _dtypes(trained)
-        mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(bits, set())
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes | mixed if dtype.is_floating_point)
-        on_cuda = self.trainer.strategy.root_device.type == "cuda"
-        in_tf32 = rounds_products() or (on_cuda and _rounds_convolutions(trained))
-        return max(eps, 2.0**-10) if torch.float32 in dtypes and in_tf32 else eps
 
 
 def _check_comparable(module: LightningModule) -> None:
@@ -131,19 +131,51 @@ def _reference_dtype(module: nn.Module) -> torch.dtype:
     return torch.float64 if _dtypes(module) & {torch.float32, torch.float64} else torch.float32
 
 
-def _rounds_convolutions(module: nn.Module) -> bool:
-    """Whether the module has convolutions, and they are in TF32, as is the default on a GPU."""
+def _eps(trainer: Any, module: nn.Module) -> float:
+    """Return the precision of the run. Convolutions are in TF32 by default on a GPU."""
+    bits, dtypes = str(trainer.precision).split("-")[0], _dtypes(module)
+    mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(bits, set())
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes | mixed if dtype.is_floating_point)
     convolves = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) for part in module.modules())
-    return convolves and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    convolves &= trainer.strategy.root_device.type == "cuda"
+    in_tf32 = rounds_products() or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+    return max(eps, 2.0**-10) if torch.float32 in dtypes and in_tf32 else eps
 
 
 def _is_unchanged(name: str, buffers: dict[str, Tensor], untiled: Measured, tiled: Measured) -> bool:
     """Whether this is a buffer that no step changes."""
-    if name not in buffers:
-        return False
-    return all(is_equal(buffers[name], measured.values[name]) for measured in (untiled, tiled))
+    return name in buffers and all(is_equal(buffers[name], step.values[name]) for step in (untiled, tiled))
 
 
 def _figures(measured: Measured, gradients: list[str]) -> Step:
     norm = norm_of(measured.values, gradients)
     return Step(float(measured.values[LOSS]), norm, measured.flops, measured.peak, measured.seconds)
+
+
+def force_tiles(patches: list[Patch]) -> None:
+    """Let every call, however short, run in several tiles, and offload every block input that may be offloaded."""
+    for patch in patches:
+        if isinstance(patch, TiledPatch | HeadPatch):
+            patch.learned.largest = (0, 0)  # whatever ran before
+        if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
+            patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
+        elif isinstance(patch, HeadPatch):
+            patch.owners = {owner: _TILES if count in ("auto", 1) else count for owner, count in patch.owners.items()}
+        elif isinstance(patch, BlockPatch) and patch.offload is not None:
+            patch.offload.offloader.min_bytes = 0
+
+
+def tiles_of(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the path and the number of tiles of each module that is to be tiled, and of each head."""
+    for path, _, patch in tiled_patches(module):
+        in_parts = patch.learned.untiled and patch.found.below  # a mixture of experts, which run in tiles
+        if not (patch.found.guessed or in_parts):  # a norm that was guessed stays untiled where it cannot be tiled
+            yield path, patch.learned.largest[1]
+    for path, part in walk(module):
+        if (head := get_patch(part, HeadPatch)) is not None:
+            yield path, head.learned.largest[1]
+
+
+def patches_of(module: nn.Module) -> list[Patch]:
+    """Return what lt_tiled has set on a module and its submodules."""
+    return [patch for part in module.modules() for patch in get_patches(part, Patch)]

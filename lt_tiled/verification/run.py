@@ -6,18 +6,17 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled._types import PositiveInt
+from lt_tiled.report import show
 from lt_tiled.verification.comparison import Comparison
-from lt_tiled.verification.gradients import GradientReader, fill_zeros
-from lt_tiled.verification.module import ModuleWithStep
+from lt_tiled.verification.gradients import GradientReader
 from lt_tiled.verification.result import Verification
+from lt_tiled.verification.steps import ModuleWithStep
 
 
 def verify(
@@ -76,13 +75,7 @@ def run_verify(
     comparison = Comparison(model, None, int(seq), reference)
     result = _fit(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
     if comparison.trainer.is_global_zero:
-        from rich.console import Console  # offline images may lack it
-
-        console = Console()
-        if not console.is_terminal:
-            console.width = 1000
-        console.print(result.table())
-        console.print(result.verdict, highlight=False, soft_wrap=True)
+        show(result.table(), result.verdict)
     return result
 
 
@@ -104,13 +97,17 @@ def _fit(
     """Set up the engine for a copy of the module, let the comparison run its steps, and return the result."""
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    own = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
-    run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*own, comparison]})
+    kept = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
+    run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
     if isinstance(run.strategy, DeepSpeedStrategy):
-        _let_deepspeed_take_any_optimizer(run.strategy)
+        assert run.strategy.config is not None
+        own = {name: value for name, value in run.strategy.config.items() if name not in ("optimizer", "scheduler")}
+        own |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        run.strategy.config = own
 
-    def configure_optimizers() -> torch.optim.Optimizer:
-        comparison.reader = _gradient_reader(run.model)
+    def configure_optimizers() -> GradientReader:
+        assert run.model is not None
+        comparison.reader = GradientReader(run.model)
         return comparison.reader
 
     trained = copy.deepcopy(module)
@@ -122,19 +119,3 @@ def _fit(
             "A strategy that spawns processes keeps its results: use one that starts scripts, or torchrun."
         )
     return comparison.result
-
-
-def _let_deepspeed_take_any_optimizer(strategy: DeepSpeedStrategy) -> None:
-    assert strategy.config is not None
-    config = {name: value for name, value in strategy.config.items() if name not in ("optimizer", "scheduler")}
-    strategy.config = config | {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-
-
-def _gradient_reader(model: Any) -> GradientReader:
-    """Return the optimizer of the run, after the zeros of the weights were replaced."""
-    # The state dict has the parts of flat weights: those of frozen ones must not be taken for gradients.
-    weights = [p for p in model.parameters() if p.requires_grad or isinstance(p, FlatParameter)]
-    if not weights:
-        raise ValueError("All weights are frozen, so there are no gradients to compare: train at least one weight.")
-    fill_zeros(p for p in weights if p.requires_grad)  # before DeepSpeed copies the weights
-    return GradientReader(weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,58 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lt_tiled.memory import PeakMemory, provides
-from lt_tiled.modules.find import plain_name
+from lt_tiled.modules.find import plain_name, unwrapped, walk
 from lt_tiled.modules.patch import turned_off
-from lt_tiled.tiling.observe import Observation
+from lt_tiled.tiling.observe import History, Observation
 from lt_tiled.tiling.recompute import RandomState, random_state_kept
-from lt_tiled.training_step import ranks_fail_together, run_step, training_loss
-from lt_tiled.verification.gradients import GradientReader, deepspeed_gradients, full_state
-from lt_tiled.verification.module import buffers_of, make_comparable, observe, without_untrained
-from lt_tiled.verification.rows import EVALUATION, LOSS
+from lt_tiled.training_step.ranks import ranks_fail_together
+from lt_tiled.training_step.step import nothing, run_step, silence, training_loss
+from lt_tiled.verification.gradients import GradientReader, deepspeed_gradients, full_state, without_untrained
+from lt_tiled.verification.result import EVALUATION, LOSS
+
+
+class ModuleWithStep(LightningModule):
+    """Gives a plain module a ``training_step``."""
+
+    def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor] | None) -> None:
+        super().__init__()
+        self.model, self._step = model, step or _loss_of
+
+    def configure_model(self) -> None:
+        """Do nothing: Lightning wants this hook under FSDP2."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._step(self.model, batch)
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+    output = model(*args, **kwargs)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise ValueError(f"{type(model).__name__} returns no loss for the batch: pass step=lambda model, batch: ...")
+    return loss
+
+
+def name_of(module: LightningModule) -> str:
+    """Return the name of the class that the user wrote."""
+    return type(unwrapped(module.model if isinstance(module, ModuleWithStep) else module)).__name__
+
+
+def make_comparable(module: LightningModule) -> None:
+    """Turn off logging, hooks that change gradients, and dropout: tiles draw masks of their own."""
+    silence(module)
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    vars(module).update(dict.fromkeys(hooks, nothing))
+    if isinstance(module, ModuleWithStep) and not unwrapped(module.model).training:
+        module.model.train()  # loops do: from_pretrained returns models in evaluation mode
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(part).__name__)):
+                setattr(part, name, 0.0)
 
 
 @dataclass(frozen=True)
@@ -31,7 +72,6 @@ class Measured:
     """What the steps of an engine gave."""
 
     values: dict[str, Tensor]
-    """Gradients and buffers by name, the loss, and the loss in evaluation mode."""
     accumulated: dict[str, Tensor]
     """The values of two passes with the same batch, with the mean of their gradients."""
     flops: int
@@ -40,14 +80,7 @@ class Measured:
 
 
 class EngineSteps:
-    """Runs steps on the engine of a Trainer, all from the state of when it was made.
-
-    Args:
-        trainer: The Trainer that has set up the engine.
-        module: The module that the engine trains.
-        batch: The batch, on its device.
-        reader: The optimizer.
-    """
+    """Runs steps on the engine that a Trainer has set up, all from the state of when this object was made."""
 
     def __init__(self, trainer: Any, module: LightningModule, batch: Any, reader: GradientReader) -> None:
         self.trainer, self.module, self.batch, self.reader = trainer, module, batch, reader
@@ -63,8 +96,7 @@ class EngineSteps:
         values, _ = self._step()
         flops, peak = self._count()
         accumulated, seconds = self._step(passes=2)
-        run = self.strategy.training_step
-        values[EVALUATION] = evaluated_loss(run, self.module, self.batch, self.state, self.strategy)
+        values[EVALUATION] = self.evaluate(self.strategy.training_step, self.module, self.batch, self.state)
         return Measured(values, accumulated, flops, peak, seconds)
 
     def weights(self) -> dict[str, Tensor]:
@@ -99,10 +131,8 @@ class EngineSteps:
         if read and self.deepspeed is None:
             gradients = without_untrained(self.module, self.reader.read(self.weights))
         self.optimizer.zero_grad()
-        if not read:
-            return {}, seconds
         means = {name: gradient / passes for name, gradient in gradients.items()}
-        return means | values_of(self.strategy, self.module, loss, self.buffers), seconds
+        return self.values(self.module, loss, means) if read else {}, seconds
 
     def _pass(self, first: bool, last: bool) -> tuple[Tensor, float]:
         """Run a forward and a backward pass from the recorded state, and return the loss and the seconds."""
@@ -126,6 +156,29 @@ class EngineSteps:
                 return
         raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
 
+    def values(self, module: LightningModule, loss: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what is compared: gradients, the loss averaged over the ranks, and the buffers after a step."""
+        buffers = {name: buffer for name, buffer in buffers_of(module).items() if name in self.buffers}
+        return {**gradients, **buffers, LOSS: self.strategy.reduce(loss.detach().clone()).cpu()}
+
+    def evaluate(self, run: Callable[..., Any], module: LightningModule, batch: Any, state: Observation) -> Tensor:
+        """Return the loss in evaluation mode, averaged over the ranks: nan if the step fails there on all ranks.
+
+        Raises:
+            ValueError: If the step fails on this rank and not on all.
+        """
+        state.undo()
+        try:
+            with random_state_kept(self.device), torch.no_grad():
+                loss = training_loss(run, module.eval(), copy.deepcopy(batch)).float().reshape(())
+        except Exception as error:
+            if ranks_fail_together(error):
+                return torch.tensor(torch.nan)
+            where = f"in evaluation mode on rank {self.strategy.global_rank} and not on all ranks"
+            raise ValueError(f"The step fails {where}: {type(error).__name__}: {error}") from error
+        mean: Tensor = self.strategy.reduce(loss.clone())
+        return mean.cpu()
+
     def _now(self) -> float:
         if provides(self.device, "synchronize"):
             torch.get_device_module(self.device).synchronize()
@@ -135,12 +188,8 @@ class EngineSteps:
 def reference_values(
     module: LightningModule, steps: EngineSteps, dtype: torch.dtype, weights: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Run the step of a plain copy in another precision. Loss and gradients are averaged over the ranks.
-
-    Raises:
-        ValueError: If it does not run.
-    """
-    default, strategy = torch.get_default_dtype(), steps.strategy
+    """Run the step of a plain copy in another precision, and return its values, averaged over the ranks."""
+    default, ranks = torch.get_default_dtype(), steps.trainer.world_size
     steps.state.undo()
     try:
         plain, batch = copy.deepcopy((module, steps.batch))
@@ -156,8 +205,8 @@ def reference_values(
             state = observe(plain)
             loss = training_loss(plain.training_step, plain, copy.deepcopy(batch))
             plain.backward(loss)
-            values = values_of(strategy, plain, loss, steps.buffers)
-            values[EVALUATION] = evaluated_loss(plain.training_step, plain, batch, state, strategy)
+            values = steps.values(plain, loss, {})
+            values[EVALUATION] = steps.evaluate(plain.training_step, plain, batch, state)
     except Exception as error:
         raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
     finally:
@@ -165,35 +214,19 @@ def reference_values(
     for name, weight in plain.named_parameters():
         if weight.requires_grad:
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            if steps.trainer.world_size > 1:
+            if ranks > 1:
                 dist.all_reduce(gradient)
-            values[plain_name(name)] = gradient.cpu() / steps.trainer.world_size
+            values[plain_name(name)] = gradient.cpu() / ranks
     return values
 
 
-def values_of(strategy: Any, module: LightningModule, loss: Tensor, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the loss of a step, averaged over the ranks, and the buffers after it, of those that there were."""
-    values = {name: buffer for name, buffer in buffers_of(module).items() if name in buffers}
-    values[LOSS] = strategy.reduce(loss.detach().clone()).cpu()
-    return values
+def observe(module: nn.Module) -> Observation:
+    """Record what the steps of a module may change, and what each of them begins with."""
+    parts = [unwrapped(module), *(part for _, part in walk(module))]  # engines' units have a state of their own
+    return Observation("", parts, "", History(), generators=True, submodules=False)
 
 
-def evaluated_loss(
-    run: Callable[..., Any], module: LightningModule, batch: Any, state: Observation, strategy: Any
-) -> Tensor:
-    """Return the loss in evaluation mode, averaged over the ranks: nan if the step fails there on all ranks.
-
-    Raises:
-        ValueError: If the step fails on this rank and not on all.
-    """
-    state.undo()
-    try:
-        with random_state_kept(strategy.root_device), torch.no_grad():
-            loss = training_loss(run, module.eval(), copy.deepcopy(batch)).float().reshape(())
-    except Exception as error:
-        if ranks_fail_together(error):
-            return torch.tensor(torch.nan)
-        where = f"in evaluation mode on rank {strategy.global_rank} and not on all ranks"
-        raise ValueError(f"The step fails {where}: {type(error).__name__}: {error}") from error
-    mean: Tensor = strategy.reduce(loss.clone())
-    return mean.cpu()
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers of a module, on the CPU."""
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {plain_name(name): buffer.detach().cpu().clone() for name, buffer in buffers}
