@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from datetime import timedelta
 from itertools import count
 from threading import Thread
 
@@ -18,7 +17,7 @@ from lt_tiled.training_step.step import nothing
 
 _calls = count()
 PATIENCE = 10.0
-"""How many seconds a rank that failed waits for the other ranks to fail, or to end."""
+"""How many seconds a rank that failed waits for the other ranks to fail or to end."""
 
 
 def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
@@ -32,7 +31,7 @@ def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
     if group is None or group.size() == 1:
         return run()
     store, call, raised = group.get_group_store(), next(_calls), list[BaseException]()
-    failed, left, ended = (f"lt_tiled/{call}/{key}" for key in ("failed", "left", "ended"))
+    failed = f"lt_tiled/{call}/failed"
 
     def work() -> None:
         try:
@@ -51,14 +50,13 @@ def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
         strategy.teardown = nothing  # type: ignore[method-assign]  # it would wait for the thread
     else:
         return None
-    if store.add(left, 1) == group.size():
-        store.set(ended, "")
-    with suppress(RuntimeError):  # not all ranks came this far
-        store.wait([ended], timedelta(seconds=PATIENCE))  # the rank that ends first may be the one that holds the store
-    raise raised[0] if raised else ValueError(store.get(failed).decode())
+    error = raised[0] if raised else ValueError(store.get(failed).decode())
+    with suppress(RuntimeError):  # the rank that ends first may be the one that holds the store
+        _all_ranks_come(group, f"lt_tiled/{call}/left")
+    raise error
 
 
-def ranks_fail_together(error: Exception) -> bool:
+def ranks_fail_together() -> bool:
     """Return whether all ranks raise at the same place, where each that raises calls this function.
 
     A rank that does not raise may wait for this one in a collective, so the answer is no after ``PATIENCE`` seconds.
@@ -66,9 +64,14 @@ def ranks_fail_together(error: Exception) -> bool:
     group = dist.group.WORLD
     if group is None or group.size() == 1:
         return True
-    store, call = group.get_group_store(), next(_calls)
-    keys = [f"lt_tiled/{call}/failed on {rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], repr(error))
+    return _all_ranks_come(group, f"lt_tiled/{next(_calls)}/raised")
+
+
+def _all_ranks_come(group: dist.ProcessGroup, place: str) -> bool:
+    """Tell the other ranks that this one has come to a place, and return whether all of them come in time."""
+    store = group.get_group_store()
+    keys = [f"{place}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], "")
     end = time.monotonic() + PATIENCE
     while not store.check(keys):
         if time.monotonic() > end:

@@ -172,7 +172,7 @@ class EngineSteps:
             with random_state_kept(self.device), torch.no_grad():
                 loss = training_loss(run, module.eval(), copy.deepcopy(batch)).float().reshape(())
         except Exception as error:
-            if ranks_fail_together(error):
+            if ranks_fail_together():
                 return torch.tensor(torch.nan)
             where = f"in evaluation mode on rank {self.strategy.global_rank} and not on all ranks"
             raise ValueError(f"The step fails {where}: {type(error).__name__}: {error}") from error
