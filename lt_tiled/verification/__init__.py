@@ -10,7 +10,7 @@ the names of the weights. DeepSpeed has a function for that. The same step of a 
 engine and patches, shows the rounding of both.
 """
 
+from lt_tiled.verification.comparison import run_verify, verify
 from lt_tiled.verification.result import Row, Step, Verification
-from lt_tiled.verification.run import run_verify, verify
 
 __all__ = ["Row", "Step", "Verification", "run_verify", "verify"]

@@ -1,21 +1,26 @@
-"""The comparison of a training step without and with lt_tiled, on the engine that a Trainer has set up."""
+"""``lt_tiled.verify`` and ``lt-tiled verify``: compare a step without and with lt_tiled on the engine of a Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
+from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._types import PositiveInt
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
+from lt_tiled.report import show
 from lt_tiled.sequence_parallel.self_check import rounds_products
 from lt_tiled.tiling.patched import tiled_patches
 from lt_tiled.tiling.places import is_equal
@@ -23,10 +28,10 @@ from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.training_step.ranks import raising_on_all
 from lt_tiled.training_step.step import first_batch, length_of, with_length
-from lt_tiled.verification.gradients import GradientReader
-from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Step, Verification, listed, norm_of, worst
+from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Verification, listed, norm_of, worst
 from lt_tiled.verification.steps import (
     EngineSteps,
+    GradientReader,
     Measured,
     ModuleWithStep,
     make_comparable,
@@ -36,6 +41,106 @@ from lt_tiled.verification.steps import (
 
 _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
+_OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones", "fast_dev_run")
+_NO_STEPS: dict[str, Any] = {
+    **dict.fromkeys(_OFF, False),
+    **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
+    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time"), None),
+    "max_epochs": -1,
+    "accumulate_grad_batches": 1,
+    "overfit_batches": 0.0,
+}
+"""The arguments of a Trainer that sets up an engine and runs no step by itself."""
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    *,
+    step: Callable[[Any, Any], Tensor] | None = None,
+    strategy: Any = "tiled",
+    reference: bool = True,
+    **trainer: Any,
+) -> Verification:
+    """Compare a training step of a model without and with lt_tiled, and return what differs by how much.
+
+    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own, and zeros
+    of trained weights are replaced by small numbers, because they would stop gradients.
+
+    Args:
+        model: A LightningModule, or any module.
+        batch: A batch. Sequences of a few hundred tokens are enough, because the tiles are made that small.
+        step: For loops with Fabric or plain PyTorch: a function that takes the model and the batch and returns the
+            loss. By default that of ``training_step``, or of the output of the model.
+        strategy: A strategy with its settings, as for a Trainer, which is also that of the same name for Fabric.
+        reference: Whether to compute the step in float64 as well (float32 for 16-bit weights), on each device without
+            sharding. Without it, or if the step draws random numbers, errors are relative to the untiled step.
+        trainer: Other arguments of the Trainer, such as ``precision`` and ``devices``.
+
+    Raises:
+        ValueError: If the step cannot run.
+    """
+    module = model if isinstance(model, LightningModule) and step is None else ModuleWithStep(model, step)
+    device = next((weight.device.type for weight in model.parameters()), "auto")
+    return _fit(module, Comparison(module, batch, None, reference), {"accelerator": device} | trainer, strategy)
+
+
+def run_verify(
+    trainer: Mapping[str, Any],
+    model: LightningModule,
+    datamodule: LightningDataModule | None = None,
+    seq: PositiveInt = 256,
+    reference: bool = True,
+) -> Verification:
+    """Compare a training step of a configuration without and with lt_tiled: loss, gradients, FLOPs, memory and time.
+
+    Args:
+        trainer: The arguments of the Trainer, with their objects.
+        model: The module.
+        datamodule: Its data, of which each rank takes one batch.
+        seq: The longest sequence length. Tiles are made small enough that there are several.
+        reference: Whether to compute the step in float64 as well (float32 for 16-bit weights), on each device without
+            sharding. Turn it off for a model that does not fit; bounds are then estimated.
+    """
+    for holder in (datamodule, model):
+        if getattr(holder, "seq_len", 0) > seq:
+            holder.seq_len = int(seq)  # type: ignore[union-attr]
+    arguments = dict(trainer)
+    comparison = Comparison(model, None, int(seq), reference)
+    result = _fit(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
+    if comparison.trainer.is_global_zero:
+        show(result.table(), result.verdict)
+    return result
+
+
+def _fit(
+    module: LightningModule, comparison: Comparison, trainer: Mapping[str, Any], strategy: Any, data: Any = None
+) -> Verification:
+    """Set up the engine for a copy of the module, let the comparison run its steps, and return the result."""
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    kept = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
+    run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
+    if isinstance(run.strategy, DeepSpeedStrategy):
+        assert run.strategy.config is not None
+        own = {name: value for name, value in run.strategy.config.items() if name not in ("optimizer", "scheduler")}
+        own |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        run.strategy.config = own
+
+    def configure_optimizers() -> GradientReader:
+        assert run.model is not None
+        comparison.reader = GradientReader(run.model)
+        return comparison.reader
+
+    trained = copy.deepcopy(module)
+    trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
+    loader = None if comparison.batch is None else range(1)  # never read: all steps run when the fit starts
+    run.fit(trained, loader, datamodule=data)
+    if comparison.result is None:
+        raise ValueError(
+            "A strategy that spawns processes keeps its results: use one that starts scripts, or torchrun."
+        )
+    return comparison.result
 
 
 class Comparison(Callback):
@@ -85,11 +190,14 @@ class Comparison(Callback):
     def _result(
         self, steps: EngineSteps, untiled: Measured, tiled: Measured, reference: dict[str, Tensor]
     ) -> Verification:
-        base, trained = reference or untiled.values, steps.module
-        names = [name for name in base if not _is_unchanged(name, steps.buffers, untiled, tiled)]
+        base, trained, buffers = reference or untiled.values, steps.module, steps.buffers
+        changed = {
+            name for name in buffers for step in (untiled, tiled) if not is_equal(buffers[name], step.values[name])
+        }
+        names = [name for name in base if name in changed or name not in buffers]
         if base[EVALUATION].isnan():
             names.remove(EVALUATION)
-        gradients = [name for name in names if name not in (LOSS, EVALUATION) and name not in steps.buffers]
+        gradients = [name for name in names if name not in (LOSS, EVALUATION) and name not in buffers]
         if not norm_of(base, gradients):
             raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
         prefix = "model." if isinstance(self.module, ModuleWithStep) else ""
@@ -103,8 +211,8 @@ class Comparison(Callback):
         return Verification(
             title=f"{name_of(self.module)}, {length_of(steps.batch)} tokens, {precision}, {strategy}",
             reference=f"a step in {dtype}" if reference else "the untiled step",
-            untiled=_figures(untiled, gradients),
-            tiled=_figures(tiled, gradients),
+            untiled=untiled.figures,
+            tiled=tiled.figures,
             rows=(*rows, replace(accumulated, path=f"two micro-batches: {accumulated.path}")),
             tiles=max((count for _, count in tiles), default=None),
             not_tiled=listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
@@ -140,16 +248,6 @@ def _eps(trainer: Any, module: nn.Module) -> float:
     convolves &= trainer.strategy.root_device.type == "cuda"
     in_tf32 = rounds_products() or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
     return max(eps, 2.0**-10) if torch.float32 in dtypes and in_tf32 else eps
-
-
-def _is_unchanged(name: str, buffers: dict[str, Tensor], untiled: Measured, tiled: Measured) -> bool:
-    """Whether this is a buffer that no step changes."""
-    return name in buffers and all(is_equal(buffers[name], step.values[name]) for step in (untiled, tiled))
-
-
-def _figures(measured: Measured, gradients: list[str]) -> Step:
-    norm = norm_of(measured.values, gradients)
-    return Step(float(measured.values[LOSS]), norm, measured.flops, measured.peak, measured.seconds)
 
 
 def force_tiles(patches: list[Patch]) -> None:
