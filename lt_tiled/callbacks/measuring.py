@@ -60,8 +60,8 @@ class TilingReport(Callback):
 class MemoryMonitor(Callback):
     """Logs peak memory, tiles and tokens per second of each step, for Trainer and Fabric.
 
-    The figures go to the loggers of the run as ``lt_tiled/...``. With Fabric, where strategies do not log, those of
-    offloading do, too; a step ends with ``optimizer.step()``, and the tokens are those that go into the model.
+    The figures go to the loggers of the run as ``lt_tiled/...``. With Fabric, where strategies do not log, the offload
+    figures are logged as well; a step ends with ``optimizer.step()``, and the tokens are those passed to the model.
 
     Args:
         plot: A file for the plot of a step, ``.png``, ``.svg`` or ``.pdf``: measured and predicted memory over time.
