@@ -2,7 +2,6 @@
 
 from lt_tiled import callbacks, fabric
 from lt_tiled._prepare import Prepared, prepare
-from lt_tiled._verify import verify
 from lt_tiled.errors import (
     DoesNotFitError,
     NothingFoundError,
@@ -23,7 +22,7 @@ from lt_tiled.strategies import (
     TiledSingleDeviceStrategy,
 )
 from lt_tiled.tiling.api import tile, untile
-from lt_tiled.verification import Verification
+from lt_tiled.verification import Verification, verify
 
 __version__ = "0.2.0"
 

@@ -30,10 +30,10 @@ import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
 from lt_tiled._log import quiet_libraries
-from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
+from lt_tiled.verification import run_verify
 
 
 class CommandsTrainer(Trainer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TiledModule:
-    """A tiled module, with its largest call so far; it has 0 tokens before its first call."""
+    """A tiled module, or a model that computes its loss in tiles with the path of its head.
+
+    Tokens and tiles are those of its largest call so far, and 0 before its first call.
+    """
 
     path: str
     kind: str
@@ -34,16 +37,6 @@ class TiledModule:
     """hidden_size and intermediate_size, if the module is an MLP whose projections show them."""
     weight_bytes: int = 0
     """The bytes of its weights on all ranks together."""
-
-
-@dataclass(frozen=True)
-class TiledLoss:
-    """A model that computes its loss in tiles, with the path of its head and the largest call so far."""
-
-    path: str
-    kind: str
-    tokens: int
-    tiles: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Report:
     tiled: tuple[TiledModule, ...]
     """MLPs, and what a policy names."""
     blocks: tuple[RecomputedBlock, ...]
-    losses: tuple[TiledLoss, ...] = ()
+    losses: tuple[TiledModule, ...] = ()
     norms: tuple[TiledModule, ...] = ()
     """Norms that ``targets="auto"`` found apart from MLPs."""
     offloaded: OffloadStats | None = None
@@ -95,7 +88,7 @@ class Report:
                     row = TiledModule(where, found.kind, *patch.learned.largest, sizes, found.weight_bytes)
                     (norms if found.guessed else tiled).append(row)
             if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
-                losses.append(TiledLoss(path, head.name, *head.learned.largest))
+                losses.append(TiledModule(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
                 blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
@@ -163,3 +156,14 @@ class Report:
 def pattern(path: str) -> str:
     """Return ``layers.*.mlp`` for ``layers.3.mlp``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def show(*parts: Any) -> None:
+    """Print tables and lines; a file, unlike a terminal, needs no line breaks."""
+    from rich.console import Console  # offline images may lack it
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 1000
+    for part in parts:
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))

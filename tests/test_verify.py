@@ -16,14 +16,13 @@ from torch import Tensor, nn
 import lt_tiled
 from benchmarks.verified import verified, wrong_gradients
 from lt_tiled import TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling, verify
-from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TiledMLP
 from lt_tiled.cli import main
 from lt_tiled.loss.autograd import _TiledLoss
 from lt_tiled.tiling.autograd import TiledFunction
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import RandomState
-from lt_tiled.verification import Row, Step, Verification
+from lt_tiled.verification import Row, Step, Verification, run_verify
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
 from tests.lit import LitTiny, accelerator, replaced
@@ -655,6 +654,12 @@ class Empty(LitTiny):
         return [] if dist.get_rank() else super().train_dataloader()
 
 
+def raising_in_evaluation(model: Any, ids: Tensor) -> Tensor:
+    if not model.training:
+        raise KeyError("labels")
+    return step(model, ids)
+
+
 class Failing(torch.autograd.Function):
     """The identity, whose backward pass raises on the second rank."""
 
@@ -674,12 +679,14 @@ def failing_forward(x: Tensor) -> Tensor:
 
 
 class FailingNorm(nn.LayerNorm):
-    def __init__(self, run: Any) -> None:
+    """Runs a function that may fail, in training mode or in evaluation mode alone."""
+
+    def __init__(self, run: Any, in_training: bool = True) -> None:
         super().__init__(H)
-        self.run = run
+        self.run, self.in_training = run, in_training
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.run(x))
+        return super().forward(self.run(x) if self.training == self.in_training else x)
 
 
 def failing(what: str, engine: str) -> None:
@@ -690,6 +697,9 @@ def failing(what: str, engine: str) -> None:
         run_verify({**on_ranks, "accelerator": "cpu"}, Empty())
     elif what == "float64":
         verify(net, IDS, step=only_32_bits_on_one, **on_ranks)
+    elif what == "evaluation":
+        net.blocks[1].norm1 = FailingNorm(failing_forward, in_training=False)
+        verify(net, IDS, step=step, **on_ranks)
     else:
         net.blocks[0].norm1 = FailingNorm(failing_forward if what == "forward" else Failing.apply)
         verify(net, IDS, step=step, **on_ranks)
@@ -700,6 +710,7 @@ REASONS = {
     "float64": "does not run in torch.float64 (no kernel): pass reference=False",
     "forward": "KeyError: 'no token 7'",
     "backward": "KeyError: 'no token 7'",
+    "evaluation": "in evaluation mode on rank 1 and not on all ranks: KeyError: 'no token 7'",
 }
 
 
@@ -710,19 +721,37 @@ REASONS = {
         ("float64", "ddp"),
         ("forward", "fsdp2"),
         ("backward", "ddp"),
+        ("evaluation", "fsdp2"),
+        pytest.param("evaluation", "ddp", marks=pytest.mark.full),
+        pytest.param("evaluation", "zero3", marks=pytest.mark.full),
         pytest.param("backward", "fsdp_flat", marks=pytest.mark.full),
         pytest.param("forward", "zero3", marks=pytest.mark.full),
         pytest.param("backward", "zero2", marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_fails(what: str, engine: str, request: pytest.FixtureRequest) -> None:
-    """What one rank raises, also between collectives of its engine, is raised on all: none waits for it."""
+    """What one rank raises, also between collectives of its engine, is raised on all: none waits for it.
+
+    So is what it alone raises in evaluation mode.
+    """
     with pytest.raises(RanksFailed) as failed:
         world_of(request, engine)(failing, what, engine)
     first, second = str(failed.value).split("rank 1: ")
     assert "ValueError: Rank 1 cannot run its step: " in first
     assert REASONS[what] in first
     assert REASONS[what] in second
+
+
+def evaluated_without_loss(engine: str) -> tuple[bool, bool]:
+    """Whether a step that raises in evaluation mode on all ranks passes, and whether a loss is compared there."""
+    result = verify(TinyLM(), IDS, step=raising_in_evaluation, strategy=strategy(lt_tiled, engine), devices=2)
+    return result.passed, any(row.path == "loss in evaluation mode" for row in result.rows)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=pytest.mark.full)])
+def test_ranks_that_fail_together_in_evaluation(engine: str, request: pytest.FixtureRequest) -> None:
+    """A step that raises in evaluation mode on all ranks is compared in training mode alone."""
+    assert world_of(request, engine)(evaluated_without_loss, engine) == [(True, False)] * 2
 
 
 def without_reference() -> tuple[str, str]:

@@ -13,11 +13,11 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
-from lt_tiled._training_step import tensors_of, to_meta
 from lt_tiled._types import NonNegativeInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.report import Report
+from lt_tiled.report import Report, show
+from lt_tiled.training_step.step import to_meta, tokens_of
 
 if TYPE_CHECKING:
     from lt_tiled.planner.record import Recording
@@ -54,19 +54,14 @@ class TilingReport(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.report is not None and trainer.is_global_zero:
-            from rich.console import Console
-
-            table, console = self.report.table(self._memory.describe(self.peak), self._steps, self._seconds), Console()
-            if not console.is_terminal:  # a file needs no line breaks
-                console.width = 1000
-            console.print(table)
+            show(self.report.table(self._memory.describe(self.peak), self._steps, self._seconds))
 
 
 class MemoryMonitor(Callback):
     """Logs peak memory, tiles and tokens per second of each step, for Trainer and Fabric.
 
-    The figures go to the loggers of the run as ``lt_tiled/...``. With Fabric, where strategies do not log, those of
-    offloading do, too; a step ends with ``optimizer.step()``, and the tokens are those that go into the model.
+    The figures go to the loggers of the run as ``lt_tiled/...``. With Fabric, where strategies do not log, the offload
+    figures are logged as well; a step ends with ``optimizer.step()``, and the tokens are those passed to the model.
 
     Args:
         plot: A file for the plot of a step, ``.png``, ``.svg`` or ``.pdf``: measured and predicted memory over time.
@@ -111,7 +106,7 @@ class MemoryMonitor(Callback):
         self._measure(pl_module, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._begin_step(_tokens(batch))
+        self._begin_step(tokens_of(batch))
         if self.plot is not None and self._steps >= self.step and self.measured is None and trainer.is_global_zero:
             from lt_tiled.planner.record import Recording
 
@@ -144,8 +139,6 @@ class MemoryMonitor(Callback):
         if self.measured is None:
             warn(f"MemoryMonitor drew no plot: the run ended after {self._steps} steps. Lower step={self.step}.")
             return
-        from rich.console import Console
-
         from lt_tiled.planner.picture import draw_step
 
         runs, text = {"measured": self.measured}, f"memory of step {self.step}: {gib(self.measured.peak)} at its peak"
@@ -154,7 +147,7 @@ class MemoryMonitor(Callback):
             runs["predicted"] = self.predicted
             text += f", {gib(self.predicted.peak)} predicted"
         draw_step(runs, self.plot)
-        Console().print(f"{text}. Plot written to {self.plot}.")
+        show(f"{text}. Plot written to {self.plot}.")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._recording is not None:
@@ -180,7 +173,7 @@ class MemoryMonitor(Callback):
         self._begin_step()
 
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._tokens += _tokens((args, kwargs))
+            self._tokens += tokens_of((args, kwargs))
 
         module.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -214,10 +207,6 @@ class MemoryMonitor(Callback):
             "lt_tiled/tiles": float(max([1, *tiles])),
             "lt_tiled/tokens_per_second": self._tokens / seconds,
         }
-
-
-def _tokens(batch: Any) -> int:
-    return next((t.shape[0] * t.shape[1] for t in tensors_of(batch) if t.dim() > 1), 0)
 
 
 def _without_memory(module: LightningModule, trainer: pl.Trainer) -> LightningModule | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,11 @@ from torchmetrics import Metric
 
 from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._training_step import first_batch, nothing, stepped_on, training_loss, with_length
 from lt_tiled._types import PositiveInt
 from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.policies import parse_bytes
 from lt_tiled.tiling.recompute import random_state_kept
+from lt_tiled.training_step.step import create_optimizer_state, first_batch, run_step, silence, with_length
 
 
 class SequenceLengthFinder(Callback):
@@ -131,10 +131,14 @@ class SequenceLengthFinder(Callback):
 
     def _fits(self, trainer: pl.Trainer, module: LightningModule, batch: Any, tokens: int) -> bool:
         """Return whether a step on sequences of that length fits on every rank."""
-        fits, memory = True, PeakMemory(trainer.strategy.root_device)
+        strategy, fits = trainer.strategy, True
+        memory = PeakMemory(strategy.root_device)
         memory.reset()
+        # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
+        blocked = strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
         try:
-            _run_step(trainer, module, with_length(batch, tokens))
+            with blocked:
+                run_step(strategy, module, with_length(batch, tokens), trainer.optimizers[0])
         except RuntimeError as error:
             if not (is_oom_error(error) or "can't allocate memory" in str(error)):
                 raise
@@ -143,19 +147,10 @@ class SequenceLengthFinder(Callback):
         fits = fits and (self.memory is None or peak <= self.memory)
         _free(trainer)
         if dist.is_available() and dist.is_initialized():
-            fits = trainer.strategy.reduce_boolean_decision(fits, all=True)
+            fits = strategy.reduce_boolean_decision(fits, all=True)
         if fits:
             self.peaks[tokens] = peak
         return fits
-
-
-def _run_step(trainer: pl.Trainer, module: LightningModule, batch: Any) -> None:
-    strategy, optimizer = trainer.strategy, trainer.optimizers[0]
-    # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
-    with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
-        loss = training_loss(strategy.training_step, module, batch)
-        optimizer.zero_grad()
-        strategy.backward(loss, optimizer)
 
 
 def _free(trainer: pl.Trainer) -> None:
@@ -174,10 +169,10 @@ def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
     log = {name: value for name, value in vars(module).items() if name in ("log", "log_dict")}
     # DeepSpeed's optimizer state exists from the start.
     optimizers = [] if isinstance(trainer.strategy, DeepSpeedStrategy) else trainer.optimizers
-    vars(module).update(log=nothing, log_dict=nothing)
+    silence(module)
     try:
         for optimizer in optimizers:
-            _make_state(optimizer)
+            create_optimizer_state(optimizer)
         yield
     finally:
         for optimizer in optimizers:
@@ -192,20 +187,3 @@ def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
         del module.log, module.log_dict  # of the instance
         vars(module).update(log)
         _free(trainer)
-
-
-def _make_state(optimizer: Any) -> None:
-    """Create the state of an optimizer, by a step with a learning rate and gradients of zero."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * 0.0  # a number or a tensor
-    try:
-        for weight in stepped_on(optimizer):
-            if weight.requires_grad:
-                weight.backward(torch.zeros_like(weight))
-        with suppress(TypeError):  # LBFGS needs a closure, and has little state
-            optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        optimizer.zero_grad()

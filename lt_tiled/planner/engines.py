@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled._training_step import nothing, stepped_on
 from lt_tiled.modules.find import find_blocks, walk
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.tiling.patched import whole_modules
+from lt_tiled.training_step.step import nothing, stepped_on
 
 Release = Callable[[], None]
 EngineName = Literal["single", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"]

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from lt_tiled._training_step import nothing
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored, TierName
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
+from lt_tiled.training_step.step import nothing
 
 aten = torch.ops.aten
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._training_step import first_batch, length_of, nothing, to_meta, training_loss, with_length
 from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from lt_tiled.sequence_parallel.groups import check_size
+from lt_tiled.training_step.step import first_batch, length_of, nothing, to_meta, training_loss, with_length
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),

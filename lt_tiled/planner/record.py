@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lt_tiled._training_step import tensors_of
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.simulate import Simulation
 from lt_tiled.planner.where import Whereabouts
+from lt_tiled.training_step.step import tensors_of
 
 
 class Recording:

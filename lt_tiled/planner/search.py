@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lt_tiled._log import warn
-from lt_tiled._training_step import nothing
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import HeadPatch, find_losses
 from lt_tiled.memory import gib
@@ -21,6 +20,7 @@ from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
+from lt_tiled.training_step.step import nothing
 
 LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import inform, quiet
 from lt_tiled._prepare import Prepared
-from lt_tiled._training_step import stepped_on, tensors_of
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import FakeGroup, FakeLedger, fake_offloader, fake_weights, without_memory
@@ -27,6 +26,7 @@ from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
+from lt_tiled.training_step.step import stepped_on, tensors_of
 
 STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
 """Parts of any sequence length, apart from what ranks that share a sequence exchange."""

@@ -1,4 +1,4 @@
-"""The result of :func:`lt_tiled.verify`: the figures of two steps, and the errors of their gradients."""
+"""The result of :func:`lt_tiled.verify`: the figures of two steps, the errors of their gradients, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lt_tiled.report import pattern
 
 if TYPE_CHECKING:
     from rich.table import Table
+
 
 _FACTOR = 4.0
 """How much larger than that of the untiled step an error may be: both are sums of the same terms in another order."""
@@ -144,47 +145,47 @@ class Verification:
         return f"{captured.get()}{self.verdict}"
 
 
-def compare(
-    plain: dict[str, Tensor],
-    ours: dict[str, Tensor],
-    truth: dict[str, Tensor],
-    eps: float,
-    names: Sequence[str],
-    gradients: Sequence[str],
-    prefix: str,
-) -> tuple[Row, ...]:
-    """Return the worst weight of modules that are alike, the loss and the buffers.
+@dataclass(frozen=True)
+class Differences:
+    """Compares the values of steps."""
 
-    Args:
-        plain: The values of the untiled step.
-        ours: Those of the tiled step.
-        truth: Those of the reference; empty if there is none.
-        eps: The precision of the run.
-        names: What is compared.
-        gradients: Which of these are gradients.
-        prefix: Left out of the paths.
-    """
-    base = truth or plain
-    # Values that are almost zero count as larger: gradients and a loss relative to all gradients, other floating-point
-    # numbers, which are buffers, relative to all of these.
-    least = dict.fromkeys((*gradients, LOSS, EVALUATION), 1e-3 * norm_of(base, gradients))
-    floats = [name for name in names if name not in least and base[name].is_floating_point()]
-    least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
-    sizes = {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
-    before, after = (
-        {name: float((values[name].double() - base[name].double()).norm()) / sizes[name] for name in names}
-        for values in (plain, ours)
-    )
-    # Models compute parts in float32 whatever their dtype is, and a weight of few numbers may have no error by chance.
-    usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
-    rows: dict[str, Row] = {}
-    for name in names:
-        path = pattern((name.rpartition(".")[0] if name in gradients else "") or name).removeprefix(prefix)
-        limit = max(1e-4, 10 * eps)
-        allowed = min(_FACTOR * max(before[name], usual), 4 * limit) if truth else limit
-        row = Row(path, before[name] if truth else math.nan, after[name], allowed)
-        rows[path] = worst([rows.get(path, row), row])
-    return tuple(rows.values())
+    eps: float
+    """The precision of the run."""
+    gradients: Sequence[str]
+    """The names of values that are gradients."""
+    prefix: str
+    """Left out of the paths."""
+
+    def rows(
+        self, untiled: dict[str, Tensor], tiled: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]
+    ) -> tuple[Row, ...]:
+        """Return the worst weight of modules that are alike, the loss and the buffers; ``reference`` may be empty."""
+        base = reference or untiled
+        sizes = self._sizes(base, names)
+        before = {name: _distance(untiled[name], base[name]) / sizes[name] for name in names}
+        after = {name: _distance(tiled[name], base[name]) / sizes[name] for name in names}
+        # Models compute parts in float32 whatever their dtype is; a weight of few numbers may have no error by chance.
+        usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
+        limit = max(1e-4, 10 * self.eps)
+        rows: dict[str, Row] = {}
+        for name in names:
+            module = name.rpartition(".")[0] if name in self.gradients else ""
+            path = pattern(module or name).removeprefix(self.prefix)
+            allowed = min(_FACTOR * max(before[name], usual), 4 * limit) if reference else limit
+            row = Row(path, before[name] if reference else math.nan, after[name], allowed)
+            rows[path] = worst([rows.get(path, row), row])
+        return tuple(rows.values())
+
+    def _sizes(self, base: dict[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+        """Return what errors are relative to. Values that are almost zero count as larger.
+
+        Gradients and losses count relative to all gradients; other floating-point numbers, which are buffers, relative
+        to all of these.
+        """
+        least = dict.fromkeys((*self.gradients, LOSS, EVALUATION), 1e-3 * norm_of(base, self.gradients))
+        floats = [name for name in names if name not in least and base[name].is_floating_point()]
+        least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
+        return {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
 
 
 def worst(rows: Iterable[Row]) -> Row:
@@ -195,6 +196,10 @@ def worst(rows: Iterable[Row]) -> Row:
 def norm_of(values: dict[str, Tensor], names: Iterable[str]) -> float:
     """Return the norm of some values together."""
     return math.hypot(*(float(values[name].double().norm()) for name in names))
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm())
 
 
 def listed(paths: Sequence[str], among: Sequence[str]) -> tuple[str, ...]:
