@@ -41,8 +41,8 @@ from lt_tiled._training_step import (
     training_loss,
     with_length,
 )
-from lt_tiled._types import PositiveInt
 from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.memory import PeakMemory, provides
 from lt_tiled.modules.find import plain_name, unwrapped, walk

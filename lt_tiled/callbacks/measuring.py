@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lt_tiled._log import warn
 from lt_tiled._training_step import tensors_of, to_meta
-from lt_tiled._types import NonNegativeInt
+from lt_tiled.cli.numbers import NonNegativeInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.report import Report

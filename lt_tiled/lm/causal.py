@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
-from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
+from lt_tiled.cli.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.errors import NothingFoundError, did_you_mean
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import LossPatch, find_losses, loss_function_set, patch_losses

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled._log import warn
-from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
+from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import require
 from lt_tiled.lm.text import Sequences, check_tokenizer, files_of, load_tokenizer, vocab_size
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, StackDataset, default_collate
 
 from lt_tiled._log import inform, warn
-from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
+from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import CausalLM, require
 from lt_tiled.policies import check_count
 

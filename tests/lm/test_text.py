@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from lt_tiled._types import PositiveInt
+from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.text import has_tokenizer, read_text
 from tests.lit import trainer

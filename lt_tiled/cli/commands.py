@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
-from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
 from lt_tiled._log import quiet_libraries
 from lt_tiled._verify import run_verify
 from lt_tiled.callbacks import TilingReport
+from lt_tiled.cli.bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
 from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
 
@@ -45,7 +45,7 @@ class CommandsTrainer(Trainer):
 
 
 class TiledCLI(LightningCLI):
-    """Adds the commands ``plan``, ``verify`` and ``export``, which :func:`main` runs.
+    """Adds the commands ``plan``, ``verify`` and ``export``, which :func:`run` runs.
 
     ``plan``, which makes modules without memory, and ``verify`` get no Trainer: they take its arguments.
 
@@ -59,7 +59,7 @@ class TiledCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
         own = {"config", "trainer", "model", "datamodule"}
-        every = {**LightningCLI.subcommands(), "plan": own, "verify": own, "export": own}  # which main runs
+        every = {**LightningCLI.subcommands(), "plan": own, "verify": own, "export": own}  # which run runs
         return {self.command: every[self.command]} if self.command in every else every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -134,7 +134,7 @@ class SaveRunConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-def main(args: ArgsType = None) -> None:
+def run(args: ArgsType = None) -> None:
     """Run the command line on ``args``, by default those of the process.
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
@@ -187,7 +187,8 @@ def _with_own_configs(args: list[str]) -> list[str]:
         option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)
         files = option in ("--config", "--model", "--data", "--trainer")
         if files and name.startswith("configs/") and not Path(name).exists():
-            homes = (Path(__file__).parent, Path(__file__).parent.parent)
+            package = Path(lt_tiled.__file__).parent
+            homes = (package, package.parent)
             found = next((str(home / name) for home in homes if (home / name).is_file()), name)
             arg = f"{option}={found}" if equals else found
         result.append(arg)
