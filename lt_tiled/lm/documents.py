@@ -16,7 +16,8 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import require
-from lt_tiled.lm.text import Sequences, check_tokenizer, files_of, load_tokenizer, vocab_size
+from lt_tiled.lm.sequences import Sequences
+from lt_tiled.lm.text import check_tokenizer, files_of, load_tokenizer, vocab_size
 
 
 class _Document(NamedTuple):
