@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lt_tiled._log import inform, warn
 from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
-from lt_tiled.lm.causal import CausalLM, require
+from lt_tiled.lm.causal import CausalLM
+from lt_tiled.lm.models import refusing, require
 from lt_tiled.lm.sequences import Sequences
 
 
@@ -58,24 +59,34 @@ class TextFiles(Sequences):
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
+        self.max_bytes, self.held_out, self.trust_remote_code = max_bytes, held_out, trust_remote_code
         self.tokenizer = self._used = tokenizer
-        self.max_bytes, self.held_out = max_bytes, held_out
-        self.trust_remote_code = trust_remote_code
 
     def setup(self, stage: str) -> None:
-        module, tokenizer = getattr(self.trainer, "lightning_module", None), self.tokenizer
-        if tokenizer is None and isinstance(module, CausalLM) and (path := module.hparams["path"]) is not None:
-            if has_tokenizer(path):
-                tokenizer = path
-            elif (known := module.vocab_size) != 256:
-                raise ValueError(
-                    f"The model in path={path!r} has {known} tokens and no tokenizer, and the data would be bytes: set"
-                    " tokenizer of lt_tiled.lm.TextFiles to a local directory with the tokenizer of the model."
-                )
+        """Read and cut the text on every rank, and again if ``seq_len`` or the tokenizer has changed."""
+        tokenizer = self.tokenizer or self._tokenizer_of_the_model()
         if tokenizer != self._used:
             inform(f"the tokens of the text are {f'those of the tokenizer in {tokenizer}' if tokenizer else 'bytes'}")
             self._used, self._cut_at = tokenizer, 0
         super().setup(stage)
+
+    def _tokenizer_of_the_model(self) -> str | None:
+        """Return the directory of the model if that has a tokenizer, and ``None`` for a model of bytes.
+
+        Raises:
+            ValueError: If the model has other tokens than bytes, and no tokenizer.
+        """
+        module = getattr(self.trainer, "lightning_module", None)
+        if not isinstance(module, CausalLM) or (path := module.hparams["path"]) is None:
+            return None
+        if has_tokenizer(path):
+            return str(path)
+        if module.vocab_size != 256:
+            raise ValueError(
+                f"The model in path={path!r} has {module.vocab_size} tokens and no tokenizer, and the data would be"
+                " bytes: set tokenizer of lt_tiled.lm.TextFiles to a local directory with the tokenizer of the model."
+            )
+        return None
 
     def cut(self) -> list[Mapping[str, Tensor]]:
         if self.paths is None:
@@ -133,10 +144,8 @@ def load_tokenizer(tokenizer: str, trust_remote_code: bool = False, chat_templat
     require("transformers", "'lt-tiled[hf]'")
     from transformers import AutoTokenizer
 
-    try:
+    with refusing(f"tokenizer={tokenizer!r} cannot be loaded"):
         found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ValueError(f"tokenizer={tokenizer!r} cannot be loaded: {error}") from error
     if chat_template is not None:
         try:
             found.chat_template = Path(chat_template).read_text()
