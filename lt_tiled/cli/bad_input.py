@@ -64,30 +64,52 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
     if files and text.startswith("Unexpected config: "):
         return f"{files[-1]}: it has no keys such as trainer:, but is {text.partition(': ')[2][:40]!r}."
     lines = [line for line in text.splitlines() if line.strip()] or [""]
-    at = next((i for i, line in enumerate(lines) if not _TREE.match(line)), -1)
-    reason = " ".join(takewhile(lambda line: not _TREE.match(line), lines[at:])).strip(" -") or lines[at].strip(" -")
-    values = [i for i, line in enumerate(lines) if line.lstrip().startswith("Given value: ")]
-    if at < 0 and values:  # of the innermost union, no type of which fits
-        at = values[0]
-        types = next((line for line in reversed(lines[:at]) if line.lstrip().startswith("Subtypes: ")), "")
-        value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
-        named = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
-        classes = [getattr(sys.modules.get(m), n, int) for m, n in re.findall(r"<class '([\w.]+)\.(\w+)'>", types)]
-        reason = f"{value!r} is none of {types.partition(': ')[2]}"
-        if named and (near := did_you_mean(named[1], {name for kind in classes for name in _names(kind)})):
-            reason = f"there is no {named[1]!r}{near}"
-    keys, indent = list[str](), _indent(lines[at])
-    for line in reversed(lines[:at]):
-        if _indent(line) < indent:
-            indent = _indent(line)
-            keys[:0] = [key for found in re.findall(r'Parser key "(.+)":$', line) for key in found.split(".")]
+    at, reason = _first_reason(lines)
+    keys = _keys_above(lines, at)
     if found := re.match(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
         reason = f"{found[1]} has no {_near(found[2], dir(sys.modules.get(found[1])))}"
     for module in re.findall(r"(?:class_path'?:? '|Given value: )([A-Za-z_][\w.]*)\.[A-Z]\w*\b", text):
         reason = _failed_import(module) or reason
-    path = [*keys, *(key for found in re.findall(r"unknown key '([\w.]+)'", reason) for key in found.split("."))]
+    unknown = re.search(r"unknown key '([\w.]+)'", reason)
+    path = [*keys, *unknown[1].split(".")] if unknown else keys
     place = next(filter(None, (_find(file, path) for file in files)), "") if path else ""
     return f"{place}{'.'.join(keys)}{': ' if keys else ''}{_line(reason)}"
+
+
+def _first_reason(lines: Sequence[str]) -> tuple[int, str]:
+    """Return the first reason of a tree of errors, or else the innermost value that has none of its types; and where.
+
+    Only lines that are a part of the tree separate reasons: one may have several lines.
+    """
+    is_tree = [_TREE.match(line) is not None for line in lines]
+    if not all(is_tree):
+        at = is_tree.index(False)
+        reason = list(takewhile(lambda line: not _TREE.match(line), lines[at:]))
+        return at, " ".join(reason).strip(" -")
+    values = [i for i, line in enumerate(lines) if line.lstrip().startswith("Given value: ")]
+    if not values:
+        return len(lines) - 1, lines[-1].strip(" -")
+    at = values[0]
+    types = next((line for line in reversed(lines[:at]) if line.lstrip().startswith("Subtypes: ")), "")
+    value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
+    known: set[str] = set()
+    for module, name in re.findall(r"<class '([\w.]+)\.(\w+)'>", types):
+        known |= _names(getattr(sys.modules.get(module), name, int))
+    given = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
+    if given and (near := did_you_mean(given[1], known)):
+        return at, f"there is no {given[1]!r}{near}"
+    return at, f"{value!r} is none of {types.partition(': ')[2]}"
+
+
+def _keys_above(lines: Sequence[str], at: int) -> list[str]:
+    """Return the keys that a line of the tree of errors is below."""
+    keys, indent = list[str](), _indent(lines[at])
+    for line in reversed(lines[:at]):
+        if _indent(line) < indent:
+            indent = _indent(line)
+            if found := re.search(r'Parser key "(.+)":$', line):
+                keys = found[1].split(".") + keys
+    return keys
 
 
 def _failed_import(module: str) -> str:
