@@ -121,7 +121,8 @@ def _failed_import(module: str) -> str:
         if isinstance(error, SyntaxError):
             places.append((str(error.filename), error.lineno or 0))
         if places:
-            return "{}:{}: ".format(*places[-1]) + f"{type(error).__name__}: {getattr(error, 'msg', error)}"
+            file, line = places[-1]
+            return f"{file}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}"
     return ""
 
 
@@ -200,23 +201,29 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: If there are such.
     """
     try:
-        nodes = [yaml.compose(text, yaml.SafeLoader)]
+        _refuse_repeated(yaml.compose(text, yaml.SafeLoader), len(text) + 10_000)
+        return _load_yaml(text)
     except RecursionError:
         raise yaml.YAMLError("its lists and mappings are nested too deeply.") from None
-    for node in nodes:  # which grows: aliases are expanded, as jsonargparse does where it copies what was loaded
-        if isinstance(node, yaml.MappingNode):
-            keys = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # there may be several <<
-            if twice := [key for i, key in enumerate(keys) if key.value in [k.value for k in keys[:i]]]:
-                raise yaml.YAMLError(f"line {twice[0].start_mark.line + 1}: {twice[0].value!r} is there a second time.")
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        if len(nodes) > len(text) + 10_000:
-            raise yaml.YAMLError(f"its aliases (*name) expand to more than {len(nodes)} values: write fewer of them.")
-    try:
-        return _load_yaml(text)
     except ValueError as error:  # such as a number of 5000 digits
         raise yaml.YAMLError(str(error)) from error
+
+
+def _refuse_repeated(node: yaml.Node, most: int) -> None:
+    """Raise ``yaml.YAMLError`` for a key that is repeated, and if aliases repeat more than so many values."""
+    nodes = [node]
+    for node in nodes:  # which grows: aliases are expanded, as jsonargparse does where it copies what was loaded
+        keys = set[str]()
+        for item in node.value if isinstance(node, yaml.CollectionNode) else ():
+            if isinstance(node, yaml.MappingNode):
+                key, item = item
+                if key.value in keys and not key.tag.endswith(":merge"):  # there may be several <<
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"line {line}: {key.value!r} is there a second time.")
+                keys.add(key.value)
+            nodes.append(item)
+        if len(nodes) > most:
+            raise yaml.YAMLError(f"its aliases (*name) expand to more than {len(nodes)} values: write fewer of them.")
 
 
 def message(error: Exception) -> str:
