@@ -8,7 +8,7 @@ from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from textwrap import shorten
 from traceback import walk_tb
@@ -51,10 +51,13 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if found := _UNKNOWN_KEY.fullmatch(message):
             message = f"unknown key {_near(found[1], self.command.get_defaults().keys())}"
-        # The error of a class's parser becomes a part of the next parser's, and the main parser repeats its command's.
-        if self.exit_on_error and not isinstance(ex, ArgumentError):
-            message = explain(message, self.command.files)
-        raise ArgumentError(None, message) from ex
+        if isinstance(ex, ArgumentError):  # the main parser repeats its command's
+            raise ArgumentError(None, message) from ex
+        if self.exit_on_error:
+            raise ArgumentError(None, explain(message, self.command.files)) from ex
+        # A class's parser: its error becomes a line of the next parser's.
+        keys, reason = _keys_and_reason(message)
+        raise ArgumentError(None, f"In {'.'.join(keys)}: {reason}" if keys else reason) from ex
 
 
 def explain(text: str, files: Sequence[Path] = ()) -> str:
@@ -63,53 +66,50 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
         return f"{files[-1]}: {_line(text.partition(': ')[2])}"
     if files and text.startswith("Unexpected config: "):
         return f"{files[-1]}: it has no keys such as trainer:, but is {text.partition(': ')[2][:40]!r}."
-    lines = [line for line in text.splitlines() if line.strip()] or [""]
-    at, reason = _first_reason(lines)
-    keys = _keys_above(lines, at)
-    if found := re.match(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
-        reason = f"{found[1]} has no {_near(found[2], dir(sys.modules.get(found[1])))}"
-    for module in re.findall(r"(?:class_path'?:? '|Given value: )([A-Za-z_][\w.]*)\.[A-Z]\w*\b", text):
-        reason = _failed_import(module) or reason
+    keys, reason = _keys_and_reason(text)
     unknown = re.search(r"unknown key '([\w.]+)'", reason)
     path = [*keys, *unknown[1].split(".")] if unknown else keys
     place = next(filter(None, (_find(file, path) for file in files)), "") if path else ""
     return f"{place}{'.'.join(keys)}{': ' if keys else ''}{_line(reason)}"
 
 
-def _first_reason(lines: Sequence[str]) -> tuple[int, str]:
-    """Return the first reason of a tree of errors, or else the innermost value that has none of its types; and where.
+def _keys_and_reason(text: str) -> tuple[list[str], str]:
+    """Return the keys that an error is about, and the first reason or else the value that has none of the types."""
+    lines = [line for line in text.splitlines() if line.strip()] or [""]
+    key = re.search(r'Parser key "(.+)":$', lines[0])
+    keys = key[1].split(".") if key else []
+    # One reason may have several lines.
+    reasons = list(takewhile(lambda line: not _TREE.match(line), dropwhile(_TREE.match, lines)))
+    reason = " ".join(reasons).strip(" -") or _unfit_value(lines) or lines[-1].strip(" -")
+    if inner := re.fullmatch(r"In ([\w.]+): (.*)", reason):
+        keys, reason = keys + inner[1].split("."), inner[2]
+    if found := re.match(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
+        reason = f"{found[1]} has no {_near(found[2], dir(sys.modules.get(found[1])))}"
+    for module in re.findall(r"(?:class_path'?:? '|Given value: )([A-Za-z_][\w.]*)\.[A-Z]\w*\b", text):
+        reason = _failed_import(module) or reason
+    return keys, reason
 
-    Only lines that are a part of the tree separate reasons: one may have several lines.
-    """
-    is_tree = [_TREE.match(line) is not None for line in lines]
-    if not all(is_tree):
-        at = is_tree.index(False)
-        reason = list(takewhile(lambda line: not _TREE.match(line), lines[at:]))
-        return at, " ".join(reason).strip(" -")
-    values = [i for i, line in enumerate(lines) if line.lstrip().startswith("Given value: ")]
-    if not values:
-        return len(lines) - 1, lines[-1].strip(" -")
-    at = values[0]
-    types = next((line for line in reversed(lines[:at]) if line.lstrip().startswith("Subtypes: ")), "")
-    value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
+
+def _unfit_value(lines: Sequence[str]) -> str:
+    """Return that the innermost value fits none of its types, or an empty string if no value is given."""
+    types, value = "", None
+    for line in lines:
+        name, _, rest = line.strip(" -").partition(": ")
+        if name == "Subtypes":
+            types = rest
+        elif name == "Given value":
+            value = rest
+            break
+    if value is None:
+        return ""
+    value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", value)
     known: set[str] = set()
     for module, name in re.findall(r"<class '([\w.]+)\.(\w+)'>", types):
         known |= _names(getattr(sys.modules.get(module), name, int))
     given = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
     if given and (near := did_you_mean(given[1], known)):
-        return at, f"there is no {given[1]!r}{near}"
-    return at, f"{value!r} is none of {types.partition(': ')[2]}"
-
-
-def _keys_above(lines: Sequence[str], at: int) -> list[str]:
-    """Return the keys that a line of the tree of errors is below."""
-    keys, indent = list[str](), _indent(lines[at])
-    for line in reversed(lines[:at]):
-        if _indent(line) < indent:
-            indent = _indent(line)
-            if found := re.search(r'Parser key "(.+)":$', line):
-                keys = found[1].split(".") + keys
-    return keys
+        return f"there is no {given[1]!r}{near}"
+    return f"{value!r} is none of {types}"
 
 
 def _failed_import(module: str) -> str:
@@ -157,10 +157,6 @@ def refuse_pipe(path: Any) -> None:
 def _names(kind: type) -> set[str]:
     """Return the names of the class and of its subclasses."""
     return {kind.__name__}.union(*map(_names, kind.__subclasses__()))
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip(" -"))
 
 
 def _line(text: str) -> str:
