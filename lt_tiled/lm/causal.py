@@ -85,6 +85,9 @@ class CausalLM(LightningModule):
         self._lora = None if lora is None else make_lora_config(lora)
         self.save_hyperparameters()
         make_plain(self.hparams)
+        # Plain numbers, because the state of the optimizer goes into the checkpoint.
+        self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
+        self.warmup_steps = int(warmup_steps)
         self.attn_compile, self._loss_shards = attn_compile, as_loss(tiled_loss)
         self.model: Any = None
         self._separates: bool | None = None
@@ -257,17 +260,15 @@ class CausalLM(LightningModule):
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
         if any("_flat_param" in name for name, _ in weights):
             warn("FSDP with use_orig_params=False has one tensor per FSDP unit: biases and norms get weight decay too.")
-        rate, warmup_steps = self.hparams["learning_rate"], self.hparams["warmup_steps"]
         groups: list[dict[str, Any]] = [
-            {"params": [p for name, p in weights if name not in self._vectors]},
+            {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},
             {"params": [p for name, p in weights if name in self._vectors], "weight_decay": 0.0},
         ]
-        decay = self.hparams["weight_decay"]
-        optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
-        warmup = LinearLR(optimizer, 1 / (warmup_steps + 1), total_iters=warmup_steps)
-        steps = max(int(self.trainer.estimated_stepping_batches) - warmup_steps, 1)
-        cosine = CosineAnnealingLR(optimizer, steps, eta_min=rate / 10)
-        schedule = SequentialLR(optimizer, [warmup, cosine], [warmup_steps])
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
+        warmup = LinearLR(optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps)
+        steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
+        cosine = CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
+        schedule = SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -24,7 +24,7 @@ class Sequences(LightningDataModule):
         check_count("batch_size", batch_size)
         self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
         self.vocab_size = 256
-        self.epoch: dict[str, Any] = {}
+        self._epoch: dict[str, Any] = {}
         """What decides the batches of the epoch that runs or, with ``total``, that a checkpoint was saved in."""
         self._parts, self._cut_at = dict[str, Mapping[str, Tensor]](), 0
 
@@ -39,15 +39,15 @@ class Sequences(LightningDataModule):
             self._cut_at = self.seq_len
 
     def state_dict(self) -> dict[str, Any]:
-        if self.trainer is None or not self.epoch:
+        if self.trainer is None or not self._epoch:
             return {}
-        return {**self.epoch, "total": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready}
+        return {**self._epoch, "total": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epoch = state_dict
+        self._epoch = state_dict
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return batches in an order that depends on the seed and the epoch alone, so that a resumed run goes on."""
+        """Return batches in an order that depends only on the seed and on how many batches came before the epoch."""
         # With several ranks, Lightning and Fabric give each such a sampler.
         alone = self.trainer is not None and self.trainer.world_size == 1
         data, seed = self._data("train"), int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -87,7 +87,7 @@ class _ResumedLoader(DataLoader[dict[str, Tensor]]):
         # A generator begins at its first batch. Lightning makes iterators before it has loaded its counts.
         trained, trainer = 0, self.datamodule.trainer
         if trainer is not None:
-            counts, saved = trainer.fit_loop.epoch_loop.batch_progress, self.datamodule.epoch
+            counts, saved = trainer.fit_loop.epoch_loop.batch_progress, self.datamodule._epoch
             if counts.total.ready == saved.get("total"):  # no batch has been trained on since the checkpoint
                 trained = counts.current.ready
             elif not saved and counts.current.ready and not counts.is_last_batch:
@@ -116,7 +116,7 @@ class _ResumedLoader(DataLoader[dict[str, Tensor]]):
             "sequences": len(self.dataset),  # type: ignore[arg-type]  # it is a StackDataset
         }
         make_plain(epoch)
-        saved = self.datamodule.epoch
+        saved = self.datamodule._epoch
         for name, now in epoch.items():
             if trained and saved[name] != now:
                 raise ValueError(
@@ -124,7 +124,7 @@ class _ResumedLoader(DataLoader[dict[str, Tensor]]):
                     f" {name}={now} other batches would be left: resume with {name}={saved[name]}, or from a checkpoint"
                     " of the end of an epoch."
                 )
-        self.datamodule.epoch = {**saved, **epoch, "batches": batches}
+        self.datamodule._epoch = {**saved, **epoch, "batches": batches}
 
 
 def _batch(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
