@@ -1,4 +1,4 @@
-"""The command line, ``lt-tiled``. The modules of the package use :mod:`lt_tiled.cli.numbers`, so this imports none."""
+"""The command line ``lt-tiled``. Many modules import :mod:`lt_tiled.cli.numbers`, so nothing is imported here."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
 
 
 def _keys_and_reason(text: str) -> tuple[list[str], str]:
-    """Return the keys that an error is about, and the first reason or else the value that has none of the types."""
+    """Return the keys that an error is about and its first reason, which may be that a value fits no type."""
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     key = re.search(r'Parser key "(.+)":$', lines[0])
     keys = key[1].split(".") if key else []

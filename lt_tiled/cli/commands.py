@@ -69,7 +69,7 @@ class TiledCLI(LightningCLI):
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what Lightning would find late, or wait for."""
+        """Reject values that Lightning would notice late, or wait for."""
         config = self.config[self.config["subcommand"]]
         trainer = config["trainer"]
         if config.get("ckpt_path") is not None:

@@ -29,7 +29,7 @@ from lt_tiled.sequence_parallel.region import gathered
 class CausalLM(LightningModule):
     """Trains a causal language model of Hugging Face, from scratch or from a local directory.
 
-    It downloads nothing. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and if need be
+    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and if need be
     ``labels`` of that shape (-100 where there is no loss; not shifted) and the ``position_ids`` of packed documents,
     which begin at 0 for each.
 
@@ -91,7 +91,7 @@ class CausalLM(LightningModule):
         self.attn_compile, self._loss_shards = attn_compile, as_loss(tiled_loss)
         self.model: Any = None
         self._separates: bool | None = None
-        """Whether the model keeps packed documents apart, if that is known."""
+        """Whether the model keeps packed documents apart; ``None`` if this is not known yet."""
         self._vectors: set[str] = set()
         """The names of weights with one dimension or none, which get no weight decay."""
         self.val_perplexity, self.test_perplexity = _Perplexity(), _Perplexity()
@@ -110,7 +110,7 @@ class CausalLM(LightningModule):
             with refusing(f"lora={self.hparams['lora']}: the model cannot be built", kind=True):
                 self.model = add_adapters(model, self._lora)
         self.model.train()
-        if is_plan:  # which can try nothing
+        if is_plan:  # its tensors have no values to compare
             self._separates = True
         elif model._is_stateful or "position_ids" not in inspect.signature(type(model).forward).parameters:
             self._separates = False
@@ -125,7 +125,7 @@ class CausalLM(LightningModule):
         self._vectors = {name for name, shape in shapes.items() if len(shape) <= 1}
 
     def _load(self, config: Any) -> Any:
-        """Return the model of transformers: a new one of a configuration, or without one that in ``path``."""
+        """Return a new transformers model with this configuration, or without one the model in ``path``."""
         from transformers import AutoModelForCausalLM
 
         attention = self.hparams["attn_implementation"]
@@ -216,9 +216,9 @@ class CausalLM(LightningModule):
 
     @torch.no_grad()
     def _try_two_documents(self) -> bool:
-        """Return whether another first document leaves the logits of a second one as they are.
+        """Return whether the logits of a second document do not depend on the first one.
 
-        The masks of some models (GPT-OSS, OPT), and convolutions, do not look at position_ids.
+        The masks of some models (GPT-OSS, OPT), and convolutions, ignore ``position_ids``.
         """
         positions = torch.arange(8, device=self.device).repeat(2)[None]
         ids = torch.arange(16, device=self.device)[None] % self.model.config.get_text_config().vocab_size
@@ -233,9 +233,9 @@ class CausalLM(LightningModule):
         return bool((one - other).abs().max() <= torch.finfo(one.dtype).eps ** 0.75 * one.abs().max())
 
     def _token_losses(self, inputs: dict[str, Any], shape: torch.Size) -> Tensor:
-        """Return the loss of each token but the first, ``[B, S - 1]``, computed in the model's forward.
+        """Return the loss of each token but the first, ``[B, S - 1]``.
 
-        There, engines have gathered the weights of the head.
+        It is computed in the model's forward pass, where engines have all-gathered the weights of the head.
         """
         from transformers import PreTrainedModel
 
@@ -248,7 +248,7 @@ class CausalLM(LightningModule):
             losses.append(gathered(loss))
             return loss.mean()
 
-        # Adapters and engines may be around the model of transformers.
+        # Adapters and engines may wrap the transformers model.
         model = next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
         with loss_function_set(model, loss_function):
             self.model(**inputs)

@@ -158,7 +158,7 @@ class Documents(Sequences):
             return self._tokenizer.apply_chat_template(messages, **options)
 
     def _chat(self, place: str, messages: list[Any]) -> tuple[list[int], list[int]]:
-        """Return the tokens of a chat, and for each whether it is trained on."""
+        """Return the token ids of a chat, and for each token whether it is trained on."""
         template = self._tokenizer.chat_template
         if template is None:
             raise ValueError(
@@ -174,7 +174,7 @@ class Documents(Sequences):
         return ids, chat["assistant_masks"] if self.assistant_only else [1] * len(ids)
 
     def _find_assistant(self, place: str, messages: list[Any]) -> tuple[list[int], list[int]]:
-        """Return the same with a template that does not mark the assistant: it is applied to each beginning."""
+        """Return the same for a template without ``{% generation %}``, by applying it to each beginning of the chat."""
         text = self._apply_template(place, messages, tokenize=False)
         encoded = self._encode(place, text, add_special_tokens=False, return_offsets_mapping=True)
         starts, ends = [start for start, _ in encoded["offset_mapping"]], [end for _, end in encoded["offset_mapping"]]
@@ -223,7 +223,7 @@ class Documents(Sequences):
         return tensors
 
     def _pieces(self, chosen: list[int]) -> tuple[list[_Document], int]:
-        """Return the documents in pieces of at most ``seq_len`` tokens, and how many others have no label."""
+        """Return pieces of at most ``seq_len`` tokens that have labels, and the number of those without."""
         pieces, unlabeled = list[_Document](), 0
         for ids, labels in (self._documents[i] for i in chosen):
             for piece, piece_labels in zip(ids.split(self.seq_len), labels.split(self.seq_len), strict=True):

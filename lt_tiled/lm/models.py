@@ -1,4 +1,4 @@
-"""What a causal model of Hugging Face is made of: its configuration, its attention and its adapters, all checked."""
+"""The parts of a Hugging Face causal model: configuration, attention and adapters, with checked arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lt_tiled.policies import check_count
 
 _SIZES = ["hidden_size", "intermediate_size", "vocab_size", "head_dim"]
 _SIZES += ["num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-"""The names that transformers has for the sizes of all models."""
+"""The names that transformers uses for the sizes of all models."""
 
 
 def require(package: str, install: str) -> None:
@@ -29,11 +29,11 @@ def require(package: str, install: str) -> None:
 
 @contextmanager
 def refusing(message: str, kind: bool = False) -> Iterator[None]:
-    """Raise ``ValueError`` with a message, and the error's own, for any exception but a lack of memory.
+    """Raise ``ValueError`` with this message and the original one for any exception except out of memory.
 
     Args:
-        message: What cannot be done, with the name and value of the argument.
-        kind: Say which exception it was.
+        message: What failed, with the name and value of the argument.
+        kind: Add the name of the original exception.
     """
     try:
         yield
@@ -60,13 +60,13 @@ def make_config(fields: Mapping[str, Any]) -> Any:
     for key, value in fields.items():
         if key in sizes and not isinstance(value, list):
             check_count(f"config: {key}", value, None)
-    with refusing("config"):  # each architecture has checks of its own
+    with refusing("config"):  # architectures have their own checks
         config = AutoConfig.for_model(**fields)
     heads, groups = getattr(config, "num_attention_heads", 0), fields.get("num_key_value_heads") or 1
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ValueError(f"config: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
     default = type(config)()
-    for key in fields:  # transformers keeps what it does not know
+    for key in fields:  # transformers accepts unknown ones
         if hasattr(config, key) and not hasattr(default, key):
             message = f"config: {type(config).__name__} has no key {key!r}"
             if near := did_you_mean(key, dir(default), 0.8):
@@ -93,7 +93,7 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
 
 
 def add_adapters(model: Any, lora_config: Any) -> Any:
-    """Return the model with new LoRA adapters, which change nothing yet."""
+    """Return the model with new LoRA adapters, which do not change its outputs yet."""
     from peft import get_peft_model
 
     with _unsharded(model):

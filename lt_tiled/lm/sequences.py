@@ -1,4 +1,4 @@
-"""Batches of sequences of tokens, in an order that a resumed run continues."""
+"""Batches of token sequences, in an order that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lt_tiled.policies import check_count
 
 
 class Sequences(LightningDataModule):
-    """Gives batches of sequences of ``seq_len`` tokens, in a part to train on, one to validate and one to test."""
+    """Provides batches of sequences of ``seq_len`` tokens for training, validation and testing."""
 
     def __init__(self, seq_len: int, batch_size: int, num_workers: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Sequences(LightningDataModule):
         self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
         self.vocab_size = 256
         self._epoch: dict[str, Any] = {}
-        """What decides the batches of the epoch that runs or, with ``total``, that a checkpoint was saved in."""
+        """What determines the batches of the current epoch. A loaded one also has ``total``, the batches so far."""
         self._parts, self._cut_at = dict[str, Mapping[str, Tensor]](), 0
 
     def cut(self) -> list[Mapping[str, Tensor]]:
@@ -71,20 +71,20 @@ class Sequences(LightningDataModule):
 
 
 class _ResumedLoader(DataLoader[dict[str, Tensor]]):
-    """Omits the batches that the run of a checkpoint has trained on in its last epoch, as Lightning counts them."""
+    """Skips the batches of an epoch that a resumed run has already trained on, as Lightning counts them."""
 
     def __init__(self, *args: Any, datamodule: Sequences, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.datamodule = datamodule  # an argument and an attribute, because Lightning builds the loader again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: Lightning warns about a loader without this, and does not always load what it returns."""
+        """Return nothing: Lightning warns about loaders without this method, but does not always load its result."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        # A generator begins at its first batch. Lightning makes iterators before it has loaded its counts.
+        # A generator starts with its first batch. Lightning creates iterators before it restores its counts.
         trained, trainer = 0, self.datamodule.trainer
         if trainer is not None:
             counts, saved = trainer.fit_loop.epoch_loop.batch_progress, self.datamodule._epoch
@@ -96,17 +96,17 @@ class _ResumedLoader(DataLoader[dict[str, Tensor]]):
                     " with that data, or from a checkpoint of the end of an epoch."
                 )
             if trained and trained >= saved["batches"]:
-                return  # this epoch has ended, and Lightning goes on with the next one
+                return  # the epoch is complete: Lightning starts the next one
             self._begin_epoch(trained, trainer.num_training_batches)
-            if isinstance(self.sampler, DistributedSampler):  # a number of its own for each epoch
+            if isinstance(self.sampler, DistributedSampler):  # a different number for each epoch
                 self.sampler.set_epoch(counts.total.completed - counts.current.completed)
         yield from islice(super().__iter__(), trained, None)
 
     def _begin_epoch(self, trained: int, batches: float) -> None:
-        """Note what decides the batches of this epoch.
+        """Record what determines the batches of this epoch.
 
         Raises:
-            ValueError: If the batches left would not be those of the checkpoint's epoch.
+            ValueError: If the remaining batches would not be those of the checkpoint's epoch.
         """
         epoch: dict[str, Any] = {
             "seq_len": self.datamodule.seq_len,

@@ -71,10 +71,10 @@ class TextFiles(Sequences):
         super().setup(stage)
 
     def _tokenizer_of_the_model(self) -> str | None:
-        """Return the directory of the model if that has a tokenizer, and ``None`` for a model of bytes.
+        """Return the directory of the model if it has a tokenizer, or ``None`` for bytes.
 
         Raises:
-            ValueError: If the model has other tokens than bytes, and no tokenizer.
+            ValueError: If the model does not have 256 tokens, and no tokenizer.
         """
         module = getattr(self.trainer, "lightning_module", None)
         if not isinstance(module, CausalLM) or (path := module.hparams["path"]) is None:
