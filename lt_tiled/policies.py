@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, cast, get_args
 
 import torch
 
-from lt_tiled._types import NonNegativeInt, PositiveInt
+from lt_tiled.cli.numbers import NonNegativeInt, PositiveInt
 
 Keep = Literal["exchange", "attention"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]

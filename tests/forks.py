@@ -16,7 +16,13 @@ from tests.processes import LIMIT, ROOT, RUNS, alive, kill
 FORKS = mp.get_context("forkserver")
 # DeepSpeed's engines import torch's inductor.
 FORKS.set_forkserver_preload(
-    ["lt_tiled.cli", "transformers.models.llama.modeling_llama", "deepspeed", "torch._inductor.compile_fx", "peft"]
+    [
+        "lt_tiled.cli.commands",
+        "transformers.models.llama.modeling_llama",
+        "deepspeed",
+        "torch._inductor.compile_fx",
+        "peft",
+    ]
 )
 
 

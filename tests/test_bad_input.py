@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lt_tiled._bad_input import registered_name
+from lt_tiled.cli.bad_input import registered_name
 from tests.test_cli import RUN, STRATEGY, config, stopped
 
 SIZES = "hidden_size: 8, intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 1"

@@ -262,7 +262,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
         for name in ("_class_path", "_instantiator")
     },
     "_combined_loader": loops("_combined_loader"),
-    "_load_combined_loader_states": loops("_load_combined_loader_states"),
     "_convert_stateful_objects_in_state": sets(FabricFSDP, "_convert_stateful_objects_in_state"),
     "_data_parallel_size": sets(ModelParallelStrategy, "_data_parallel_size"),
     "_data_source": loops("_data_source"),

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
-from lt_tiled._types import NonNegativeInt
+from lt_tiled.cli.numbers import NonNegativeInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.report import Report, show

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies, Prepared
-from lt_tiled._types import PositiveInt
+from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import Checkpointing, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units

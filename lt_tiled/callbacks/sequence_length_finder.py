@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._types import PositiveInt
+from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.policies import parse_bytes
 from lt_tiled.tiling.recompute import random_state_kept

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +16,20 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
-from lt_tiled._types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
-from lt_tiled.errors import NothingFoundError, did_you_mean
+from lt_tiled.cli.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
+from lt_tiled.errors import NothingFoundError
+from lt_tiled.lm.models import add_adapters, compiled_flex_attention, make_config, make_lora_config, refusing, require
 from lt_tiled.loss.cross_entropy import shifted
-from lt_tiled.loss.transformers import LossPatch, find_losses, loss_function_set, patch_losses
+from lt_tiled.loss.transformers import find_losses, loss_function_set, patch_losses
 from lt_tiled.modules.find import plain_name
-from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import CompileOptions, as_loss, check_compile, check_count
 from lt_tiled.sequence_parallel.region import gathered
-
-_SIZES = (
-    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-)
-"""The names that transformers has for the sizes of all models."""
 
 
 class CausalLM(LightningModule):
     """Trains a causal language model of Hugging Face, from scratch or from a local directory.
 
-    It downloads nothing. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and if need be
+    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and if need be
     ``labels`` of that shape (-100 where there is no loss; not shifted) and the ``position_ids`` of packed documents,
     which begin at 0 for each.
 
@@ -88,95 +80,70 @@ class CausalLM(LightningModule):
         check_compile(attn_compile or {}, "attn_compile")
         if learning_rate is None or weight_decay is None:  # the parser lets null pass
             raise ValueError(f"{learning_rate=} and {weight_decay=} must be numbers.")
+        check_count("warmup_steps", warmup_steps, least=0)
         require("transformers", "'lt-tiled[hf]'")
-        self._adapter = None if lora is None else _lora_config(lora)
+        self._lora = None if lora is None else make_lora_config(lora)
         self.save_hyperparameters()
         make_plain(self.hparams)
         # Plain numbers, because the state of the optimizer goes into the checkpoint.
-        check_count("warmup_steps", warmup_steps, least=0)
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
-        self.warmup_steps, self.attn_compile = int(warmup_steps), attn_compile
-        self._loss_shards = as_loss(tiled_loss)
+        self.warmup_steps = int(warmup_steps)
+        self.attn_compile, self._loss_shards = attn_compile, as_loss(tiled_loss)
         self.model: Any = None
         self._separates: bool | None = None
-        """Whether the model keeps packed documents apart, if that is known."""
+        """Whether the model keeps packed documents apart; ``None`` if this is not known yet."""
         self._vectors: set[str] = set()
+        """The names of weights with one dimension or none, which get no weight decay."""
         self.val_perplexity, self.test_perplexity = _Perplexity(), _Perplexity()
 
     def configure_model(self) -> None:
         """Build the model once. Strategies call this hook, so that they can shard weights as they are made."""
         if self.model is not None:
             return
-        from transformers import AutoModelForCausalLM
-
-        attention, path = self.hparams["attn_implementation"], self.hparams["path"]
-        trust = {"trust_remote_code": self.hparams["trust_remote_code"]}
-        if attention == "flex_attention":
-            attention = _flex_attention(self.attn_compile)
-        config = None if path is not None and torch.get_default_device().type != "meta" else self._config()
-        try:
-            if config is None:
-                options = {"local_files_only": True, "dtype": torch.get_default_dtype(), **trust}
-                self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **options)
-            else:
-                self.model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **trust)
-            inner = self.model
-            if self._adapter is not None:
-                from peft import get_peft_model
-
-                with _unsharded(self.model):
-                    self.model = get_peft_model(self.model, self._adapter)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            what = "config" if path is None else f"path={path!r}"
-            what = what if self.model is None else f"lora={self.hparams['lora']}"
-            raise ValueError(f"{what}: the model cannot be built: {type(error).__name__}: {error}") from error
+        path = self.hparams["path"]
+        is_plan = torch.get_default_device().type == "meta"
+        config = self._config() if path is None or is_plan else None
+        source = "config" if path is None else f"path={path!r}"
+        with refusing(f"{source}: the model cannot be built", kind=True):
+            self.model = model = self._load(config)
+        if self._lora is not None:
+            with refusing(f"lora={self.hparams['lora']}: the model cannot be built", kind=True):
+                self.model = add_adapters(model, self._lora)
         self.model.train()
-        if torch.get_default_device().type == "meta":  # a plan, which can try nothing
+        if is_plan:  # its tensors have no values to compare
             self._separates = True
-        elif inner._is_stateful or "position_ids" not in inspect.signature(type(inner).forward).parameters:
+        elif model._is_stateful or "position_ids" not in inspect.signature(type(model).forward).parameters:
             self._separates = False
         if self._loss_shards is not None:
             try:
-                patch_losses(find_losses(inner), self._loss_shards, object())
+                patch_losses(find_losses(model), self._loss_shards, object())
             except NothingFoundError:
-                kind = type(inner).__name__
+                kind = type(model).__name__
                 inform(f"the loss of {kind} is not tiled: the model does not compute it from labels and a linear head")
         # Sharding flattens weights, so this must be known by name before. ZeRO-3 shards them as they are made.
         shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in self.named_parameters()}
         self._vectors = {name for name, shape in shapes.items() if len(shape) <= 1}
 
-    def _config(self) -> Any:
-        from transformers import CONFIG_MAPPING, AutoConfig
+    def _load(self, config: Any) -> Any:
+        """Return a new transformers model with this configuration, or without one the model in ``path``."""
+        from transformers import AutoModelForCausalLM
 
-        path, given = self.hparams["path"], self.hparams["config"]
-        if path is not None:
-            trust = self.hparams["trust_remote_code"]
-            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
-        kind = str(given["model_type"])
-        if kind not in CONFIG_MAPPING:
-            near = did_you_mean(kind, CONFIG_MAPPING, 0.8)
-            raise ValueError(f"config: transformers has no model_type {kind!r}{near}")
-        sizes = {*_SIZES, *map(CONFIG_MAPPING[kind].attribute_map.get, _SIZES)}  # its own names, too
-        for key, value in given.items():
-            if key in sizes and not isinstance(value, list):
-                check_count(f"config: {key}", value, None)
-        try:
-            config = AutoConfig.for_model(**given)
-        except Exception as error:  # of the checks that each architecture has
-            raise ValueError(f"config: {error}") from error
-        heads, groups = getattr(config, "num_attention_heads", 0), given.get("num_key_value_heads") or 1
-        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-            raise ValueError(f"config: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
-        plain = type(config)()
-        for key in given:  # transformers keeps what it does not know
-            if hasattr(config, key) and not hasattr(plain, key):
-                message = f"config: {type(config).__name__} has no key {key!r}"
-                if near := did_you_mean(key, dir(plain), 0.8):
-                    raise ValueError(message + near)
-                warn(f"{message}: the model may ignore it.", once=message)
-        return config
+        attention = self.hparams["attn_implementation"]
+        if attention == "flex_attention":
+            attention = compiled_flex_attention(self.attn_compile)
+        options = {"attn_implementation": attention, "trust_remote_code": self.hparams["trust_remote_code"]}
+        if config is not None:
+            return AutoModelForCausalLM.from_config(config, **options)
+        options |= {"local_files_only": True, "dtype": torch.get_default_dtype()}
+        return AutoModelForCausalLM.from_pretrained(self.hparams["path"], **options)
+
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        path, trust = self.hparams["path"], self.hparams["trust_remote_code"]
+        if path is None:
+            return make_config(self.hparams["config"])
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
 
     @property
     def vocab_size(self) -> int:
@@ -216,10 +183,10 @@ class CausalLM(LightningModule):
         return -self._token_losses(self._inputs(batch), batch["input_ids"].shape)
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: _Perplexity) -> None:
-        given, shape = self._inputs(batch), batch["input_ids"].shape
-        counted = given["labels"].view(shape)[:, 1:] != -100
-        perplexity.update(self._token_losses(given, shape), counted)
-        self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(counted))
+        inputs, shape = self._inputs(batch), batch["input_ids"].shape
+        has_label = inputs["labels"].view(shape)[:, 1:] != -100
+        perplexity.update(self._token_losses(inputs, shape), has_label)
+        self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(has_label))
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of the model for a batch.
@@ -232,8 +199,8 @@ class CausalLM(LightningModule):
                 f"The batch has {', '.join(others)}, which CausalLM does not give to its model: leave that out, with"
                 " padding on the right and labels of -100 there, or override training_step."
             )
-        given = {"labels": batch["input_ids"], **batch}
-        if "position_ids" in given:
+        inputs = {"labels": batch["input_ids"], **batch}
+        if "position_ids" in inputs:
             if self._separates is None:
                 self._separates = self._try_two_documents()
             if not self._separates:
@@ -242,54 +209,58 @@ class CausalLM(LightningModule):
                     " set pack: false of lt_tiled.lm.Documents."
                 )
             # No document predicts the first token of the next one.
-            given["labels"] = given["labels"].masked_fill(given["position_ids"] == 0, -100)
+            inputs["labels"] = inputs["labels"].masked_fill(inputs["position_ids"] == 0, -100)
             if "flash" in self.hparams["attn_implementation"]:  # it looks for documents in a single row only
-                given = {name: tensor.reshape(1, -1) for name, tensor in given.items()}
-        return {**given, "use_cache": False}
+                inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+        return {**inputs, "use_cache": False}
 
     @torch.no_grad()
     def _try_two_documents(self) -> bool:
-        """Return whether another first document leaves the logits of a second one as they are.
+        """Return whether the logits of a second document do not depend on the first one.
 
-        The masks of some models (GPT-OSS, OPT), and convolutions, do not look at position_ids.
+        The masks of some models (GPT-OSS, OPT), and convolutions, ignore ``position_ids``.
         """
         positions = torch.arange(8, device=self.device).repeat(2)[None]
         ids = torch.arange(16, device=self.device)[None] % self.model.config.get_text_config().vocab_size
-        modes = [(module, module.training) for module in self.model.modules()]
+        is_training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
             rows = (ids, torch.cat([ids[:, 1:9], ids[:, 8:]], 1))
             one, other = (self(row, position_ids=positions)[:, 8:] for row in rows)
         finally:
-            for module, mode in modes:
+            for module, mode in is_training.items():
                 module.training = mode
         return bool((one - other).abs().max() <= torch.finfo(one.dtype).eps ** 0.75 * one.abs().max())
 
-    def _token_losses(self, given: dict[str, Any], shape: torch.Size) -> Tensor:
-        """Return the loss of each token but the first, ``[B, S - 1]``, computed in the model's forward.
+    def _token_losses(self, inputs: dict[str, Any], shape: torch.Size) -> Tensor:
+        """Return the loss of each token but the first, ``[B, S - 1]``.
 
-        There, engines have gathered the weights of the head.
+        It is computed in the model's forward pass, where engines have all-gathered the weights of the head.
         """
-        found: list[Tensor] = []
+        from transformers import PreTrainedModel
+
+        losses: list[Tensor] = []
 
         def loss_function(logits: Tensor, *_: Any, shift_labels: Tensor | None = None, **others: Any) -> Tensor:
-            labels = shifted(given["labels"], -100) if shift_labels is None else shift_labels
+            labels = shifted(inputs["labels"], -100) if shift_labels is None else shift_labels
             rows = logits.float().view(-1, logits.shape[-1])
-            found.append(gathered(F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)))
-            return found[-1].mean()
+            loss = F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
+            losses.append(gathered(loss))
+            return loss.mean()
 
-        inner = next((m for m in self.model.modules() if get_patch(m, LossPatch) is not None), self.model)
-        with loss_function_set(inner, loss_function):  # also inside of an adapter
-            self.model(**given)
-        if not found:  # the model does not call its loss function
-            loss_function(self(**{name: value for name, value in given.items() if name not in ("labels", "use_cache")}))
-        return found[0].view(shape)[:, :-1]
+        # Adapters and engines may wrap the transformers model.
+        model = next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
+        with loss_function_set(model, loss_function):
+            self.model(**inputs)
+        if not losses:  # the model does not call its loss function
+            loss_function(self(**{name: inputs[name] for name in inputs if name not in ("labels", "use_cache")}))
+        return losses[0].view(shape)[:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
         if any("_flat_param" in name for name, _ in weights):
             warn("FSDP with use_orig_params=False has one tensor per FSDP unit: biases and norms get weight decay too.")
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},
             {"params": [p for name, p in weights if name in self._vectors], "weight_decay": 0.0},
         ]
@@ -301,68 +272,8 @@ class CausalLM(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _flex_attention(options: Mapping[str, Any] | None) -> str:
-    """Register flex attention with options of ``torch.compile``, and return its ``attn_implementation``.
-
-    Hugging Face's function compiles ``flex_attention`` without options, unless it is itself being compiled. So options
-    apply to the whole function.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.flex_attention import flex_attention_forward
-    from transformers.masking_utils import flex_attention_mask
-
-    inform("compiles flex attention at its first use, which can take minutes", once="compile flex attention")
-    if not options:
-        return "flex_attention"
-    name = f"lt_tiled_flex_{abs(hash(repr(sorted(options.items()))))}"
-    AttentionInterface.register(name, torch.compile(flex_attention_forward, **options))
-    AttentionMaskInterface.register(name, flex_attention_mask)
-    return name
-
-
 class _Perplexity(MeanMetric):
     """Computes the perplexity from the losses of tokens."""
 
     def compute(self) -> Tensor:
         return super().compute().exp()
-
-
-def _lora_config(fields: Mapping[str, Any]) -> Any:
-    """Return peft's configuration.
-
-    Raises:
-        ValueError: If it has no such field or value.
-    """
-    require("peft", "peft")
-    from peft import LoraConfig
-
-    if unknown := [name for name in fields if name not in inspect.signature(LoraConfig).parameters]:
-        near = did_you_mean(unknown[0], inspect.signature(LoraConfig).parameters)
-        raise ValueError(f"lora: peft's LoraConfig has no field {unknown[0]!r}{near}")
-    try:
-        return LoraConfig(**{"task_type": "CAUSAL_LM", **fields})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"lora={dict(fields)}: {error}") from error
-
-
-@contextmanager
-def _unsharded(model: Any) -> Iterator[None]:
-    """Let ZeRO-3 shard new weights when it starts. It would shard adapters before peft has set them to zero."""
-    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
-        yield
-        return
-    from deepspeed.runtime.zero import partition_parameters as zero
-
-    zero.shutdown_init_context()
-    try:
-        yield
-    finally:
-        zero.restore_init_context()
-
-
-def require(package: str, install: str) -> None:
-    """Raise ``ModuleNotFoundError`` with the remedy if an optional package is not installed."""
-    try:
-        import_module(package)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"This needs the package {package}: pip install {install}.") from error

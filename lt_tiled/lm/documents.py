@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lt_tiled._log import warn
-from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
-from lt_tiled.lm.causal import require
-from lt_tiled.lm.text import Sequences, check_tokenizer, files_of, load_tokenizer, vocab_size
+from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
+from lt_tiled.lm.models import refusing, require
+from lt_tiled.lm.sequences import Sequences
+from lt_tiled.lm.text import check_tokenizer, files_of, load_tokenizer, vocab_size
 
 
 class _Document(NamedTuple):
@@ -74,11 +75,11 @@ class Documents(Sequences):
     ) -> None:
         super().__init__(seq_len, batch_size, num_workers)
         check_tokenizer(tokenizer)
-        self.save_hyperparameters()
-        make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         if not self.paths or "" in self.paths:
             raise ValueError(f"paths={paths!r} names no file: pass files of JSON lines, or a dataset on disk.")
+        self.save_hyperparameters()
+        make_plain(self.hparams)
         self.fields = ["messages", "text"] if field is None else [field]
         self.assistant_only, self.pack, self.held_out = assistant_only, pack, held_out
         self.max_documents = max_documents
@@ -98,14 +99,8 @@ class Documents(Sequences):
                 " at least 3 documents, or use lt_tiled.lm.TextFiles for a long text."
             )
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-        return [
-            self._rows(part, order[start:end])
-            for part, start, end in (
-                ("training", 2 * held, count),
-                ("validation", 0, held),
-                ("testing", held, 2 * held),
-            )
-        ]
+        parts = {"training": order[2 * held :], "validation": order[:held], "testing": order[held : 2 * held]}
+        return [self._rows(part, chosen) for part, chosen in parts.items()]
 
     def _records(self) -> Iterator[tuple[str, Any]]:
         """Yield each record, and where it is."""
@@ -123,11 +118,11 @@ class Documents(Sequences):
             for file in files_of(path, (".jsonl",)):
                 with file.open("rb") as lines:
                     for number, line in enumerate(lines, 1):
+                        place = f"{file}, line {number},"
                         if line.strip():
-                            try:
-                                yield f"{file}, line {number},", json.loads(line)
-                            except ValueError as error:
-                                raise ValueError(f"{file}, line {number}, is not JSON: {error}") from error
+                            with refusing(f"{place} is not JSON"):
+                                record = json.loads(line)
+                            yield place, record
 
     def _document(self, place: str, record: Any) -> _Document:
         if not isinstance(record, dict):
@@ -141,97 +136,104 @@ class Documents(Sequences):
             )
         value = record[name]
         if isinstance(value, str):
-            ids = self._encode(place, value)["input_ids"]
-            end = self._tokenizer.eos_token_id
-            ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
-            taught = [1] * len(ids)
+            ids, end = self._encode(place, value)["input_ids"], self._tokenizer.eos_token_id
+            if end is not None and ids[-1:] != [end]:
+                ids = [*ids, end]
+            trained_on = [1] * len(ids)
         elif isinstance(value, list) and value and all(map(_is_message, value)):
-            ids, taught = self._chat(place, value)
+            ids, trained_on = self._chat(place, value)
         else:
             raise ValueError(
                 f"{place} has {name}={value!r:.60}: it must be a text, or messages with a role and a text as content."
             )
-        found = torch.tensor(ids, dtype=torch.int32)
-        return _Document(found, found.masked_fill(torch.tensor(taught, dtype=torch.int32) == 0, -100))
+        tokens = torch.tensor(ids, dtype=torch.int32)
+        return _Document(tokens, tokens.masked_fill(torch.tensor(trained_on) == 0, -100))
 
     def _encode(self, place: str, text: str, **options: Any) -> Mapping[str, Any]:
-        try:
+        with refusing(f"{place} cannot be tokenized"):  # half a surrogate pair, or a tokenizer that has no offsets
             return cast(Mapping[str, Any], self._tokenizer(text, verbose=False, **options))
-        except Exception as error:  # of half a surrogate pair, or of a tokenizer that has no offsets
-            raise ValueError(f"{place} cannot be tokenized: {error}") from error
+
+    def _apply_template(self, place: str, messages: list[Any], **options: Any) -> Any:
+        with refusing(f"{place} does not fit the chat template"):
+            return self._tokenizer.apply_chat_template(messages, **options)
 
     def _chat(self, place: str, messages: list[Any]) -> tuple[list[int], list[int]]:
-        """Return the tokens of a chat, and for each whether it is trained on."""
+        """Return the token ids of a chat, and for each token whether it is trained on."""
         template = self._tokenizer.chat_template
         if template is None:
             raise ValueError(
                 f"{place} has messages, but tokenizer={self.hparams['tokenizer']!r} has no chat template: set"
                 " chat_template to a file with one."
             )
+        marks_assistant = re.search(r"{%-?\s*generation\b", str(template))
+        if self.assistant_only and not marks_assistant:
+            return self._find_assistant(place, messages)
+        options = {"return_assistant_tokens_mask": self.assistant_only, "tokenizer_kwargs": {"verbose": False}}
+        chat = self._apply_template(place, messages, return_dict=True, **options)
+        ids = chat["input_ids"]
+        return ids, chat["assistant_masks"] if self.assistant_only else [1] * len(ids)
 
-        def apply(messages: list[Any], **options: Any) -> Any:
-            try:
-                return self._tokenizer.apply_chat_template(messages, **options)
-            except Exception as error:  # of the template, too
-                raise ValueError(f"{place} does not fit the chat template: {error}") from error
-
-        if not self.assistant_only or re.search(r"{%-?\s*generation\b", str(template)):
-            options = {"return_assistant_tokens_mask": self.assistant_only, "tokenizer_kwargs": {"verbose": False}}
-            found = apply(messages, return_dict=True, **options)
-            ids = found["input_ids"]
-            return ids, found["assistant_masks"] if self.assistant_only else [1] * len(ids)
-        text = apply(messages, tokenize=False)
-        found = self._encode(place, text, add_special_tokens=False, return_offsets_mapping=True)
-        taught = [0] * len(found["input_ids"])
-        starts, ends = zip(*found["offset_mapping"], strict=True) if taught else ((), ())
+    def _find_assistant(self, place: str, messages: list[Any]) -> tuple[list[int], list[int]]:
+        """Return the same for a template without ``{% generation %}``, by applying it to each beginning of the chat."""
+        text = self._apply_template(place, messages, tokenize=False)
+        encoded = self._encode(place, text, add_special_tokens=False, return_offsets_mapping=True)
+        starts, ends = [start for start, _ in encoded["offset_mapping"]], [end for _, end in encoded["offset_mapping"]]
+        trained_on = [0] * len(starts)
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = apply(messages[:i], add_generation_prompt=True, tokenize=False) if i else None
-                until = apply(messages[: i + 1], tokenize=False)
-                if before is None or not text.startswith(before) or not text.startswith(until):
-                    why = "writes in another way when others follow" if i else "begins with"
-                    raise ValueError(
-                        f"{place} has a message {i} that the chat template {why}, so assistant_only=True cannot find"
-                        " it: set chat_template to a file with {% generation %}."
-                    )
-                first, end = bisect_right(ends, len(before)), bisect_left(starts, len(until))
-                taught[first:end] = [1] * (end - first)
-        return found["input_ids"], taught
+            if message["role"] != "assistant":
+                continue
+            before = (
+                self._apply_template(place, messages[:i], add_generation_prompt=True, tokenize=False) if i else None
+            )
+            until = self._apply_template(place, messages[: i + 1], tokenize=False)
+            if before is None or not text.startswith(before) or not text.startswith(until):
+                why = "writes in another way when others follow" if i else "begins with"
+                raise ValueError(
+                    f"{place} has a message {i} that the chat template {why}, so assistant_only=True cannot find it:"
+                    " set chat_template to a file with {% generation %}."
+                )
+            first, end = bisect_right(ends, len(before)), bisect_left(starts, len(until))
+            trained_on[first:end] = [1] * (end - first)
+        return encoded["input_ids"], trained_on
 
     def _rows(self, part: str, chosen: list[int]) -> Mapping[str, Tensor]:
         """Return the documents in sequences of ``seq_len`` tokens."""
-        size, pieces, left_out = self.seq_len, list[_Document](), 0
-        for ids, labels in (self._documents[i] for i in chosen):
-            for piece, known in zip(ids.split(size), labels.split(size), strict=True):
-                known = known.clone()
-                known[:1] = -100
-                if (known != -100).any():  # else the loss of a batch of such could be a mean of nothing
-                    pieces.append(_Document(piece, known))
-                else:
-                    left_out += 1
-        if left_out:
+        size = self.seq_len
+        pieces, unlabeled = self._pieces(chosen)
+        if unlabeled:
             pieces_of = f"pieces of documents, of at most {size} tokens each, for {part}"
-            warn(f"{left_out} of {left_out + len(pieces)} {pieces_of} have no token with a label, and are left out.")
+            warn(f"{unlabeled} of {unlabeled + len(pieces)} {pieces_of} have no token with a label, and are left out.")
         if not pieces:
             raise ValueError(
                 f"paths={self.paths}: no document for {part} has a token with a label: give more documents."
             )
         rows = packed([len(p.ids) for p in pieces], size) if self.pack else [[i] for i in range(len(pieces))]
-        fill = next((i for i in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id) if i is not None), 0)
-        tensors = {
-            "input_ids": torch.full((len(rows), size), fill, dtype=torch.int32),
-            "labels": torch.full((len(rows), size), -100, dtype=torch.int32),
-            "position_ids": torch.zeros((len(rows), size), dtype=torch.int32),
-        }
+        padding = self._tokenizer.pad_token_id
+        if padding is None:
+            padding = self._tokenizer.eos_token_id or 0
+        names = ("input_ids", "labels", "position_ids") if self.pack else ("input_ids", "labels")
+        tensors = {name: torch.empty((len(rows), size), dtype=torch.int32) for name in names}
         for row, members in enumerate(rows):
-            at = 0
-            for ids, labels in (pieces[i] for i in members):
-                end = at + len(ids)
-                tensors["input_ids"][row, at:end], tensors["labels"][row, at:end] = ids, labels
-                tensors["position_ids"][row, at:end] = torch.arange(len(ids))
-                at = end
-            tensors["position_ids"][row, at:] = torch.arange(size - at)  # padding is a document of its own
-        return tensors if self.pack else {name: tensors[name] for name in ("input_ids", "labels")}
+            left = size - sum(len(pieces[i].ids) for i in members)
+            padded = [*(pieces[i] for i in members), _Document(torch.full([left], padding), torch.full([left], -100))]
+            tensors["input_ids"][row] = torch.cat([piece.ids for piece in padded])
+            tensors["labels"][row] = torch.cat([piece.labels for piece in padded])
+            if self.pack:  # padding is a document of its own
+                tensors["position_ids"][row] = torch.cat([torch.arange(len(piece.ids)) for piece in padded])
+        return tensors
+
+    def _pieces(self, chosen: list[int]) -> tuple[list[_Document], int]:
+        """Return pieces of at most ``seq_len`` tokens that have labels, and the number of those without."""
+        pieces, unlabeled = list[_Document](), 0
+        for ids, labels in (self._documents[i] for i in chosen):
+            for piece, piece_labels in zip(ids.split(self.seq_len), labels.split(self.seq_len), strict=True):
+                known = piece_labels.clone()
+                known[:1] = -100
+                if (known != -100).any():  # else the loss of a batch of such could be a mean of nothing
+                    pieces.append(_Document(piece, known))
+                else:
+                    unlabeled += 1
+        return pieces, unlabeled
 
 
 def _is_message(value: Any) -> bool:

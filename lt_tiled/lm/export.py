@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lt_tiled.lm.causal import CausalLM
 from lt_tiled.lm.documents import TOKENIZER
+from lt_tiled.lm.models import refusing
 from lt_tiled.lm.text import has_tokenizer, load_tokenizer
 
 
@@ -78,7 +79,7 @@ def _load(checkpoint: str) -> Mapping[str, Any]:
     folder = Path(checkpoint)
     if not folder.exists():
         raise ValueError(f"checkpoint={checkpoint!r} does not exist.")
-    try:
+    with refusing(f"checkpoint={checkpoint!r} cannot be loaded", kind=True):
         if folder.is_file():  # mmap: the state of the optimizer is not read
             return cast(Mapping[str, Any], torch.load(folder, map_location="cpu", weights_only=True, mmap=True))
         if not (folder / ".metadata").is_file():
@@ -93,8 +94,6 @@ def _load(checkpoint: str) -> Mapping[str, Any]:
         load(found, storage_reader=reader, no_dist=True)
         weights = {name.partition(".")[2]: weight for name, weight in found.items()}
         return {**torch.load(folder / "meta.pt", map_location="cpu", weights_only=True), "state_dict": weights}
-    except Exception as error:
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _tokenizer(state: Mapping[str, Any], path: str | None) -> tuple[Any, str]:

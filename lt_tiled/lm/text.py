@@ -1,125 +1,21 @@
-"""A datamodule of text files, cut into sequences of tokens, and what all datamodules of tokens have in common."""
+"""A datamodule of text files, cut into sequences of tokens."""
 
 from __future__ import annotations
 
-import os
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from glob import glob
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, StackDataset, default_collate
 
 from lt_tiled._log import inform, warn
-from lt_tiled._types import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
-from lt_tiled.lm.causal import CausalLM, require
-from lt_tiled.policies import check_count
-
-
-class Sequences(LightningDataModule):
-    """Gives batches of sequences of ``seq_len`` tokens, in a part to train on, one to validate and one to test."""
-
-    def __init__(self, seq_len: int, batch_size: int, num_workers: int) -> None:
-        super().__init__()
-        check_count("seq_len", seq_len, least=2)  # a model predicts each token but the first
-        check_count("batch_size", batch_size)
-        self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
-        self.vocab_size = 256
-        self._parts, self._cut_at = dict[str, Mapping[str, Tensor]](), 0
-
-    def cut(self) -> list[Mapping[str, Tensor]]:
-        """Return tensors of shape ``[sequences, seq_len]`` for the three parts, the same on every rank."""
-        raise NotImplementedError
-
-    def setup(self, stage: str) -> None:
-        """Read and cut the data on every rank, and again if ``seq_len`` has changed."""
-        if self._cut_at != self.seq_len:
-            self._parts = dict(zip(("train", "val", "test"), self.cut(), strict=True))
-            self._cut_at = self.seq_len
-
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return batches in an order that depends on the seed and the epoch alone, so that a resumed run goes on."""
-        # With several ranks, Lightning and Fabric give each such a sampler.
-        alone = self.trainer is not None and self.trainer.world_size == 1
-        data, seed = self._data("train"), int(os.environ.get("PL_GLOBAL_SEED", 0))
-        sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None
-        given: dict[str, Any] = {"trainer": self.trainer, "seq_len": self.seq_len}
-        return _Resumable(data, shuffle=None if alone else True, sampler=sampler, **given, **self._options())
-
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self._data("val"), **self._options())
-
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self._data("test"), **self._options())
-
-    predict_dataloader = test_dataloader
-
-    def _data(self, part: str) -> Any:
-        return StackDataset(**self._parts[part])  # type: ignore[arg-type]  # torch wants datasets, and takes sequences
-
-    def _options(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "num_workers": self.num_workers, "collate_fn": _batch}
-
-
-class _Resumable(DataLoader[dict[str, Tensor]]):
-    """Goes on after the last batch of a checkpoint. With another one, Lightning begins the epoch again."""
-
-    _epoch = 0
-    _ahead = 0
-    """The epoch minus Lightning's count, which has an epoch that ``max_steps`` stopped once more when it goes on."""
-    _loaded: Mapping[str, int] | None = None
-
-    def __init__(self, *args: Any, trainer: Any = None, seq_len: int = 0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.trainer, self.seq_len = trainer, seq_len  # arguments, because Lightning builds the loader again
-
-    def _shape(self) -> dict[str, Any]:
-        """Return what decides which batches come first."""
-        ranks, seed = getattr(self.sampler, "num_replicas", 1), getattr(self.sampler, "seed", 0)
-        sequences = len(self.dataset)  # type: ignore[arg-type]  # it is a StackDataset
-        shape = {"seq_len": self.seq_len, "batch_size": self.batch_size, "ranks": ranks, "seed": seed}
-        make_plain(shape)
-        return {**shape, "sequences": sequences}
-
-    def state_dict(self) -> Mapping[str, int]:
-        if self._loaded is not None:  # no batch has been given since
-            return self._loaded
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress  # its last batch is earlier with limit_train_batches
-        done = progress.current.processed
-        ended = progress.is_last_batch and done == progress.current.ready  # a step that raised is repeated
-        return {"epoch": self._epoch + ended, "batches": 0 if ended else done, **self._shape()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        for name, now in self._shape().items():
-            if state["batches"] and state[name] != now:
-                raise ValueError(
-                    f"The checkpoint was saved after {state['batches']} batches of an epoch with {name}={state[name]}."
-                    f" With {name}={now} other batches would be left: resume with {name}={state[name]}, or from a"
-                    " checkpoint of the end of an epoch."
-                )
-        self._loaded = state
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        # This begins with the first batch: Lightning makes iterators before it sets the epoch, and does not use all.
-        loop = self.trainer and self.trainer.fit_loop
-        if loop:
-            loop._load_combined_loader_states()  # which Lightning omits if configure_optimizers asked for the steps
-        state = self._loaded
-        if state and not state["batches"] and loop.epoch_loop.batch_progress.current.ready:
-            return  # Lightning goes on in the epoch that has ended: it gets no batch, and the next iterator the state
-        self._loaded = None
-        if loop and isinstance(self.sampler, DistributedSampler):
-            counted = loop.epoch_progress.current.processed
-            if state:
-                self._ahead = state["epoch"] - counted
-            self._epoch = counted + self._ahead
-            self.sampler.set_epoch(self._epoch)
-        yield from islice(super().__iter__(), state["batches"] if state else 0, None)
+from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
+from lt_tiled.lm.causal import CausalLM
+from lt_tiled.lm.models import refusing, require
+from lt_tiled.lm.sequences import Sequences
 
 
 class TextFiles(Sequences):
@@ -163,24 +59,34 @@ class TextFiles(Sequences):
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
+        self.max_bytes, self.held_out, self.trust_remote_code = max_bytes, held_out, trust_remote_code
         self.tokenizer = self._used = tokenizer
-        self.max_bytes, self.held_out = max_bytes, held_out
-        self.trust_remote_code = trust_remote_code
 
     def setup(self, stage: str) -> None:
-        module, tokenizer = getattr(self.trainer, "lightning_module", None), self.tokenizer
-        if tokenizer is None and isinstance(module, CausalLM) and (path := module.hparams["path"]) is not None:
-            if has_tokenizer(path):
-                tokenizer = path
-            elif (known := module.vocab_size) != 256:
-                raise ValueError(
-                    f"The model in path={path!r} has {known} tokens and no tokenizer, and the data would be bytes: set"
-                    " tokenizer of lt_tiled.lm.TextFiles to a local directory with the tokenizer of the model."
-                )
+        """Read and cut the text on every rank, and again if ``seq_len`` or the tokenizer has changed."""
+        tokenizer = self.tokenizer or self._tokenizer_of_the_model()
         if tokenizer != self._used:
             inform(f"the tokens of the text are {f'those of the tokenizer in {tokenizer}' if tokenizer else 'bytes'}")
             self._used, self._cut_at = tokenizer, 0
         super().setup(stage)
+
+    def _tokenizer_of_the_model(self) -> str | None:
+        """Return the directory of the model if it has a tokenizer, or ``None`` for bytes.
+
+        Raises:
+            ValueError: If the model does not have 256 tokens, and no tokenizer.
+        """
+        module = getattr(self.trainer, "lightning_module", None)
+        if not isinstance(module, CausalLM) or (path := module.hparams["path"]) is None:
+            return None
+        if has_tokenizer(path):
+            return str(path)
+        if module.vocab_size != 256:
+            raise ValueError(
+                f"The model in path={path!r} has {module.vocab_size} tokens and no tokenizer, and the data would be"
+                " bytes: set tokenizer of lt_tiled.lm.TextFiles to a local directory with the tokenizer of the model."
+            )
+        return None
 
     def cut(self) -> list[Mapping[str, Tensor]]:
         if self.paths is None:
@@ -238,10 +144,8 @@ def load_tokenizer(tokenizer: str, trust_remote_code: bool = False, chat_templat
     require("transformers", "'lt-tiled[hf]'")
     from transformers import AutoTokenizer
 
-    try:
+    with refusing(f"tokenizer={tokenizer!r} cannot be loaded"):
         found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ValueError(f"tokenizer={tokenizer!r} cannot be loaded: {error}") from error
     if chat_template is not None:
         try:
             found.chat_template = Path(chat_template).read_text()
@@ -269,10 +173,6 @@ def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
         kinds = f"a file, a directory with {' or '.join(suffixes)} files, or a glob"
         raise ValueError(f"paths: {path!r} matches no file: pass {kinds}.")
     return found
-
-
-def _batch(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor.long() for name, tensor in default_collate(rows).items()}
 
 
 def read_text(files: Sequence[Path], max_bytes: int) -> bytes:

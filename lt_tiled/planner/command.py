@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._types import PositiveFloat, PositiveInt, make_plain
+from lt_tiled.cli.numbers import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step

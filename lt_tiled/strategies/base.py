@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled._types import PositiveInt
+from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import Checkpointing, SequenceParallel, Tiers, Tiling
 from lt_tiled.sequence_parallel.groups import Groups, remember

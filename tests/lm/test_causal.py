@@ -283,11 +283,12 @@ def test_compile_options_without_flex_attention() -> None:
         CausalLM(LLAMA, attn_implementation="flex_attention", attn_compile={"modes": "default"})
 
 
-def test_evaluation_through_an_adapter(data: TextFiles) -> None:
-    """With an adapter around the model, evaluation runs it once, tiled, with its perplexity, and leaves its loss as it
-    was.
+@pytest.mark.parametrize("tiled", [True, False])
+def test_evaluation_through_an_adapter(tiled: bool, data: TextFiles) -> None:
+    """With an adapter around the model, evaluation runs it once, in tiles or without, with its perplexity, and leaves
+    its loss as it was.
     """
-    model = CausalLM(LLAMA, lora={"r": 2, "target_modules": ["q_proj"]})
+    model = CausalLM(LLAMA, lora={"r": 2, "target_modules": ["q_proj"]}, tiled_loss=tiled)
     model.configure_model()
     calls: list[Any] = []
     model.model.get_base_model().model.embed_tokens.register_forward_hook(lambda *args: calls.append(args))

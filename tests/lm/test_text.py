@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from lt_tiled._types import PositiveInt
+from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.text import has_tokenizer, read_text
 from tests.lit import trainer
@@ -117,6 +117,8 @@ class Noting(LightningModule):
         self.seen.append((self.current_epoch, index, *batch["input_ids"][:, 0].tolist()))
         return self.weight * 1
 
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None: ...
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert self.trainer.estimated_stepping_batches > 0  # as schedules do: Lightning makes the loader
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -191,6 +193,20 @@ def test_resumed_in_the_last_epoch(text: None) -> None:
         assert run(None, f"step={step}.ckpt", max_epochs=2) == found[step:]
 
 
+def test_resumed_with_validation(text: None) -> None:
+    """So does a run that validates during an epoch. What else reads the loader meanwhile gets each batch."""
+
+    class Reading(Callback):
+        def on_train_epoch_end(self, run: Trainer, module: LightningModule) -> None:
+            assert len([*run.train_dataloader]) == 12
+
+    saving = ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1)
+    options = {"max_steps": 14, "limit_val_batches": 1, "val_check_interval": 2}
+    found = run(saving, **options)
+    for step in (4, 5, 12):
+        assert run(Reading(), f"step={step}.ckpt", **options) == found[step:]
+
+
 def test_loader_that_lightning_builds_again(text: None) -> None:
     """A run that overfits a few batches saves checkpoints under a strategy of several ranks, too."""
     options = {"overfit_batches": 2, "max_steps": 3, "strategy": "ddp", "accelerator": "cpu", "devices": 1}
@@ -207,8 +223,9 @@ def test_loader_without_a_trainer(text: None) -> None:
 def test_numbers_of_the_command_line(text: None) -> None:
     """The checkpoint of a run with the command line's numbers, which are of own types, is loaded with weights only."""
     run(ModelCheckpoint(".", "last"), max_steps=3, seq_len=PositiveInt(8), batch_size=PositiveInt(1))
-    state = torch.load("last.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    assert state == [{"epoch": 0, "batches": 3, "seq_len": 8, "batch_size": 1, "ranks": 1, "seed": 0, "sequences": 12}]
+    state = torch.load("last.ckpt", weights_only=True)["TextFiles"]
+    shape = {"seq_len": 8, "batch_size": 1, "ranks": 1, "seed": 0, "sequences": 12}
+    assert state == {**shape, "batches": 12, "total": 3}
 
 
 class Kept(OnExceptionCheckpoint):
@@ -238,6 +255,10 @@ def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch)
             run(None, "step=3.ckpt", max_steps=14)
     Path("a.txt").write_bytes(bytes(range(120)))
     with pytest.raises(ValueError, match=r"with sequences=12\. With sequences=13 "):
+        run(None, "step=3.ckpt", max_steps=14)
+    state = torch.load("step=3.ckpt")
+    torch.save({name: value for name, value in state.items() if name != "TextFiles"}, "step=3.ckpt")
+    with pytest.raises(ValueError, match=r"after 3 batches of an epoch of other data: resume with that data"):
         run(None, "step=3.ckpt", max_steps=14)
 
 

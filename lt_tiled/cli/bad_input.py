@@ -8,7 +8,7 @@ from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from textwrap import shorten
 from traceback import walk_tb
@@ -51,10 +51,13 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if found := _UNKNOWN_KEY.fullmatch(message):
             message = f"unknown key {_near(found[1], self.command.get_defaults().keys())}"
-        # The error of a class's parser becomes a part of the next parser's, and the main parser repeats its command's.
-        if self.exit_on_error and not isinstance(ex, ArgumentError):
-            message = explain(message, self.command.files)
-        raise ArgumentError(None, message) from ex
+        if isinstance(ex, ArgumentError):  # the main parser repeats its command's
+            raise ArgumentError(None, message) from ex
+        if self.exit_on_error:
+            raise ArgumentError(None, explain(message, self.command.files)) from ex
+        # A class's parser: its error becomes a line of the next parser's.
+        keys, reason = _keys_and_reason(message)
+        raise ArgumentError(None, f"In {'.'.join(keys)}: {reason}" if keys else reason) from ex
 
 
 def explain(text: str, files: Sequence[Path] = ()) -> str:
@@ -63,31 +66,50 @@ def explain(text: str, files: Sequence[Path] = ()) -> str:
         return f"{files[-1]}: {_line(text.partition(': ')[2])}"
     if files and text.startswith("Unexpected config: "):
         return f"{files[-1]}: it has no keys such as trainer:, but is {text.partition(': ')[2][:40]!r}."
+    keys, reason = _keys_and_reason(text)
+    unknown = re.search(r"unknown key '([\w.]+)'", reason)
+    path = [*keys, *unknown[1].split(".")] if unknown else keys
+    place = next(filter(None, (_find(file, path) for file in files)), "") if path else ""
+    return f"{place}{'.'.join(keys)}{': ' if keys else ''}{_line(reason)}"
+
+
+def _keys_and_reason(text: str) -> tuple[list[str], str]:
+    """Return the keys that an error is about and its first reason, which may be that a value fits no type."""
     lines = [line for line in text.splitlines() if line.strip()] or [""]
-    at = next((i for i, line in enumerate(lines) if not _TREE.match(line)), -1)
-    reason = " ".join(takewhile(lambda line: not _TREE.match(line), lines[at:])).strip(" -") or lines[at].strip(" -")
-    values = [i for i, line in enumerate(lines) if line.lstrip().startswith("Given value: ")]
-    if at < 0 and values:  # of the innermost union, no type of which fits
-        at = values[0]
-        types = next((line for line in reversed(lines[:at]) if line.lstrip().startswith("Subtypes: ")), "")
-        value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", lines[at].partition(": ")[2])
-        named = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
-        classes = [getattr(sys.modules.get(m), n, int) for m, n in re.findall(r"<class '([\w.]+)\.(\w+)'>", types)]
-        reason = f"{value!r} is none of {types.partition(': ')[2]}"
-        if named and (near := did_you_mean(named[1], {name for kind in classes for name in _names(kind)})):
-            reason = f"there is no {named[1]!r}{near}"
-    keys, indent = list[str](), _indent(lines[at])
-    for line in reversed(lines[:at]):
-        if _indent(line) < indent:
-            indent = _indent(line)
-            keys[:0] = [key for found in re.findall(r'Parser key "(.+)":$', line) for key in found.split(".")]
+    key = re.search(r'Parser key "(.+)":$', lines[0])
+    keys = key[1].split(".") if key else []
+    # One reason may have several lines.
+    reasons = list(takewhile(lambda line: not _TREE.match(line), dropwhile(_TREE.match, lines)))
+    reason = " ".join(reasons).strip(" -") or _unfit_value(lines) or lines[-1].strip(" -")
+    if inner := re.fullmatch(r"In ([\w.]+): (.*)", reason):
+        keys, reason = keys + inner[1].split("."), inner[2]
     if found := re.match(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
         reason = f"{found[1]} has no {_near(found[2], dir(sys.modules.get(found[1])))}"
     for module in re.findall(r"(?:class_path'?:? '|Given value: )([A-Za-z_][\w.]*)\.[A-Z]\w*\b", text):
         reason = _failed_import(module) or reason
-    path = [*keys, *(key for found in re.findall(r"unknown key '([\w.]+)'", reason) for key in found.split("."))]
-    place = next(filter(None, (_find(file, path) for file in files)), "") if path else ""
-    return f"{place}{'.'.join(keys)}{': ' if keys else ''}{_line(reason)}"
+    return keys, reason
+
+
+def _unfit_value(lines: Sequence[str]) -> str:
+    """Return that the innermost value fits none of its types, or an empty string if no value is given."""
+    types, value = "", None
+    for line in lines:
+        name, _, rest = line.strip(" -").partition(": ")
+        if name == "Subtypes":
+            types = rest
+        elif name == "Given value":
+            value = rest
+            break
+    if value is None:
+        return ""
+    value = re.sub(r"NestedArg\(key='(.+?)', val='(.*)'\)", r"\1=\2", value)
+    known: set[str] = set()
+    for module, name in re.findall(r"<class '([\w.]+)\.(\w+)'>", types):
+        known |= _names(getattr(sys.modules.get(module), name, int))
+    given = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
+    if given and (near := did_you_mean(given[1], known)):
+        return f"there is no {given[1]!r}{near}"
+    return f"{value!r} is none of {types}"
 
 
 def _failed_import(module: str) -> str:
@@ -99,7 +121,8 @@ def _failed_import(module: str) -> str:
         if isinstance(error, SyntaxError):
             places.append((str(error.filename), error.lineno or 0))
         if places:
-            return "{}:{}: ".format(*places[-1]) + f"{type(error).__name__}: {getattr(error, 'msg', error)}"
+            file, line = places[-1]
+            return f"{file}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}"
     return ""
 
 
@@ -134,10 +157,6 @@ def refuse_pipe(path: Any) -> None:
 def _names(kind: type) -> set[str]:
     """Return the names of the class and of its subclasses."""
     return {kind.__name__}.union(*map(_names, kind.__subclasses__()))
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip(" -"))
 
 
 def _line(text: str) -> str:
@@ -178,23 +197,29 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: If there are such.
     """
     try:
-        nodes = [yaml.compose(text, yaml.SafeLoader)]
+        _refuse_repeated(yaml.compose(text, yaml.SafeLoader), len(text) + 10_000)
+        return _load_yaml(text)
     except RecursionError:
         raise yaml.YAMLError("its lists and mappings are nested too deeply.") from None
-    for node in nodes:  # which grows: aliases are expanded, as jsonargparse does where it copies what was loaded
-        if isinstance(node, yaml.MappingNode):
-            keys = [key for key, _ in node.value if not key.tag.endswith(":merge")]  # there may be several <<
-            if twice := [key for i, key in enumerate(keys) if key.value in [k.value for k in keys[:i]]]:
-                raise yaml.YAMLError(f"line {twice[0].start_mark.line + 1}: {twice[0].value!r} is there a second time.")
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        if len(nodes) > len(text) + 10_000:
-            raise yaml.YAMLError(f"its aliases (*name) expand to more than {len(nodes)} values: write fewer of them.")
-    try:
-        return _load_yaml(text)
     except ValueError as error:  # such as a number of 5000 digits
         raise yaml.YAMLError(str(error)) from error
+
+
+def _refuse_repeated(node: yaml.Node, most: int) -> None:
+    """Raise ``yaml.YAMLError`` for a key that is repeated, and if aliases repeat more than so many values."""
+    nodes = [node]
+    for node in nodes:  # which grows: aliases are expanded, as jsonargparse does where it copies what was loaded
+        keys = set[str]()
+        for item in node.value if isinstance(node, yaml.CollectionNode) else ():
+            if isinstance(node, yaml.MappingNode):
+                key, item = item
+                if key.value in keys and not key.tag.endswith(":merge"):  # there may be several <<
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"line {line}: {key.value!r} is there a second time.")
+                keys.add(key.value)
+            nodes.append(item)
+        if len(nodes) > most:
+            raise yaml.YAMLError(f"its aliases (*name) expand to more than {len(nodes)} values: write fewer of them.")
 
 
 def message(error: Exception) -> str:

@@ -9,7 +9,7 @@ from argparse import ArgumentError
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
-from lt_tiled._bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
 from lt_tiled._log import quiet_libraries
 from lt_tiled.callbacks import TilingReport
+from lt_tiled.cli.bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
 from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
 from lt_tiled.verification import run_verify
@@ -45,7 +45,7 @@ class CommandsTrainer(Trainer):
 
 
 class TiledCLI(LightningCLI):
-    """Adds the commands ``plan``, ``verify`` and ``export``, which :func:`main` runs.
+    """Adds the commands ``plan``, ``verify`` and ``export``. :func:`run` runs ``export`` itself.
 
     ``plan``, which makes modules without memory, and ``verify`` get no Trainer: they take its arguments.
 
@@ -59,7 +59,7 @@ class TiledCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
         own = {"config", "trainer", "model", "datamodule"}
-        every = {**LightningCLI.subcommands(), "plan": own, "verify": own, "export": own}  # which main runs
+        every = {**LightningCLI.subcommands(), "plan": own, "verify": own, "export": own}
         return {self.command: every[self.command]} if self.command in every else every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -69,34 +69,37 @@ class TiledCLI(LightningCLI):
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what Lightning would find late, or wait for."""
+        """Reject values that Lightning would notice late, or wait for."""
         config = self.config[self.config["subcommand"]]
-        trainer, key = config["trainer"], "strategy"
+        trainer = config["trainer"]
         if config.get("ckpt_path") is not None:
             refuse_pipe(config["ckpt_path"])
         if isinstance(trainer, list):
-            self.parser.error(f'Parser key "trainer":\n  {trainer} has no keys such as max_steps.')
-        try:
-            if isinstance(trainer[key], str):
-                trainer[key] = registered_name(trainer[key])
-            for key in ("accumulate_grad_batches", "val_check_interval"):
-                if trainer[key] == 0:
-                    raise ValueError("0 must be positive.")
-        except ValueError as error:
-            self.parser.error(f'Parser key "trainer.{key}":\n  {error}')
+            self._refuse("trainer", f"{trainer} has no keys such as max_steps.")
+        if isinstance(trainer["strategy"], str):
+            try:
+                trainer["strategy"] = registered_name(trainer["strategy"])
+            except ValueError as error:
+                self._refuse("trainer.strategy", str(error))
+        for key in ("accumulate_grad_batches", "val_check_interval"):
+            if trainer[key] == 0:
+                self._refuse(f"trainer.{key}", "0 must be positive.")
+
+    def _refuse(self, key: str, reason: str) -> NoReturn:
+        self.parser.error(f'Parser key "{key}":\n  {reason}')
 
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
             super().instantiate_classes()
-        given = [self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler")]
-        if given[0]:
+        optimizer, scheduler = (self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler"))
+        if optimizer:
 
             def configure_optimizers(module: LightningModule) -> Any:
-                return _optimizers(module, *given)
+                return _optimizers(module, optimizer, scheduler)
 
             self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
-        elif given[1]:
-            self.parser.error('Parser key "lr_scheduler":\n  it needs an optimizer, such as --optimizer=AdamW.')
+        elif scheduler:
+            self._refuse("lr_scheduler", "it needs an optimizer, such as --optimizer=AdamW.")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if self.subcommand not in ("plan", "verify"):
@@ -134,7 +137,7 @@ class SaveRunConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-def main(args: ArgsType = None) -> None:
+def run(args: ArgsType = None) -> None:
     """Run the command line on ``args``, by default those of the process.
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
@@ -182,13 +185,13 @@ def main(args: ArgsType = None) -> None:
 
 def _with_own_configs(args: list[str]) -> list[str]:
     """Replace ``configs/...`` by the package's file (in a checkout, the repository's) where no such file exists."""
-    result = []
-    for before, arg in zip(["", *args], args, strict=False):
+    package, result, before = Path(lt_tiled.__file__).parent, list[str](), ""
+    for arg in args:
         option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)
-        files = option in ("--config", "--model", "--data", "--trainer")
-        if files and name.startswith("configs/") and not Path(name).exists():
-            homes = (Path(__file__).parent, Path(__file__).parent.parent)
-            found = next((str(home / name) for home in homes if (home / name).is_file()), name)
-            arg = f"{option}={found}" if equals else found
+        before = arg
+        if option in ("--config", "--model", "--data", "--trainer") and name.startswith("configs/"):
+            places = (Path(), package, package.parent)
+            name = next((str(place / name) for place in places if (place / name).exists()), name)
+            arg = f"{option}={name}" if equals else name
         result.append(arg)
     return result

@@ -1,0 +1,134 @@
+"""The parts of a Hugging Face causal model: configuration, attention and adapters, with checked arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from lt_tiled._log import inform, warn
+from lt_tiled.errors import did_you_mean
+from lt_tiled.policies import check_count
+
+_SIZES = ["hidden_size", "intermediate_size", "vocab_size", "head_dim"]
+_SIZES += ["num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+"""The names that transformers uses for the sizes of all models."""
+
+
+def require(package: str, install: str) -> None:
+    """Raise ``ModuleNotFoundError`` with the remedy if an optional package is not installed."""
+    try:
+        import_module(package)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"This needs the package {package}: pip install {install}.") from error
+
+
+@contextmanager
+def refusing(message: str, kind: bool = False) -> Iterator[None]:
+    """Raise ``ValueError`` with this message and the original one for any exception except out of memory.
+
+    Args:
+        message: What failed, with the name and value of the argument.
+        kind: Add the name of the original exception.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{message}: {type(error).__name__}: {error}" if kind else f"{message}: {error}") from error
+
+
+def make_config(fields: Mapping[str, Any]) -> Any:
+    """Return the configuration of transformers with these fields.
+
+    Raises:
+        ValueError: If transformers has no such model, or the model has no such field or value.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = str(fields["model_type"])
+    if kind not in CONFIG_MAPPING:
+        near = did_you_mean(kind, CONFIG_MAPPING, 0.8)
+        raise ValueError(f"config: transformers has no model_type {kind!r}{near}")
+    own_names = CONFIG_MAPPING[kind].attribute_map
+    sizes = {*_SIZES, *(own_names.get(name) for name in _SIZES)}
+    for key, value in fields.items():
+        if key in sizes and not isinstance(value, list):
+            check_count(f"config: {key}", value, None)
+    with refusing("config"):  # architectures have their own checks
+        config = AutoConfig.for_model(**fields)
+    heads, groups = getattr(config, "num_attention_heads", 0), fields.get("num_key_value_heads") or 1
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ValueError(f"config: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
+    default = type(config)()
+    for key in fields:  # transformers accepts unknown ones
+        if hasattr(config, key) and not hasattr(default, key):
+            message = f"config: {type(config).__name__} has no key {key!r}"
+            if near := did_you_mean(key, dir(default), 0.8):
+                raise ValueError(message + near)
+            warn(f"{message}: the model may ignore it.", once=message)
+    return config
+
+
+def make_lora_config(fields: Mapping[str, Any]) -> Any:
+    """Return peft's configuration of LoRA with these fields.
+
+    Raises:
+        ValueError: If it has no such field or value.
+    """
+    require("peft", "peft")
+    from peft import LoraConfig
+
+    known = inspect.signature(LoraConfig).parameters
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"lora: peft's LoraConfig has no field {name!r}{did_you_mean(name, known)}")
+    with refusing(f"lora={dict(fields)}"):
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **fields})
+
+
+def add_adapters(model: Any, lora_config: Any) -> Any:
+    """Return the model with new LoRA adapters, which do not change its outputs yet."""
+    from peft import get_peft_model
+
+    with _unsharded(model):
+        return get_peft_model(model, lora_config)
+
+
+@contextmanager
+def _unsharded(model: Any) -> Iterator[None]:
+    """Let ZeRO-3 shard new weights when it starts. It would shard adapters before peft has set them to zero."""
+    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        yield
+        return
+    from deepspeed.runtime.zero import partition_parameters as zero
+
+    zero.shutdown_init_context()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()
+
+
+def compiled_flex_attention(options: Mapping[str, Any] | None) -> str:
+    """Register flex attention with options of ``torch.compile``, and return its ``attn_implementation``.
+
+    Hugging Face's function compiles ``flex_attention`` without options, unless it is itself being compiled. So options
+    apply to the whole function.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+    from transformers.masking_utils import flex_attention_mask
+
+    inform("compiles flex attention at its first use, which can take minutes", once="compile flex attention")
+    if not options:
+        return "flex_attention"
+    name = f"lt_tiled_flex_{abs(hash(repr(sorted(options.items()))))}"
+    AttentionInterface.register(name, torch.compile(flex_attention_forward, **options))
+    AttentionMaskInterface.register(name, flex_attention_mask)
+    return name
