@@ -38,6 +38,12 @@ class Geometry:
         return raw.view(self.dtype).as_strided(self.size, self.stride)
 
 
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's span as a flat ``uint8`` tensor that shares its memory."""
+    span = Geometry.of(tensor).span
+    return tensor.detach().as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
 def movable(tensor: Tensor) -> bool:
     """Return whether the tensor's bytes are all of it.
 
@@ -62,9 +68,3 @@ def storage_key(tensor: Tensor) -> int | None:
 def view_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors that are the same view of one storage."""
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor's span as a flat ``uint8`` tensor that shares its memory."""
-    span = Geometry.of(tensor).span
-    return tensor.detach().as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)
