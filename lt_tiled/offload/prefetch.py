@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -45,23 +46,29 @@ class OffloadedTensor:
         """The tensor itself, until its bytes are stored."""
         self.version = tensor._version
         self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        self.computed = None if self.stream is None else self.stream.record_event()
         self.stored: Stored | None = None
         self.loading: Loading | None = None
 
     def store(self, tiers: Sequence[Tier], compress: bool) -> Stored | None:
         """Begin to store it on the first tier that has room, rounded to bfloat16 if ``compress``."""
         assert self.tensor is not None
-        if self.computed is not None and (stream := torch.cuda.current_stream(self.device)) != self.stream:
-            stream.wait_event(self.computed)
-            self.tensor.record_stream(stream)
-        source = self.tensor.to(torch.bfloat16) if compress and self.tensor.dtype == torch.float32 else self.tensor
-        with name_origin(self.origin):
+        with name_origin(self.origin), self._on_its_stream():
+            rounds = compress and self.tensor.dtype == torch.float32
+            source = self.tensor.to(torch.bfloat16) if rounds else self.tensor
             for tier in tiers:
                 if (stored := tier.store(raw_bytes(source))) is not None:
                     self.stored, self.geometry = stored, Geometry.of(source)
                     break
         return self.stored
+
+    @contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        """Make the stream on which the tensor was saved the current one: what reads it there comes after it."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
 
     def in_memory(self) -> Tensor | None:
         """Return the tensor if it has not left yet, rounded as it would come back from its tier."""
