@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock, local
-from typing import Literal
+from typing import Any, Literal
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
@@ -152,15 +152,17 @@ class SpillFile:
 
         All pieces of the data but the last have a multiple of :data:`PIECE` bytes.
         """
-        return self._submit("write", partial(self._write, extent, data, first), extent, data)
+        return self._submit("write", self._write, extent, data, first)
 
     def read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None = None) -> Call:
         """Begin to read a range of the length of ``into``, whose pieces are as in :meth:`write`, then call ``then``."""
-        return self._submit("read", partial(self._read, extent, into, then), extent, into)
+        return self._submit("read", self._read, extent, into, then)
 
-    def _submit(self, verb: str, run: Callable[[], None], extent: Extent, data: Sequence[memoryview]) -> Call:
+    def _submit(
+        self, verb: str, run: Callable[..., None], extent: Extent, data: Sequence[memoryview], *args: Any
+    ) -> Call:
         what = f"the {verb} of {sum(map(len, data))} bytes"
-        return self._threads.submit(run, what, extent.offset)
+        return self._threads.submit(partial(run, extent, data, *args), what, extent.offset)
 
     def _write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None) -> None:
         if first is not None:
@@ -203,11 +205,9 @@ class SpillFile:
                 raise self._error(f"cannot {verb} {len(data) - done} bytes", error, offset + done) from error
             if moved <= 0:
                 raise self._error(f"short {verb}: {done} of {len(data)} bytes, then nothing", offset=offset + done)
-            if direct and done + moved < len(data):  # the next call must be aligned too
-                moved -= moved % ALIGNMENT
-                if not moved:
-                    self._set_direct(False)
             done += moved
+            if direct and done % ALIGNMENT:  # the next call would not be aligned
+                self._set_direct(False)
 
     def _open(self, direct: bool) -> None:
         """Open a file without a name (``O_TMPFILE``), or one that is unlinked at once."""
