@@ -1,9 +1,9 @@
 """The ranges in use of a file or of a slab of CPU memory.
 
 NOTE [Ranges]
-A range is free when nothing refers to its :class:`Extent`. Whatever writes or reads it holds its extent: the record of
-a saved tensor, and each call that waits or runs. So wherever Ctrl-C or an error ends the code, a range that may still
-be written to is in use, and no range is lost.
+A range is free when nothing refers to its :class:`Extent`. Everything that writes or reads a range refers to its
+extent: the record of a saved tensor, and each call that waits or runs. So wherever Ctrl-C or an error interrupts the
+code, a range that may still be written stays in use, and no range is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Extent:
     offset: int
     length: int
     checksum: int = 0
-    """That of the bytes that were written to it."""
+    """The checksum of the bytes that were written to it."""
 
     @property
     def end(self) -> int:
@@ -39,10 +39,10 @@ class Extents:
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
-        self._taken: list[weakref.ref[Extent]] = []  # by offset; some are free again
+        self._taken: list[weakref.ref[Extent]] = []  # sorted by offset; dead ones are free again
 
     def take(self, nbytes: int, step: int = 2**62) -> Extent | None:
-        """Return a free range of ``nbytes``, or a shorter one of a multiple of ``step`` bytes, or ``None``."""
+        """Return a free range of ``nbytes``, or a shorter one whose length is a multiple of ``step``, or ``None``."""
 
         def fitting(free: int) -> int:
             return nbytes if nbytes <= free else free // step * step

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # the planner's tensors; torch names them in no public module
 
 MAX_WASTE = 4
-"""A view stays on the device if its first and last entry are further apart than this many times its size."""
+"""A view stays on the device if its span has more than this many times its own elements."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Geometry:
 
     @property
     def span(self) -> int:
-        """The number of entries from the first to the last, including those between them of other views."""
+        """The number of elements from the first to the last in memory, including those between that it skips."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
     @property
@@ -45,9 +45,9 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 
 
 def movable(tensor: Tensor) -> bool:
-    """Return whether the tensor's bytes are all of it.
+    """Return whether the tensor can be restored from its bytes and its :class:`Geometry`.
 
-    Those of subclasses are not, of lazy conjugation, of sparse, nested and quantized tensors, and of functorch's.
+    Subclasses, lazy conjugates, and sparse, nested, quantized and functorch tensors have more than those.
     """
     if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or storage_key(tensor) is None:
         return False

@@ -55,7 +55,7 @@ class Offloader:
         self.wait_seconds = WAIT_SECONDS
         self._lock = RLock()
         self._live: weakref.WeakValueDictionary[object, OffloadedTensor] = weakref.WeakValueDictionary()
-        # Those that stay until others follow, and those that are being stored: sets that keep the order.
+        # Tensors that stay until others follow, and tensors that are being stored: weak sets in the order of saving.
         self._kept: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
         self._leaving: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
         self._last: Callable[[], OffloadedTensor | None] = lambda: None
@@ -115,10 +115,10 @@ class Offloader:
 
     @contextmanager
     def _in_step(self, device: torch.device, origin: Origin | None = None) -> Iterator[None]:
-        """Refuse what cannot work, and end the step with an error.
+        """Hold the lock, refuse calls that cannot work, and clean up after an error, which ends the step.
 
-        Then what is being stored is forgotten, so that the next step does not wait for it or fail. Those tensors stay
-        in memory, which is right for graphs that are not part of the step.
+        After an error, tensors that are being stored stay in memory, so that the next step neither waits for them nor
+        fails with them. Graphs that are not part of the step still have their values.
         """
         if device.type == "cuda":
             with torch.cuda.device(device):

@@ -40,26 +40,26 @@ class Slot:
 
 
 class Copy:
-    """A copy between a tensor and a slot. It is still running if it has an ``end`` that has not passed."""
+    """A copy between a tensor and a slot. A GPU runs it until its ``end`` has passed; other copies have ended."""
 
     def __init__(self, tensor: Tensor, slot: Slot, end: torch.cuda.Event | None = None) -> None:
         self.slot, self.end, self.device = slot, end, tensor.device
         self.tensor: Tensor | None = tensor
-        """The tensor, until the host or a stream has waited for the copy."""
+        """The tensor, which is let go of when the host or a stream has waited for the copy."""
 
     @property
     def done(self) -> bool:
         return self.end is None or self.end.query()
 
     def wait(self, seconds: float = 0.0) -> None:
-        """Let the host wait until it has ended, which a GPU's copy does within any number of seconds."""
+        """Let the host wait until it has ended. There is no limit in seconds, as for other work of a GPU."""
         if self.end is not None:
             with torch.cuda.device(self.device):
                 self.end.synchronize()
         self.tensor = None
 
     def wait_on_stream(self) -> None:
-        """Let the current stream wait until it has ended."""
+        """Let the current stream wait until it has ended, so that the tensor may be used, and freed, on it."""
         if self.end is not None:
             torch.cuda.current_stream(self.device).wait_event(self.end)
         self.tensor = None
@@ -70,7 +70,8 @@ class CPUMemory:
 
     It grows by slabs. torch's pinned allocator rounds each allocation up to a power of two; a slab has exactly the size
     requested and is pinned as a whole. If the system refuses to pin it, it is used unpinned, with one warning. Tensors
-    may be split between slabs, so tensors of any size, and of other sizes than before, can use the whole budget.
+    may be split between slabs, so tensors of any size, and of other sizes than before, can use the whole budget. The
+    offloader's lock protects it; only :meth:`copy` may be called on other threads.
     """
 
     def __init__(self, budget: int) -> None:
@@ -78,7 +79,7 @@ class CPUMemory:
         self._slabs: list[tuple[Tensor, Extents]] = []
         self._unpin: list[weakref.finalize[[int], CPUMemory]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._running: deque[Copy] = deque()  # other threads append, in Copy's order
+        self._running: deque[Copy] = deque()  # other threads append
 
     @property
     def size(self) -> int:
@@ -139,9 +140,10 @@ class CPUMemory:
     def copy(
         self, verb: Literal["store", "load"], tensor: Tensor, slot: Slot, after: torch.cuda.Event | None = None
     ) -> Copy:
-        """Begin to copy the bytes of a tensor to a slot, or back. A copy of a device other than CUDA ends here.
+        """Begin to copy the bytes of a tensor to a slot, or back.
 
-        It begins after an event, by default after the current stream's work so far.
+        On a GPU it begins after an event, by default after the current stream's work so far. Copies of other devices
+        have ended when this returns.
         """
         device = tensor.device
         parts = zip(tensor.split([memory.nbytes for memory in slot.memory]), slot.memory, strict=True)

@@ -31,16 +31,13 @@ STALL_MS = 1.0
 class OffloadedTensor:
     """One saved tensor. Its space on a tier is freed when the graph that saved it is freed.
 
-    Args:
-        tensor: The tensor.
-        origin: Names it in errors.
-        previous: Returns the tensor that was saved before it, while that one is alive.
+    ``origin`` names it in errors. ``previous`` returns the tensor that was saved before it, while that one is alive.
     """
 
     def __init__(self, tensor: Tensor, origin: Origin, previous: Callable[[], OffloadedTensor | None]) -> None:
         self.origin, self.previous, self.device = origin, previous, tensor.device
         self.geometry = Geometry.of(tensor)
-        """The geometry of the bytes that are stored: those of the tensor, or of what it was rounded to."""
+        """The geometry of the bytes that are stored: of the tensor, or of the rounded one."""
         # Detached: the grad_fn of a saved output leads back to the node that saves this object.
         self.tensor: Tensor | None = tensor.detach()
         """The tensor itself, until its bytes are stored."""
@@ -71,7 +68,7 @@ class OffloadedTensor:
             yield
 
     def in_memory(self) -> Tensor | None:
-        """Return the tensor if it has not left yet, rounded as it would come back from its tier."""
+        """Return the tensor if it is still in memory, rounded as it would come back from its tier."""
         self.check_unchanged()
         return None if self.tensor is None else self.tensor.to(self.geometry.dtype).to(self.origin.dtype)
 
@@ -85,7 +82,7 @@ class OffloadedTensor:
             )
 
     def begin_loading(self) -> Loading:
-        """Return what loads the bytes, which began now or earlier."""
+        """Begin to load the bytes unless that began earlier, and return the load."""
         if self.loading is None:
             assert self.stored is not None
             with name_origin(self.origin):
