@@ -134,18 +134,8 @@ class SpillFile:
             except OSError as error:
                 with suppress(OSError):
                     os.ftruncate(self._file, self._extents.size)  # ext4 keeps what it reserved before it failed
-                raise self._no_room(nbytes, error) from error
+                raise self._error(f"cannot reserve {gib(nbytes)} more", error) from error
             self._extents.size += nbytes
-
-    def _no_room(self, nbytes: int, error: OSError) -> OffloadError:
-        where, remedy = "", "set another directory, lower disk_budget, or delete files there"
-        with suppress(OSError):
-            disk = os.fstatvfs(self._file)
-            where = f" on a disk with {gib(disk.f_bavail * disk.f_frsize)} free"
-        if error.errno == errno.EFBIG:
-            where = f" in a file of {gib(self._extents.size)}"
-            remedy = "raise the limit on the size of files (ulimit -f), set another directory, or lower disk_budget"
-        return self._error(f"cannot reserve {gib(nbytes)} more{where}: {remedy}", error)
 
     def write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None = None) -> Call:
         """Begin to call ``first`` and then write a range. ``data`` must not change until the call has ended.
@@ -230,10 +220,24 @@ class SpillFile:
         self.direct = direct
 
     def _error(self, reason: str, cause: OSError | None = None, offset: int | None = None) -> OffloadError:
-        kind = OffloadDiskFullError if cause is not None and cause.errno in _NO_ROOM else OffloadError
+        kind = OffloadError
+        if cause is not None and cause.errno in _NO_ROOM:
+            kind = OffloadDiskFullError
+            reason = f"{reason}{self._where_and_remedy(cause.errno)}"
         if cause is not None:
             reason = f"{reason}: {cause.strerror or cause}"
         return kind(reason, offset=offset, directory=self.directory)
+
+    def _where_and_remedy(self, code: int) -> str:
+        """Return what an error about missing room says about the disk."""
+        if code == errno.EFBIG:
+            remedy = "raise the limit on the size of files (ulimit -f), set another directory, or lower disk_budget"
+            return f" in a file of {gib(self._extents.size)}: {remedy}"
+        where = ""
+        with suppress(OSError):
+            disk = os.statvfs(self.directory)
+            where = f" on a disk with {gib(disk.f_bavail * disk.f_frsize)} free"
+        return f"{where}: set another directory, lower disk_budget, or delete files there"
 
     def close(self) -> None:
         """Cancel waiting calls, let running ones end, and free the disk space. Does not raise.

@@ -151,8 +151,18 @@ def test_short_calls_go_on(spill: SpillFile, function: str) -> None:
 @pytest.mark.parametrize(
     ("function", "fault", "kind", "message"),
     [
-        ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError, "cannot write .* bytes: No space left"),
-        ("pwritev", fail(errno.EDQUOT), OffloadDiskFullError, "cannot write .* bytes: Disk quota"),
+        (
+            "pwritev",
+            fail(errno.ENOSPC),
+            OffloadDiskFullError,
+            "cannot write .* bytes on a disk with .* free: set another directory.*: No space left",
+        ),
+        (
+            "pwritev",
+            fail(errno.EDQUOT),
+            OffloadDiskFullError,
+            "cannot write .* bytes on a disk with .* free: set another directory.*: Disk quota",
+        ),
         ("pwritev", fail(errno.EIO), OffloadError, "cannot write .* bytes: Input/output error"),
         ("pwritev", nothing, OffloadError, "short write: 0 of"),
         ("preadv", fail(errno.EIO), OffloadError, "cannot read .* bytes: Input/output error"),
