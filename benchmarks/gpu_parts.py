@@ -146,7 +146,7 @@ def offload(setup: Setup) -> Rows:
             assert prepared.offloader is not None
             assert prepared.offloader.cpu is not None
             steps, stats = len(times["base"]) + 1, asdict(prepared.offloader.so_far())
-            pinned = {slab.is_pinned() for slab, _ in prepared.offloader.cpu.slabs._slabs}
+            pinned = {slab.is_pinned() for slab, _ in prepared.offloader.cpu._slabs}
         return {
             "relative step time": statistics.median(ratios(times, "offloaded", "base")),
             "step [s]": statistics.median(times["base"]),

@@ -89,10 +89,10 @@ def _tier(tensors: list[Tensor], directory: str, direct: bool) -> Callable[[], t
         start = time.perf_counter()
         stored = [tier.store(raw_bytes(t)) for t in tensors]
         for s in stored:
-            s.settle(600)
+            s.transfer.wait(600)
         middle = time.perf_counter()
-        for s in stored:
-            s.load().wait(600)
+        for s, t in zip(stored, tensors, strict=True):
+            tier.load(s.room, t.nbytes, t.device).wait(600)
         end = time.perf_counter()
         return middle - start, end - middle
 

@@ -25,7 +25,8 @@ from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
-from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import (
     Checkpointing,
     LossShards,

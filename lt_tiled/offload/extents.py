@@ -1,15 +1,15 @@
 """The ranges in use of a file or of a slab of CPU memory.
 
 NOTE [Ranges]
-A range is free when no :class:`Extent` refers to it. Whatever writes or reads it holds its extent: the record of a
-saved tensor, and each call that waits or runs. So wherever Ctrl-C or an error ends the code, a range that may still be
-written to is in use, and no range is lost.
+A range is free when nothing refers to its :class:`Extent`. Everything that writes or reads a range refers to its
+extent: the record of a saved tensor, and each call that waits or runs. So wherever Ctrl-C or an error interrupts the
+code, a range that may still be written stays in use, and no range is lost.
 """
 
 from __future__ import annotations
 
 import weakref
-from itertools import pairwise
+from dataclasses import dataclass
 
 ALIGNMENT = 4096
 """Offsets and lengths are multiples of this, as ``O_DIRECT`` requires; it is also the size of a page."""
@@ -20,13 +20,14 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(eq=False)
 class Extent:
     """One range, which is in use until the last reference to it is gone."""
 
-    def __init__(self, offset: int, length: int) -> None:
-        self.offset, self.length = offset, length
-        self.checksum = 0
-        """That of the bytes that were written to it."""
+    offset: int
+    length: int
+    checksum: int = 0
+    """The checksum of the bytes that were written to it."""
 
     @property
     def end(self) -> int:
@@ -38,42 +39,41 @@ class Extents:
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
-        self._taken: list[weakref.ref[Extent]] = []  # by offset; some are free again
+        self._taken: list[weakref.ref[Extent]] = []  # sorted by offset; dead ones are free again
 
     def take(self, nbytes: int, step: int = 2**62) -> Extent | None:
-        """Return a free range of ``nbytes``, or a shorter one of a multiple of ``step`` bytes, or ``None``."""
+        """Return a free range of ``nbytes``, or a shorter one whose length is a multiple of ``step``, or ``None``."""
 
-        def fits(free: int) -> int:
+        def fitting(free: int) -> int:
             return nbytes if nbytes <= free else free // step * step
 
-        end = self._end()
-        if length := fits(self.size - end):  # so it is if ranges are freed in reverse order
-            new = Extent(end, length)
+        free = self.free_at_end()
+        if length := fitting(free):  # always so if ranges are freed in reverse order
+            new = Extent(self.size - free, length)
             self._taken.append(weakref.ref(new))
             return new
-        used = self._in_use()
-        for left, right in pairwise([Extent(0, 0), *used]):
-            if length := fits(right.offset - left.end):
-                new = Extent(left.end, length)
-                self._taken = [weakref.ref(extent) for extent in sorted([*used, new], key=lambda e: e.offset)]
+        used, start = self._in_use(), 0
+        for index, extent in enumerate(used):
+            if length := fitting(extent.offset - start):
+                new = Extent(start, length)
+                used.insert(index, new)
+                self._taken = [weakref.ref(other) for other in used]
                 return new
+            start = extent.end
         return None
 
     def free_at_end(self) -> int:
         """Return the number of free bytes at the end, which new bytes extend."""
-        return self.size - self._end()
+        while self._taken:
+            if (last := self._taken[-1]()) is not None:
+                return self.size - last.end
+            self._taken.pop()
+        return self.size
 
     @property
     def used(self) -> int:
         """The number of bytes in use."""
         return sum(extent.length for extent in self._in_use())
-
-    def _end(self) -> int:
-        while self._taken:
-            if (last := self._taken[-1]()) is not None:
-                return last.end
-            self._taken.pop()
-        return 0
 
     def _in_use(self) -> list[Extent]:
         return [extent for reference in self._taken if (extent := reference()) is not None]

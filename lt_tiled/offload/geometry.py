@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # the planner's tensors; torch names them in no public module
 
 MAX_WASTE = 4
-"""A view stays on the device if its first and last entry are further apart than this many times its size."""
+"""A view stays on the device if its span has more than this many times its own elements."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Geometry:
 
     @property
     def span(self) -> int:
-        """The number of entries from the first to the last, including those between them of other views."""
+        """The number of elements from the first to the last in memory, including those between that it skips."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
     @property
@@ -38,10 +38,16 @@ class Geometry:
         return raw.view(self.dtype).as_strided(self.size, self.stride)
 
 
-def movable(tensor: Tensor) -> bool:
-    """Return whether the tensor's bytes are all of it.
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's span as a flat ``uint8`` tensor that shares its memory."""
+    span = Geometry.of(tensor).span
+    return tensor.detach().as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)
 
-    Those of subclasses are not, of lazy conjugation, of sparse, nested and quantized tensors, and of functorch's.
+
+def movable(tensor: Tensor) -> bool:
+    """Return whether the tensor can be restored from its bytes and its :class:`Geometry`.
+
+    Subclasses, lazy conjugates, and sparse, nested, quantized and functorch tensors have more than those.
     """
     if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or storage_key(tensor) is None:
         return False
@@ -62,9 +68,3 @@ def storage_key(tensor: Tensor) -> int | None:
 def view_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors that are the same view of one storage."""
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor's span as a flat ``uint8`` tensor that shares its memory."""
-    span = Geometry.of(tensor).span
-    return tensor.detach().as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import gib
-from lt_tiled.offload.geometry import Geometry, movable, raw_bytes, view_key
-from lt_tiled.offload.pinned import available_memory
+from lt_tiled.offload.geometry import Geometry, movable, view_key
 from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
-from lt_tiled.offload.spill import WAIT_SECONDS, SpillFile
+from lt_tiled.offload.spill import WAIT_SECONDS
 from lt_tiled.offload.stats import OffloadStats, StallClock
 from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import Checkpointing, parse_bytes
@@ -29,6 +25,8 @@ IN_FLIGHT, BYTES_IN_FLIGHT = 2, 4 * 2**30
 """The most tensors, and the most bytes of two, that are being stored at once. The next one waits for the oldest. One
 tensor may be larger, and the backward pass waits until it is stored. So a slow disk costs time, not memory.
 """
+EVENTS_MS = 0.1
+"""A shorter wait of a GPU is none: the two events that measure it take a few microseconds."""
 
 
 class Offloader:
@@ -56,11 +54,11 @@ class Offloader:
         self.clock = StallClock()
         self.wait_seconds = WAIT_SECONDS
         self._lock = RLock()
-        self._live: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
-        self._kept: deque[weakref.ref[OffloadedTensor]] = deque()
-        self._leaving: deque[weakref.ref[OffloadedTensor]] = deque()
+        self._live: weakref.WeakValueDictionary[object, OffloadedTensor] = weakref.WeakValueDictionary()
+        # Tensors that stay until others follow, and tensors that are being stored: weak sets in the order of saving.
+        self._kept: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
+        self._leaving: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
         self._last: Callable[[], OffloadedTensor | None] = lambda: None
-        self._known: weakref.WeakValueDictionary[object, OffloadedTensor] = weakref.WeakValueDictionary()
         self._closed = False
         self._process = os.getpid()
 
@@ -76,25 +74,22 @@ class Offloader:
         """
         if not movable(tensor) or Geometry.of(tensor).nbytes < self.min_bytes:
             return tensor
-        _refuse_capture(tensor.device)
-        with self._lock, self._ending_the_step():
-            self._check_usable()
+        with self._in_step(tensor.device):
             if not self._live:
                 self.step += 1
             self._reap()
             # A tensor that several blocks save is stored once. Storages are compared as objects, because a freed
             # storage's address may be used again; x and x.t() are two tensors.
-            identity = (view_key(tensor), tensor._version)
-            known = self._known.get(identity)
-            if known is not None and known.storage() is tensor.untyped_storage():
-                return known
-            origin = Origin(self.step, block, tensor.shape, tensor.dtype)
-            packed = self._known[identity] = OffloadedTensor(tensor, origin, self._last)
-            self._last = weakref.ref(packed)
-            self._live.add(packed)
-            self._kept.append(self._last)
-            while len(self._kept) > self.policy.keep_last:
-                if (oldest := self._kept.popleft()()) is not None:
+            identity = (weakref.ref(tensor.untyped_storage()), view_key(tensor), tensor._version)
+            packed = self._live.get(identity)
+            if packed is None:
+                origin = Origin(self.step, block, tensor.shape, tensor.dtype)
+                packed = self._live[identity] = OffloadedTensor(tensor, origin, self._last)
+                self._last = weakref.ref(packed)
+                self._kept[packed] = None
+                kept = list(self._kept)
+                for oldest in kept[: max(len(kept) - self.policy.keep_last, 0)]:
+                    del self._kept[oldest]
                     self._store(oldest)
             return packed
 
@@ -106,109 +101,124 @@ class Offloader:
         """
         if isinstance(packed, Tensor):
             return packed
-        _refuse_capture(packed.device)
-        with self._lock, self._ending_the_step():
-            self._check_usable(packed.origin)
+        with self._in_step(packed.device, packed.origin):
             self._last = lambda: None  # the next packed tensor belongs to another forward pass
             self._reap()
             self._let_leave(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
             tensor = packed.in_memory()
-            if tensor is not None:
-                self.stats.from_memory += 1
+            if tensor is None:
+                tensor = self._load(packed)
             else:
-                tensor = self.prefetcher.load(packed, self.wait_seconds, self.stats, self.clock)
+                self.stats.from_memory += 1
             self.prefetcher.load_ahead(packed)
             return tensor
 
     @contextmanager
-    def _ending_the_step(self) -> Iterator[None]:
-        """Forget what is being stored if an error ends the step, so that the next step does not wait for it or fail.
+    def _in_step(self, device: torch.device, origin: Origin | None = None) -> Iterator[None]:
+        """Hold the lock, refuse calls that cannot work, and clean up after an error, which ends the step.
 
-        Those tensors stay in memory, which is right for graphs that are not part of the step.
+        After an error, tensors that are being stored stay in memory, so that the next step neither waits for them nor
+        fails with them. Graphs that are not part of the step still have their values.
         """
-        try:
-            yield
-        except OffloadError:
-            self._kept.clear()
-            self._leaving.clear()
-            raise
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                if torch.cuda.is_current_stream_capturing():
+                    reason = "a step that offloads cannot be captured as a CUDA graph: set offload=None for that"
+                    raise OffloadError(reason, origin=origin)
+        with self._lock:
+            if self._closed:
+                reason = "the offloader was released before this graph's backward pass: release it afterwards"
+                raise OffloadError(reason, origin=origin)
+            if os.getpid() != self._process:
+                reason = "this process is a fork of the one that offloads: train in the parent"
+                raise OffloadError(reason, origin=origin)
+            try:
+                yield
+            except OffloadError:
+                self._kept.clear()
+                self._leaving.clear()
+                raise
 
     def _store(self, packed: OffloadedTensor) -> None:
-        """Begin to store a tensor on the first tier that has room."""
-        packed.check_version()
+        """Begin to store a tensor, or count it as one that stays."""
         self._let_leave(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
-        assert packed.tensor is not None
-        if packed.computed is not None and (stream := torch.cuda.current_stream(packed.device)) != packed.stream:
-            stream.wait_event(packed.computed)
-            packed.tensor.record_stream(stream)
-        compress = self.policy.compress and packed.tensor.dtype == torch.float32
-        source = packed.tensor.to(torch.bfloat16) if compress else packed.tensor
-        raw = raw_bytes(source)
-        with name_origin(packed.origin):
-            for tier in self._tiers:
-                packed.stored = packed.stored or tier.store(raw)
-        if packed.stored is None:
+        stored = packed.store(self._tiers, self.policy.compress)
+        if stored is None:
             if not (self.total.kept_bytes or self.stats.kept_bytes):
                 what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
                 remedy = "raise cpu_budget, or use offload='cpu+disk'"
-                warn(f"cpu_budget={self.policy.cpu_budget} is full: {what} stays on {raw.device}; {remedy}.")
+                warn(f"cpu_budget={self.policy.cpu_budget} is full: {what} stays on {packed.device}; {remedy}.")
             self.stats.kept_bytes += packed.geometry.nbytes
             return
-        packed.geometry = Geometry.of(source)
-        if packed.stored.tier == "cpu":
-            self.stats.cpu_bytes += raw.nbytes
+        if stored.tier is self.cpu:
+            self.stats.cpu_bytes += packed.geometry.nbytes
         else:
-            self.stats.disk_bytes += raw.nbytes
-        self._leaving.append(weakref.ref(packed))
+            self.stats.disk_bytes += packed.geometry.nbytes
+        self._leaving[packed] = None
         self._reap()
 
     def _let_leave(self, tensors: int, nbytes: int, wanted: OffloadedTensor | None = None) -> None:
         """Wait until at most so many tensors, and bytes, are being stored, not counting ``wanted``."""
         while True:
-            leaving = [p for r in self._leaving if (p := r()) is not None and p is not wanted]
-            there = sum(t.nbytes for p in leaving if (t := p.tensor) is not None)
+            leaving = [packed for packed in self._leaving if packed is not wanted]
+            there = sum(tensor.nbytes for packed in leaving if (tensor := packed.tensor) is not None)
             if not leaving or (len(leaving) <= tensors and there <= nbytes):
                 return
-            assert leaving[0].stored is not None
-            with name_origin(leaving[0].origin), self.clock.waiting(leaving[0].device, self.stats):
-                leaving[0].stored.settle(self.wait_seconds)
-            self._reap()
+            with self.clock.waiting(leaving[0].device, self._count_stall):
+                self._free(leaving[0], self.wait_seconds)
 
     def _reap(self) -> None:
-        """Free the tensors whose bytes are stored.
+        """Free the tensors whose bytes are stored by now."""
+        self.clock.read()
+        for packed in list(self._leaving):
+            if packed.stored is not None and packed.stored.transfer.done:
+                self._free(packed, 0)
+
+    def _free(self, packed: OffloadedTensor, seconds: float) -> None:
+        """Free a tensor when its bytes are stored.
 
         Raises:
-            OffloadError: If one could not be stored, or was changed in place before it was.
+            OffloadError: If it could not be stored within ``seconds``, or was changed in place before it was.
         """
-        self.clock.read(self.stats)
-        for reference in list(self._leaving):
-            packed = reference()
-            if packed is None:
-                self._leaving.remove(reference)
-            elif packed.stored is not None and packed.stored.settled():
-                self._leaving.remove(reference)
-                packed.check_version()
-                try:
-                    with name_origin(packed.origin):
-                        packed.stored.settle(0)
-                except OffloadError:
-                    if packed.origin.step == self.step:
-                        raise
-                    continue  # of a step that ended in another error: only its own backward pass needs it
-                packed.tensor = None
+        assert packed.stored is not None
+        del self._leaving[packed]
+        try:
+            with name_origin(packed.origin):
+                packed.stored.transfer.wait(seconds)
+        except OffloadError:
+            if packed.origin.step == self.step:
+                raise
+            return  # of a step that ended in another error: only its own backward pass needs it
+        packed.check_unchanged()
+        packed.tensor = None
 
-    def _check_usable(self, origin: Origin | None = None) -> None:
-        if self._closed:
-            reason = "the offloader was released before this graph's backward pass: release it afterwards"
-            raise OffloadError(reason, origin=origin)
-        if os.getpid() != self._process:
-            raise OffloadError("this process is a fork of the one that offloads: train in the parent", origin=origin)
+    def _load(self, packed: OffloadedTensor) -> Tensor:
+        """Return a tensor whose bytes are stored."""
+        began_early, on_gpu = packed.loading is not None, packed.device.type == "cuda"
+        loading = packed.begin_loading()
+        packed.loading = None
+        ready = loading.ready()
+
+        def count(ms: float) -> None:
+            hit = ready or (on_gpu and ms < EVENTS_MS)
+            self.stats.prefetch_hits += hit
+            self.stats.prefetch_misses += not hit
+            self._count_stall(ms)
+            if began_early:
+                self.prefetcher.has_waited(ms)
+
+        with name_origin(packed.origin), self.clock.waiting(packed.device, count):
+            raw = loading.wait(self.wait_seconds)
+        return packed.rebuild(raw)
+
+    def _count_stall(self, ms: float) -> None:
+        self.stats.stalled_ms += ms
 
     def so_far(self) -> OffloadStats:
         """Return the figures of all steps, including the current one."""
         with self._lock:
             if not self._closed:
-                self.clock.read(self.stats)
+                self.clock.read()
             return self.total + self.stats
 
     def end_step(self) -> OffloadStats:
@@ -230,43 +240,10 @@ class Offloader:
             if self._closed:
                 return
             self._closed = True
-            for packed in list(self._live):
+            for packed in list(self._live.values()):
                 packed.tensor = packed.loading = None
             for tier in self._tiers:
                 try:
                     tier.close()
                 except Exception as error:  # of CUDA, for example; the error that ended the run is more important
                     warn(f"Releasing memory and disk space failed: {error}")
-
-
-def _refuse_capture(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            raise OffloadError("a step that offloads cannot be captured as a CUDA graph: set offload=None for that")
-
-
-def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:
-    """Open the tiers of a policy.
-
-    Args:
-        policy: A policy with ``offload`` set.
-        ranks_per_node: Processes that share a node's budgets; by default the launcher's number, else all ranks.
-
-    Raises:
-        OffloadDiskFullError: If the disk has no room for ``disk_budget``.
-        OffloadError: If the directory cannot be used.
-    """
-    assert policy.offload is not None
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    ranks = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))  # torchrun sets it
-    cpu = disk = None
-    if "cpu" in policy.offload:
-        budget = available_memory() // 2 if policy.cpu_budget is None else parse_bytes(policy.cpu_budget, "cpu_budget")
-        cpu = CPUTier(budget // ranks)
-    if "disk" in policy.offload:
-        limit = None if policy.disk_budget is None else parse_bytes(policy.disk_budget, "disk_budget") // ranks
-        directory = os.path.expanduser(policy.directory or tempfile.gettempdir())
-        disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io, checksum=policy.checksum))
-    return Offloader(policy, cpu, disk)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lt_tiled.errors import OffloadError, Origin, name_origin
-from lt_tiled.offload.geometry import Geometry
-from lt_tiled.offload.stats import OffloadStats, StallClock
-from lt_tiled.offload.tiers import Loading, Stored
+from lt_tiled.offload.geometry import Geometry, raw_bytes
+from lt_tiled.offload.tiers import Loading, Stored, Tier
 
 MAX_PREFETCH = 8
 """The most tensors that ``prefetch="auto"`` loads ahead."""
@@ -26,56 +26,72 @@ sequences, the wait is longer: give ``prefetch`` a number.
 """
 STALL_MS = 1.0
 """A longer wait is a stall, after which ``prefetch="auto"`` loads one more tensor ahead."""
-EVENTS_MS = 0.1
-"""A shorter wait of a GPU is none: the two events that measure it take a few microseconds."""
 
 
 class OffloadedTensor:
     """One saved tensor. Its space on a tier is freed when the graph that saved it is freed.
 
-    Args:
-        tensor: The tensor.
-        origin: Names it in errors.
-        previous: Returns the tensor that was saved before it, while that one is alive.
+    ``origin`` names it in errors. ``previous`` returns the tensor that was saved before it, while that one is alive.
     """
 
     def __init__(self, tensor: Tensor, origin: Origin, previous: Callable[[], OffloadedTensor | None]) -> None:
         self.origin, self.previous, self.device = origin, previous, tensor.device
-        self.storage = weakref.ref(tensor.untyped_storage())
         self.geometry = Geometry.of(tensor)
-        """The geometry of the bytes that are stored: those of the tensor, or of what it was rounded to."""
+        """The geometry of the bytes that are stored: of the tensor, or of the rounded one."""
         # Detached: the grad_fn of a saved output leads back to the node that saves this object.
         self.tensor: Tensor | None = tensor.detach()
         """The tensor itself, until its bytes are stored."""
         self.version = tensor._version
         self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        self.computed = None if self.stream is None else self.stream.record_event()
         self.stored: Stored | None = None
         self.loading: Loading | None = None
 
+    def store(self, tiers: Sequence[Tier], compress: bool) -> Stored | None:
+        """Begin to store it on the first tier that has room, rounded to bfloat16 if ``compress``."""
+        assert self.tensor is not None
+        with name_origin(self.origin), self._on_its_stream():
+            rounds = compress and self.tensor.dtype == torch.float32
+            source = self.tensor.to(torch.bfloat16) if rounds else self.tensor
+            for tier in tiers:
+                if (stored := tier.store(raw_bytes(source))) is not None:
+                    self.stored, self.geometry = stored, Geometry.of(source)
+                    break
+        return self.stored
+
+    @contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        """Make the stream on which the tensor was saved the current one: what reads it there comes after it."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
     def in_memory(self) -> Tensor | None:
-        """Return the tensor if it has not left yet, rounded as it would come back from its tier."""
-        self.check_version()
+        """Return the tensor if it is still in memory, rounded as it would come back from its tier."""
+        self.check_unchanged()
         return None if self.tensor is None else self.tensor.to(self.geometry.dtype).to(self.origin.dtype)
 
-    def load(self) -> Loading:
-        """Begin to load the bytes."""
-        assert self.stored is not None
-        with name_origin(self.origin):
-            return self.stored.load()
-
-    def rebuild(self, raw: Tensor) -> Tensor:
-        """Return the tensor that has these bytes."""
-        return self.geometry.rebuild(raw).to(self.origin.dtype)
-
-    def check_version(self) -> None:
-        """Raise :class:`OffloadError` if the tensor was changed in place and its bytes are not stored yet."""
+    def check_unchanged(self) -> None:
+        """Raise :class:`OffloadError` if the tensor was changed in place, while its bytes were not stored yet."""
         if self.tensor is not None and (now := self.tensor._version) != self.version:
             raise OffloadError(
                 f"a tensor was changed in place after it was saved (version {self.version}, now {now}), so its"
                 " values for the backward pass are lost. Make the change out of place",
                 origin=self.origin,
             )
+
+    def begin_loading(self) -> Loading:
+        """Begin to load the bytes unless that began earlier, and return the load."""
+        if self.loading is None:
+            assert self.stored is not None
+            with name_origin(self.origin):
+                self.loading = self.stored.tier.load(self.stored.room, self.geometry.nbytes, self.device)
+        return self.loading
+
+    def rebuild(self, raw: Tensor) -> Tensor:
+        """Return the tensor that has these bytes."""
+        return self.geometry.rebuild(raw).to(self.origin.dtype)
 
 
 class Prefetcher:
@@ -91,23 +107,10 @@ class Prefetcher:
         self.depth = 1 if depth == "auto" else depth
         self._loading: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
-    def load(self, wanted: OffloadedTensor, seconds: float, stats: OffloadStats, clock: StallClock) -> Tensor:
-        """Return a tensor whose bytes are stored, within ``seconds``."""
-        began_early, on_gpu = wanted.loading is not None, wanted.device.type == "cuda"
-        loading, wanted.loading = wanted.loading or wanted.load(), None
-        ready = loading.ready()
-
-        def count(stats: OffloadStats, ms: float) -> None:
-            hit = ready or (on_gpu and ms < EVENTS_MS)
-            stats.prefetch_hits += hit
-            stats.prefetch_misses += not hit
-            stats.stalled_ms += ms
-            if self.adaptive and began_early and ms > STALL_MS:
-                self.depth = min(self.depth + 1, MAX_PREFETCH)
-
-        with name_origin(wanted.origin), clock.waiting(wanted.device, stats, count):
-            raw = loading.wait(seconds)
-        return wanted.rebuild(raw)
+    def has_waited(self, ms: float) -> None:
+        """Look further ahead if a load that began early has stalled."""
+        if self.adaptive and ms > STALL_MS:
+            self.depth = min(self.depth + 1, MAX_PREFETCH)
 
     def load_ahead(self, used: OffloadedTensor) -> None:
         """Begin to load the tensors saved before ``used``, and drop loads that another graph began."""
@@ -124,7 +127,7 @@ class Prefetcher:
             other.loading = None
         for index, near in enumerate(nearest):
             try:
-                near.loading = near.loading or near.load()
+                near.begin_loading()
             except torch.OutOfMemoryError:  # none of them is needed yet
                 nearest, self.depth = nearest[:index], max(1, index)
                 break

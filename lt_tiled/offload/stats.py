@@ -12,8 +12,6 @@ import torch
 
 from lt_tiled.memory import gib
 
-Count = Callable[["OffloadStats", float], None]
-
 
 @dataclass
 class OffloadStats:
@@ -67,30 +65,27 @@ class OffloadStats:
         return lines
 
 
-def stall(stats: OffloadStats, ms: float) -> None:
-    """Count a wait."""
-    stats.stalled_ms += ms
-
-
 class StallClock:
     """Measures waits: by events on a GPU, which may be computing while the host waits, else on the host."""
 
     def __init__(self) -> None:
-        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, Count]] = deque()
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = deque()
 
     @contextmanager
-    def waiting(self, device: torch.device, stats: OffloadStats, count: Count = stall) -> Iterator[None]:
+    def waiting(self, device: torch.device, count: Callable[[float], None]) -> Iterator[None]:
         """Call ``count`` with the milliseconds of the wait inside: of a GPU in a later :meth:`read`."""
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        start, before = time.perf_counter(), stream and stream.record_event(torch.cuda.Event(enable_timing=True))
-        yield
-        if stream and before:
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            before = stream.record_event(torch.cuda.Event(enable_timing=True))
+            yield
             self._running.append((before, stream.record_event(torch.cuda.Event(enable_timing=True)), count))
         else:
-            count(stats, (time.perf_counter() - start) * 1e3)
+            start = time.perf_counter()
+            yield
+            count((time.perf_counter() - start) * 1e3)
 
-    def read(self, stats: OffloadStats) -> None:
+    def read(self) -> None:
         """Count the waits that have ended on their GPU."""
         while self._running and self._running[0][1].query():
             before, after, count = self._running.popleft()
-            count(stats, before.elapsed_time(after))
+            count(before.elapsed_time(after))

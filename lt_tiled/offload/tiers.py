@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from lt_tiled._log import inform
 from lt_tiled.errors import OffloadError
+from lt_tiled.offload.calls import Call
 from lt_tiled.offload.extents import Extent
-from lt_tiled.offload.pinned import Copier, Copy, Slabs, Slot
-from lt_tiled.offload.spill import Call, SpillFile
-
-TierName = Literal["cpu", "disk"]
+from lt_tiled.offload.pinned import Copy, CPUMemory, Slot
+from lt_tiled.offload.spill import SpillFile
 
 _UNBOUNDED = 2**62  # the number of tensors in flight bounds the staging memory
+
+Tier: TypeAlias = "CPUTier | DiskTier"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where bytes are stored, or being stored by a transfer. Their room is free when nothing refers to it."""
+
+    tier: Tier
+    room: Any  # a Slot or an Extent
+    transfer: Copy | Call
 
 
 @dataclass(frozen=True)
@@ -38,40 +46,12 @@ class Loading:
         return self.into
 
 
-class Stored(Protocol):
-    """Bytes that are stored on a tier, or being stored. Their space is free when nothing refers to this."""
-
-    tier: TierName
-
-    def settled(self) -> bool:
-        """Return whether the source is no longer needed."""
-
-    def settle(self, seconds: float) -> None:
-        """Wait until it is not. Raise :class:`OffloadError` if storing failed or took longer than ``seconds``."""
-
-    def load(self) -> Loading:
-        """Begin to load the bytes. May be called any number of times."""
-
-
-class _Tier:
-    def __init__(self, budget: int) -> None:
-        self.slabs = Slabs(budget)
-        self.copier = Copier()
-
-    def free_buffers(self) -> None:
-        self.slabs.free_unused()
-
-    def close(self) -> None:
-        self.copier.synchronize()
-        self.slabs.close()
-
-
-class CPUTier(_Tier):
+class CPUTier(CPUMemory):
     """CPU memory up to a budget in bytes."""
 
     def store(self, raw: Tensor) -> Stored | None:
-        """Begin to copy; return ``None`` if the budget has no room."""
-        if (slot := self.slabs.take(raw.nbytes, raw.device)) is None:
+        """Begin to copy bytes; return ``None`` if the budget has no room."""
+        if (slot := self.take(raw.nbytes, raw.device)) is None:
             return None
         if raw.device.type == "cpu":
             inform(
@@ -79,118 +59,83 @@ class CPUTier(_Tier):
                 " there, offload='cpu' does not.",
                 once="offload CPU to CPU",
             )
-        return _OnCPU(self.copier, slot, raw)
+        _tell_if_it_blocks(raw.device)
+        return Stored(self, slot, self.copy("store", raw, slot))
+
+    def load(self, room: Slot, nbytes: int, device: torch.device) -> Loading:
+        """Begin to load the bytes in ``room``. May be called any number of times."""
+        into = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        copy = self.copy("load", into, room)
+        return Loading(into, lambda: copy.done, lambda _: copy.wait_on_stream())
 
 
-class _OnCPU:
-    tier: TierName = "cpu"
-
-    def __init__(self, copier: Copier, slot: Slot, raw: Tensor) -> None:
-        self.copier, self.slot, self.device, self.nbytes = copier, slot, raw.device, raw.nbytes
-        self.left = copier.copy("store", raw, slot)
-
-    def settled(self) -> bool:
-        return self.left is None or self.left.ended()
-
-    def settle(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not self.settled():
-            if time.monotonic() > end:
-                raise OffloadError(f"the copy to CPU memory has not ended within {seconds:g} s")
-            time.sleep(1e-4)
-
-    def load(self) -> Loading:
-        into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        if (copied := self.copier.copy("load", into, self.slot)) is None:
-            return Loading(into, lambda: True, lambda _: None)
-
-        def finish(_: float) -> None:
-            torch.cuda.current_stream(into.device).wait_event(copied.end)
-            copied.tensor = None  # the stream that uses it waits, so it may be dropped
-
-        return Loading(into, copied.end.query, finish)
-
-
-class DiskTier(_Tier):
-    """A spill file. It is written from CPU tensors directly, and from those of other devices through CPU memory."""
+class DiskTier:
+    """A spill file. GPUs write and read it through pinned memory, other devices through CPU tensors."""
 
     def __init__(self, spill: SpillFile) -> None:
-        super().__init__(_UNBOUNDED)
-        self.spill = spill
+        self.spill, self.memory = spill, CPUMemory(_UNBOUNDED)
 
     def store(self, raw: Tensor) -> Stored:
-        """Begin to write.
+        """Begin to write bytes.
 
         Raises:
             OffloadDiskFullError: If there is no room.
         """
         extent = self.spill.take(raw.nbytes)
-        if raw.device.type == "cpu":
-            return _OnDisk(self, raw, extent, self.spill.write(extent, *_views([raw])))
-        slot = self.stage(raw)
-        wait = partial(_synchronize, self.copier.copy("store", raw, slot), slot)
-        return _OnDisk(self, raw, extent, self.spill.write(extent, *_views(slot.memory), first=wait))
+        if raw.is_cuda:
+            slot = self._stage(raw)
+            copy = self.memory.copy("store", raw, slot)
+            # The call refers to the copy, and so keeps the slot until it has ended.
+            return Stored(self, extent, self.spill.write(extent, _views(slot.memory), first=copy.wait))
+        _tell_if_it_blocks(raw.device)
+        source = raw if raw.device.type == "cpu" else torch.empty(raw.nbytes, dtype=torch.uint8).copy_(raw)
+        return Stored(self, extent, self.spill.write(extent, _views([source])))
 
-    def stage(self, raw: Tensor) -> Slot:
-        if (slot := self.slabs.take(raw.nbytes, raw.device)) is None:
+    def load(self, room: Extent, nbytes: int, device: torch.device) -> Loading:
+        """Begin to read the bytes in ``room``. May be called any number of times."""
+        into = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if into.is_cuda:
+            return self._load_to_gpu(room, into)
+        buffer = into if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8)
+        read = self.spill.read(room, _views([buffer]))
+
+        def finish(seconds: float) -> None:
+            read.wait(seconds)
+            if buffer is not into:
+                into.copy_(buffer)
+
+        return Loading(into, lambda: read.done, finish)
+
+    def _load_to_gpu(self, extent: Extent, into: Tensor) -> Loading:
+        slot = self._stage(into)
+        allocated = torch.cuda.current_stream(into.device).record_event()
+
+        def copy_back() -> None:
+            self.memory.copy("load", into, slot, allocated).wait()
+
+        read = self.spill.read(extent, _views(slot.memory), then=copy_back)
+        return Loading(into, lambda: read.done, read.wait)
+
+    def _stage(self, raw: Tensor) -> Slot:
+        if (slot := self.memory.take(raw.nbytes, raw.device)) is None:
             reason = f"the system has no {raw.nbytes} bytes of CPU memory to stage a tensor in"
             raise OffloadError(reason, directory=self.spill.directory)
         return slot
 
+    def free_buffers(self) -> None:
+        """Return unused CPU memory to the system."""
+        self.memory.free_buffers()
+
     def close(self) -> None:
+        """Close the file and free the memory."""
         self.spill.close()
-        super().close()
+        self.memory.close()
 
 
-class _OnDisk:
-    tier: TierName = "disk"
-    _calls: Sequence[Call] = ()  # for __del__, if Ctrl-C ends the constructor
-
-    def __init__(self, home: DiskTier, raw: Tensor, extent: Extent, written: Call) -> None:
-        self.home, self.extent, self.written = home, extent, written
-        self.device, self.nbytes = raw.device, raw.nbytes
-        self._calls = [written]
-
-    def settled(self) -> bool:
-        return self.written.done
-
-    def settle(self, seconds: float) -> None:
-        self._wait(self.written, "write", seconds)
-
-    def load(self) -> Loading:
-        into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        slot = None if self.device.type == "cpu" else self.home.stage(into)
-        copy = partial(self.home.copier.copy, "load", into, cast(Slot, slot))  # used if there is one
-        then: Callable[[], None] | None = None
-        if into.is_cuda:
-            allocated = torch.cuda.current_stream(self.device).record_event()
-            then = lambda: _synchronize(copy(allocated), slot)  # noqa: E731
-        elif slot is not None:
-            then = partial(_synchronize, None, slot)  # keeps the slot until the read has ended, whoever drops this
-        read = self.home.spill.read(self.extent, *_views([into] if slot is None else slot.memory), then=then)
-        self._calls = [call for call in self._calls if not call.done] + [read]
-        wait = partial(self._wait, read, "read")  # without the slot, which is free when it has been copied
-
-        def wait_and_copy(seconds: float) -> None:
-            wait(seconds)
-            copy()
-
-        return Loading(into, lambda: read.done, wait if slot is None or into.is_cuda else wait_and_copy)
-
-    def _wait(self, call: Call, verb: str, seconds: float) -> None:
-        self.home.spill.wait(call, f"the {verb} of {self.nbytes} bytes", seconds, self.extent.offset)
-
-    def __del__(self) -> None:
-        for call in self._calls:
-            call.cancel()
-
-
-def _synchronize(copied: Copy | None, slot: Slot | None) -> None:
-    """Wait for a copy. A call that will do so keeps the slot until then."""
-    if copied is not None:
-        with torch.cuda.device(copied.stream.device):
-            copied.end.synchronize()
-        copied.tensor = None
+def _tell_if_it_blocks(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        kind = f"Offloading from {device.type} goes through CPU memory that is not pinned"
+        inform(f"{kind}, and copies block: only those of CUDA and ROCm run in the background.", once=kind)
 
 
 def _views(memory: Sequence[Tensor]) -> list[memoryview]:

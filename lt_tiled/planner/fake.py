@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.offload.tiers import Loading, Stored, TierName
+from lt_tiled.offload.tiers import Loading, Stored
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import Checkpointing, parse_bytes
@@ -123,29 +123,19 @@ class FakeGroup:
 
 
 @dataclass
-class _Moved:
-    """Offloaded bytes, which leave when the offloader waits for them and come back as new ones."""
+class _Leaving:
+    """The transfer of bytes, which leave when the offloader waits for them."""
 
-    tier: TierName
-    nbytes: int
-    name: Callable[[Tensor], None]
-    left: bool = False
+    done: bool = False
 
-    def settled(self) -> bool:
-        return self.left
-
-    def settle(self, seconds: float) -> None:
-        self.left = True
-
-    def load(self) -> Loading:
-        loaded = torch.empty(self.nbytes, dtype=torch.uint8)
-        self.name(loaded)
-        return Loading(loaded, lambda: True, nothing)
+    def wait(self, seconds: float) -> None:
+        self.done = True
 
 
 @dataclass
 class _FakeTier:
-    tier: TierName
+    """A tier from which bytes come back as new ones."""
+
     left: float
     name: Callable[[Tensor], None]
 
@@ -153,7 +143,12 @@ class _FakeTier:
         if raw.nbytes > self.left:
             return None
         self.left -= raw.nbytes
-        return _Moved(self.tier, raw.nbytes, self.name)
+        return Stored(cast(Any, self), None, cast(Any, _Leaving()))
+
+    def load(self, room: None, nbytes: int, device: torch.device) -> Loading:
+        loaded = torch.empty(nbytes, dtype=torch.uint8)
+        self.name(loaded)
+        return Loading(loaded, lambda: True, nothing)
 
     free_buffers = close = nothing
 
@@ -161,8 +156,8 @@ class _FakeTier:
 def fake_offloader(name: Callable[[Tensor], None], policy: Checkpointing, ranks_per_node: int | None) -> Offloader:
     """Return an offloader with the tiers and budgets of a policy that moves nothing. ``name`` names what it loads."""
 
-    def tier(tier_name: TierName, budget: int | str | None) -> Any:
+    def tier(tier_name: str, budget: int | str | None) -> Any:
         left = math.inf if budget is None else parse_bytes(budget, f"{tier_name}_budget") // (ranks_per_node or 1)
-        return _FakeTier(tier_name, left, name) if tier_name in (policy.offload or "") else None
+        return _FakeTier(left, name) if tier_name in (policy.offload or "") else None
 
     return Offloader(policy, tier("cpu", policy.cpu_budget), tier("disk", policy.disk_budget))

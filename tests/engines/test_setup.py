@@ -525,7 +525,7 @@ class Watches(LitTiny):
         self.held: list[int] = []
 
     def ram(self) -> int:
-        return sum(prepared.offloader.cpu.slabs.size for prepared in self.trainer.strategy.prepared)
+        return sum(prepared.offloader.cpu.size for prepared in self.trainer.strategy.prepared)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.held.append(self.ram())

@@ -11,8 +11,9 @@ import threading
 import torch
 
 from lt_tiled import Checkpointing, prepare
-from lt_tiled.offload import spill
-from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload import calls
+from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import Offloader
 from tests.models import TinyLM, lm_loss
 from tests.processes import LIMIT
 
@@ -61,7 +62,7 @@ def fork_after_start(directory: str) -> None:
 def dead_disk(directory: str) -> None:
     """Train on a disk that stops answering: a write stays in a system call that never returns."""
     reader, _ = os.pipe()
-    spill.CLOSE_SECONDS = 0.5
+    calls.CLOSE_SECONDS = 0.5
     o, stuck = offloader(directory), threading.Event()
     os.pwritev = lambda *_: stuck.set() or os.read(reader, 1)
     packed = [o.pack(torch.randn(1000), "block") for _ in range(2)]
@@ -72,7 +73,7 @@ def dead_disk(directory: str) -> None:
 def wait_for_a_dead_disk(directory: str) -> None:
     """Wait for such a disk until Ctrl-C, release, and leave."""
     reader, _ = os.pipe()
-    spill.CLOSE_SECONDS = 0.5
+    calls.CLOSE_SECONDS = 0.5
     model, ids = TinyLM(6), torch.arange(24).view(1, 24)
     with prepare(model, checkpointing=Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)):
         os.pwritev = lambda *_: print("waiting", flush=True) or os.read(reader, 1)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.offload import pinned, spill
+from lt_tiled.offload import calls, pinned, spill
 from lt_tiled.offload.geometry import Geometry, storage_key
 
 Clock = dict[str, int]
@@ -93,19 +93,20 @@ class Event:
         return end.time - self.time
 
 
-class TrackedCall(spill.Call):
+class TrackedCall(calls.Call):
     """A system call that comes after what was done before it was submitted; who sees that it ended comes after it."""
 
     check: StreamCheck
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         self._sent, self._end = self.check.host, None
-        super().__init__(run)
+        super().__init__(*args)
 
-    def run(self) -> None:
+    def run(self, closed: bool) -> None:
         self.check.host_knows(self._sent)
         with _Operations(self.check):
-            super().run()
+            super().run(closed)
+        self.check.slots_dropped()
 
     @property
     def done(self) -> bool:
@@ -144,6 +145,9 @@ class StreamCheck:
 
     def host_knows(self, clock: Clock) -> None:
         self._hosts[get_ident()] = joined(self.host, clock)
+
+    def slots_dropped(self) -> None:
+        self._given = joined(self._given, self.host)
 
     def current_stream(self, device: torch.device) -> Stream:
         return vars(self._local).get(device, self.default[device.index])
@@ -259,7 +263,7 @@ class StreamCheck:
 
     def __enter__(self) -> StreamCheck:
         base, empty, numpy = torch._C.TensorBase, torch.empty, Tensor.numpy
-        take, drop, transfer = pinned.Slabs.take, pinned.Slot.__del__, spill.SpillFile._transfer
+        take, transfer = pinned.CPUMemory.take, spill.SpillFile._transfer
 
         def seen(real: Any, instead: Any) -> property:
             """Return a property with another value for the package, of what is on a device."""
@@ -280,12 +284,8 @@ class StreamCheck:
             assert self.device_of(tensor) is None, "a tensor on a device is no array"
             return numpy(tensor)
 
-        def dropped(slot: pinned.Slot) -> None:
-            self._given = joined(self._given, self.host)
-            drop(slot)
-
         def taken(*args: Any) -> Any:
-            self.host_knows(self._given)  # what a thread did before it dropped a slot came before
+            self.host_knows(self._given)  # what a thread did before its call dropped a slot came before
             return take(*args)
 
         def moved(file: Any, verb: str, offset: int, data: Any) -> int:
@@ -302,9 +302,8 @@ class StreamCheck:
             (torch.cuda, cuda),
             (Tensor, tensor),
             (torch, {"empty": new}),
-            (pinned.Slot, {"__del__": dropped}),
-            (pinned.Slabs, {"take": taken}),
-            (spill, {"Call": type("Call", (TrackedCall,), {"check": self})}),
+            (pinned.CPUMemory, {"take": taken}),
+            (calls, {"Call": type("Call", (TrackedCall,), {"check": self})}),
             (spill.SpillFile, {"_transfer": moved}),
         ):
             self._stack.enter_context(mock.patch.multiple(where, **names))

@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
+from lt_tiled.offload import calls
 from lt_tiled.offload import spill as spilling
-from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.spill import SpillFile
 from tests.offload.faults import EIO, ENOSPC, Fault, fail, nothing, nth_call
 from tests.processes import LIMIT
@@ -45,7 +47,7 @@ def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bo
     """Run a step, all of whose tensors leave, and return whether they come back bit for bit."""
     tensors = [torch.randn(2000) for _ in range(4)]
     packed = [offloader.pack(tensor.clone(), f"layers.{i}") for i, tensor in enumerate(tensors)]
-    assert all(record.stored.written.wait(LIMIT) for record in packed)
+    assert all(record.stored.transfer.ended_within(LIMIT) for record in packed)
     then()
     return all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
 
@@ -198,9 +200,9 @@ def test_the_step_after_an_error_waits_for_no_write_of_it(
 
     monkeypatch.setattr(os, "pwritev", pwritev)
     offloader.wait_seconds = 0.2
-    packed = [offloader.pack(torch.randn(2000), "block") for _ in range(2)]
+    packed: list[Any] = []
     with pytest.raises(OffloadError) as kept:
-        packed += [offloader.pack(torch.randn(2000), "block") for _ in range(100)]
+        packed.extend(offloader.pack(torch.randn(2000), "block") for _ in range(100))
     assert right(offloader)
     gate.set()
     assert kept.value.origin.step == 1
@@ -224,11 +226,11 @@ def test_release_reports_and_does_not_raise(tmp_path: Path, caplog: pytest.LogCa
 def test_release_survives_other_tiers(offloader: Offloader, caplog: pytest.LogCaptureFixture) -> None:
     """A GPU that fails in the release is reported too."""
 
-    def synchronize() -> None:
+    def close() -> None:
         raise RuntimeError("CUDA error")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloader.disk.copier, "synchronize", synchronize)
+        patch.setattr(offloader.disk.memory, "close", close)
         offloader.close()
     assert "Releasing memory and disk space failed: CUDA error" in caplog.text
 
@@ -238,15 +240,15 @@ def test_reserving_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A disk that does not answer while it reserves space is an error within the limit, at setup and in a step."""
     gate, real = threading.Event(), SpillFile._grow
 
-    def grow(spill: SpillFile, *choices: int) -> None:
+    def grow(spill: SpillFile, nbytes: int) -> None:
         monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.1)
-        real(spill, *choices)
+        real(spill, nbytes)
 
     monkeypatch.setattr(SpillFile, "_grow", grow)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: gate.wait(LIMIT))
-    monkeypatch.setattr(spilling, "CLOSE_SECONDS", 0.1)
-    with pytest.raises(OffloadError, match=r"reserving (1\.0 MiB|0\.25 GiB) has not ended within 0\.1 s"):
-        disk(tmp_path, disk_budget=budget).pack(torch.randn(2000), "block")
+    monkeypatch.setattr(calls, "CLOSE_SECONDS", 0.1)
+    with pytest.raises(OffloadError, match=r"reserving (1\.0 MiB|16\.0 MiB) has not ended within 0\.1 s"):
+        disk(tmp_path, disk_budget=budget).pack(torch.randn(2**22), "block")
     gate.set()
 
 
@@ -377,8 +379,8 @@ def test_flipped_bit(offloader: Offloader) -> None:
     """A bit that flips on the disk is an error without any setting."""
     tensor = torch.randn(2000)
     packed = offloader.pack(tensor, "layers.0")
-    assert packed.stored.written.wait(LIMIT)
-    file, place = offloader.disk.spill._file, packed.stored.extent.offset + 777
+    assert packed.stored.transfer.ended_within(LIMIT)
+    file, place = offloader.disk.spill._file, packed.stored.room.offset + 777
     offloader.disk.spill._set_direct(False)
     os.pwrite(file, bytes([os.pread(file, 1, place)[0] ^ 4]), place)
     offloader._reap()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lt_tiled.offload import pinned
-from lt_tiled.offload.pinned import Slabs, available_memory
+from lt_tiled.offload.build import available_memory
+from lt_tiled.offload.pinned import CPUMemory
 
 GIB, CPU = 2**30, torch.device("cpu")
 MIB = 4096
@@ -72,7 +73,7 @@ def test_refused_pinning_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     """Memory that cannot be pinned is used unpinned, with one warning for all slabs and no further attempts."""
     asked: list[int] = []
     monkeypatch.setattr(pinned, "_pin_pages", lambda memory, device: asked.append(memory.nbytes))
-    slabs = Slabs(2**30)
+    slabs = CPUMemory(2**30)
     slots = [slabs.take(200 * 2**20, torch.device("cuda", 0)) for _ in range(3)]
     assert all(slot is not None for slot in slots)
     assert len(asked) == 1
@@ -82,7 +83,7 @@ def test_refused_pinning_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 def test_no_memory_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """If the system has less memory than the budget, the allocated slabs stay in use, with one warning."""
-    slabs = Slabs(2**30)
+    slabs = CPUMemory(2**30)
     first = slabs.take(200 * 2**20, CPU)
 
     def refuse(*_: object) -> None:
@@ -97,14 +98,14 @@ def test_no_memory_left_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Slabs:
+def small(monkeypatch: pytest.MonkeyPatch) -> CPUMemory:
     """Slabs with a budget of 16 GiB, at a scale of 4 KiB for each MiB: slabs and pieces too."""
     monkeypatch.setattr(pinned, "SLAB", pinned.SLAB * MIB // 2**20)
     monkeypatch.setattr(pinned, "PIECE", pinned.PIECE * MIB // 2**20)
-    return Slabs(16384 * MIB)
+    return CPUMemory(16384 * MIB)
 
 
-def test_block_inputs_of_any_size_fill_the_budget(small: Slabs) -> None:
+def test_block_inputs_of_any_size_fill_the_budget(small: CPUMemory) -> None:
     """Of a budget of 16 GiB at least 95 % can be used for block inputs of one size, from 60 to 600 MiB, without
     allocating anew; slabs of 256 MiB with a range for each had room for 59 % with those of 150 MiB.
     """
@@ -117,7 +118,7 @@ def test_block_inputs_of_any_size_fill_the_budget(small: Slabs) -> None:
     assert small.size == small.budget
 
 
-def test_lengths_that_double_fill_the_budget(small: Slabs) -> None:
+def test_lengths_that_double_fill_the_budget(small: CPUMemory) -> None:
     """After shorter sequences, 15 block inputs of 1 GiB find room in 16 GiB, and so do some of mixed sizes."""
     for mib in (64, 128, 256, 512, 1024, 64, 1024):
         slots = [small.take(mib * MIB, CPU) for _ in range(15 * 1024 // mib)]
@@ -130,20 +131,19 @@ def test_lengths_that_double_fill_the_budget(small: Slabs) -> None:
     assert used + need > 0.99 * small.budget
 
 
-def test_pieces_hold_what_was_stored(small: Slabs) -> None:
+def test_pieces_hold_what_was_stored(small: CPUMemory) -> None:
     """A tensor in several pieces comes back as it was, and no two tensors share bytes, when all sizes differ."""
     rng, kept = random.Random(1), []
-    copier = pinned.Copier()
     for number in range(120):
         while sum(t.nbytes for t, _ in kept) > 8192 * MIB or (kept and rng.random() < 0.3):
             tensor, slot = kept.pop(rng.randrange(len(kept)))
             back = torch.empty_like(tensor)
-            copier.copy("load", back, slot)
+            small.copy("load", back, slot)
             assert torch.equal(back, tensor)
         tensor = torch.full((rng.randrange(1, 700 * MIB),), number % 251, dtype=torch.uint8)
         tensor[-1] = 252 + number % 3
         slot = small.take(tensor.nbytes, CPU)
-        copier.copy("store", tensor, slot)
+        small.copy("store", tensor, slot)
         kept.append((tensor, slot))
         del slot
     assert max(len(slot.memory) for _, slot in kept) > 1

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import Checkpointing, OffloadDiskFullError, Tiling, prepare
-from lt_tiled.offload.offloader import Offloader, build_offloader
-from lt_tiled.offload.pinned import SLAB, Slabs
+from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.pinned import SLAB, CPUMemory
 from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import Block, H, TinyLM, lm_loss
 from tests.offload.test_faults import unused
@@ -55,15 +56,15 @@ def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(tmp_path: Path, mon
     monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (running.set(), gate.wait(LIMIT), real(*a)))
     first = offloader.pack(torch.randn(1000), "block")
     assert running.wait(LIMIT)
-    offset = first.stored.extent.offset
+    offset = first.stored.room.offset
     del first
     second = offloader.pack(torch.randn(1000), "block")
-    assert second.stored.extent.offset != offset
+    assert second.stored.room.offset != offset
     gate.set()
     settle(offloader)
     del second
     assert unused(offloader)
-    assert away(offloader, torch.randn(1000)).stored.extent.offset == offset
+    assert away(offloader, torch.randn(1000)).stored.room.offset == offset
     offloader.close()
 
 
@@ -83,9 +84,10 @@ def test_a_load_that_is_dropped_does_not_lend_its_memory(
 
     packed = away(offloader, torch.randn(1000, device=device))
     monkeypatch.setattr(offloader.disk.spill, "_read", read)
-    packed.load()
+    packed.begin_loading()
+    packed.loading = None
     assert running.wait(LIMIT)
-    other = offloader.disk.slabs.take(4000, torch.device(device))
+    other = offloader.disk.memory.take(4000, torch.device(device))
     assert other is not None
     assert other.memory[0].data_ptr() != into[0]
     gate.set()
@@ -214,7 +216,7 @@ def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
 
 def test_slabs_have_the_size_they_were_asked_to_have() -> None:
     """Torch rounds pinned allocations up to powers of two: a budget of 300 MiB is 300 MiB here, in two slabs."""
-    slabs = Slabs(300 * 2**20)
+    slabs = CPUMemory(300 * 2**20)
     slots = [slabs.take(50 * 2**20, CPU) for _ in range(5)]
     assert slabs.size == SLAB
     slots += [slabs.take(50 * 2**20, CPU) for _ in range(2)]  # the sixth begins in the first slab
@@ -225,7 +227,7 @@ def test_slabs_have_the_size_they_were_asked_to_have() -> None:
 
 def test_thousands_of_tensors_share_a_slab() -> None:
     """llm-compressor #2790: ten thousand small tensors are ranges of one slab, not ten thousand pinned blocks."""
-    slabs = Slabs(2**30)
+    slabs = CPUMemory(2**30)
     slots = [slabs.take(5000, CPU) for _ in range(10_000)]
     assert len(slabs._slabs) == 1
     addresses = {slot.memory[0].data_ptr() for slot in slots}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from lt_tiled import Checkpointing, OffloadError, prepare
 from lt_tiled.offload import pinned
-from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import TinyLM, lm_loss
 from tests.offload.streams import Event, Stream, StreamCheck
 from tests.offload.test_offloader import settle
@@ -159,44 +162,41 @@ def skipped(kind: type, method: str, *callers: str) -> Iterator[None]:
 
 def loads_at_once() -> Any:
     """Load into memory without waiting for what it was used for before."""
-    real = pinned.Copier.copy
+    real = pinned.CPUMemory.copy
 
     def copy(copier: Any, verb: Any, tensor: Tensor, slot: Any, after: Any = None) -> Any:
         return real(copier, verb, tensor, slot, torch.cuda.Event() if verb == "load" else after)
 
-    return mock.patch.object(pinned.Copier, "copy", copy)
+    return mock.patch.object(pinned.CPUMemory, "copy", copy)
 
 
 def freed_at_once() -> Any:
-    return mock.patch.object(pinned.Copy, "ended", lambda copied: setattr(copied, "tensor", None) is None)
+    return mock.patch.multiple(pinned.Copy, done=True, wait=lambda copied, _: setattr(copied, "tensor", None))
 
 
-def nothing(*_: Any) -> None:
-    """Take the place of a function that is left out."""
+def on_any_stream() -> Any:
+    return mock.patch.object(OffloadedTensor, "_on_its_stream", return_value=nullcontext())
+
+
+class Forgetful(deque[Any]):
+    """Keeps nothing."""
+
+    def append(self, _: object) -> None:
+        pass
 
 
 MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[StreamCheck], Any]]] = {
     "store before computed": (train, CPU, lambda check: skipped(Stream, "wait_event", "copy")),
-    "store before another stream computed": (by_turns, CPU, lambda check: skipped(Stream, "wait_event", "_store")),
-    "round before another stream computed": (
-        by_turns,
-        CPU | {"compress": True},
-        lambda check: skipped(Stream, "wait_event", "_store"),
-    ),
-    "drop while another stream rounds": (
-        by_turns,
-        CPU | {"compress": True},
-        lambda check: skipped(Tensor, "record_stream", "_store"),
-    ),
-    "use before loaded": (train, CPU, lambda check: skipped(Stream, "wait_event", "finish", "wait")),
-    "write before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "_write")),
-    "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "_synchronize", "<lambda>")),
+    "store before another stream computed": (by_turns, CPU, lambda check: on_any_stream()),
+    "round before another stream computed": (by_turns, CPU | {"compress": True}, lambda check: on_any_stream()),
+    "use before loaded": (train, CPU, lambda check: skipped(Stream, "wait_event", "wait_on_stream", "<lambda>")),
+    "write before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "wait", "_write")),
+    "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "wait", "copy_back")),
     "load into memory in use": (train, DISK, lambda check: loads_at_once()),
     "free before copied": (train, CPU, lambda check: freed_at_once()),
     "free before the rounded one is copied": (train, CPU | {"compress": True}, lambda check: freed_at_once()),
-    "drop in mid-copy": (by_hand, CPU, lambda check: mock.patch.object(pinned.Copy, "__del__", nothing)),
+    "drop in mid-copy": (by_hand, CPU, lambda check: mock.patch.object(pinned, "deque", Forgetful)),
     "drop in use": (by_hand, CPU, lambda check: skipped(Tensor, "record_stream", "wait")),
-    "reuse pinned memory": (by_hand, DISK, lambda check: mock.patch.object(pinned.Slot, "__del__", nothing)),
     "wait for another stream": (
         train,
         CPU,
