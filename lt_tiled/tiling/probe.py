@@ -29,13 +29,7 @@ class _Uncompiled(TiledCall):
 
 
 class Probe:
-    """A few tokens of a call, in the module's own layout.
-
-    Args:
-        call: The call.
-        inputs: The tensors of its arguments.
-        before: What its modules and arguments held before the first run.
-    """
+    """A few tokens of a call, in the module's own layout, and what the call's modules held ``before`` they ran."""
 
     def __init__(self, call: TiledCall, inputs: Sequence[Tensor], before: Observation) -> None:
         self.call, self.name, self.before = call, call.patch.name, before
@@ -83,14 +77,7 @@ class Probe:
 
 
 class Run:
-    """A forward pass of a probe's tokens without a graph. All tokens draw the same random numbers.
-
-    Args:
-        probe: The tokens.
-        call: How they run.
-        inputs: What runs.
-        changed: The tokens that draw other numbers.
-    """
+    """A forward pass without a graph, in which all tokens but the changed ones draw the same random numbers."""
 
     def __init__(self, probe: Probe, call: TiledCall, inputs: Sequence[Tensor], changed: Tensor | None = None) -> None:
         self.call, self.inputs, self.draws = call, inputs, FixedDraws(probe, changed)
@@ -124,7 +111,6 @@ class Runs:
         most = max(1, tokens * 3 // 4)  # so unequal that sums over tokens differ beyond rounding
         self.tiled = Run(probe, probe.in_tiles(0, most, tokens), probe.inputs)
         self.with_graph = probe.run_with_graph() if probe.one.differentiable else []
-        """The leaves of the output, computed with a graph."""
         kinds = self.tiled.trace.layout.kinds
         self.outputs = [index for index, kind in enumerate(kinds) if kind in ("tokens", "flat")]
         """The indices of the leaves that are per token."""
@@ -166,12 +152,7 @@ class Runs:
 
 
 class FixedDraws(TorchDispatchMode):
-    """Lets all tokens draw the same random numbers, so that dropout does not tell tiles apart, and counts them.
-
-    Args:
-        probe: The tokens.
-        changed: Those that draw other numbers.
-    """
+    """Lets all tokens but the changed ones draw the same random numbers, as if no tiles were there, and counts them."""
 
     def __init__(self, probe: Probe, changed: Tensor | None = None) -> None:
         super().__init__()

@@ -39,7 +39,13 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     try:
         # An activation checkpoint around it would count what its graphs save, and keep what it computes.
         with hidden_from_modes(inputs[0]), SavedCounter(), random_state_kept(call.device):
-            _check(Probe(call, inputs, before), tiled=len(call.bounds) > 1)
+            probe, tiled = Probe(call, inputs, before), len(call.bounds) > 1
+            _refuse(probe.name, (has_property(probe) for has_property in OF_ANY_CALL))
+            if tiled:  # one tile cannot differ from the untiled call, but runs again in the backward pass
+                runs = Runs(probe)
+                _refuse(probe.name, (has_property(runs) for has_property in OF_TILES))
+            if probe.shown or not tiled:
+                call.patch.learned.checked.add(call.mode)
     except BaseException as error:
         before.undo()  # it may run untiled from here
         ours = isinstance(error, NotPositionWiseError | torch.OutOfMemoryError | MemoryError)
@@ -51,20 +57,9 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
         ) from error
 
 
-def _check(probe: Probe, tiled: bool) -> None:
-    problems = chain.from_iterable(has_property(probe) for has_property in OF_ANY_CALL)
-    if tiled:  # one tile cannot differ from the untiled call, but runs again in the backward pass
-        problems = chain(problems, _of_tiles(probe))
-    for problem in problems:
-        raise NotPositionWiseError(f"{probe.name} {problem} {REMEDY}")
-    if probe.shown or not tiled:
-        probe.call.patch.learned.checked.add(probe.call.mode)
-
-
-def _of_tiles(probe: Probe) -> Problems:
-    runs = Runs(probe)
-    for has_property in OF_TILES:
-        yield from has_property(runs)
+def _refuse(name: str, contradictions: Iterable[Problems]) -> None:
+    for problem in chain.from_iterable(contradictions):
+        raise NotPositionWiseError(f"{name} {problem} {REMEDY}")
 
 
 # Properties of any call
@@ -128,13 +123,7 @@ def no_graph_is_kept(probe: Probe) -> Problems:
         )
 
 
-OF_ANY_CALL: list[Callable[[Probe], Problems]] = [
-    gradients_arrive,
-    generators_are_torchs,
-    state_stays,
-    inputs_stay,
-    no_graph_is_kept,
-]
+OF_ANY_CALL = (gradients_arrive, generators_are_torchs, state_stays, inputs_stay, no_graph_is_kept)
 
 
 # Properties of tiles
@@ -207,14 +196,14 @@ def gradients_are_those_of_tiles(runs: Runs) -> Problems:
             yield from _differs(runs.probe, whole, tiled, what, _GRADIENT_TOLERANCE, noise)
 
 
-OF_TILES: list[Callable[[Runs], Problems]] = [
+OF_TILES = (
     draws_are_per_token,
     outputs_are_those_of_tiles,
     outputs_ignore_the_graph,
     outputs_ignore_other_tokens,
     gradients_ignore_other_tokens,
     gradients_are_those_of_tiles,
-]
+)
 
 
 # Comparing
