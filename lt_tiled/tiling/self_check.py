@@ -1,76 +1,55 @@
-"""The self-check: a few tokens through the module, at once and in tiles, must give the same result."""
+"""The self-check: the properties that a module must have to run in tiles, checked on a few tokens of its first call.
+
+A property is a function that returns what contradicts it. Its docstring says what it compares, what may differ, and
+which modules it catches. :data:`OF_ANY_CALL` and :data:`OF_TILES` list them in the order in which they are checked.
+"""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Sequence
-from itertools import accumulate, chain
-from math import ceil, prod
-from types import CellType, FrameType, GeneratorType
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.layout import TokenShape
-from lt_tiled.tiling.observe import History, Observation
-from lt_tiled.tiling.recompute import (
-    TOLERANCE,
-    RandomState,
-    SavedCounter,
-    hidden_from_modes,
-    random_state_kept,
-    version_of,
-)
-from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.tiled_call import TiledCall, Trace
+from lt_tiled.tiling.probe import Probe, Run, Runs, observed
+from lt_tiled.tiling.recompute import TOLERANCE, SavedCounter, hidden_from_modes, random_state_kept, version_of
+from lt_tiled.tiling.tiled_call import TiledCall
 
-CHECK_TOKENS = 32
+Problems = Iterable[str]
+
 _GRADIENT_TOLERANCE = 5e-2
-"""The same for gradients of any dtype: a module may compute in 16 bits inside, and weights sum what is rounded."""
+"""That of gradients of any dtype in tiles: a module may compute in 16 bits inside, and weights sum what is rounded."""
 _FLOOR = 1e-3
 """Smaller values, relative to the inputs or the outputs' gradients, are compared as if they had this size: they may be
 rounding."""
-_INFLUENCE = 16.0
-"""By what some tokens are multiplied, and by its negative, to see whether others change. In range of float16."""
-_UNLESS = "Pass self_check=False only if you know why it differs."
-_DRAWS = 8
-"""How often random numbers are drawn to see whether all tokens share them."""
-
-
-class _Sample(TiledCall):
-    """A call of a few tokens, which is not compiled."""
-
-    compiled = None
+_RUNS = 8
+"""How many runs in a row must use a generator of Python: another thread may use it during some."""
 
 
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
-    """Compare a few tokens of a call in the module's own layout with the same tokens in two unequal tiles.
-
-    Compared are the outputs and, where a backward pass may follow, the gradients of arguments and weights for a random
-    gradient of the outputs: gates that are initialized to zero hide what is behind them from the outputs alone.
+    """Check on a few tokens of a call that it may run in tiles, and remember it if they show anything.
 
     Raises:
-        NotPositionWiseError: If a value differs or is not per token, if random numbers are not drawn for each token
-            from torch's generators, if the module changes arguments, buffers or attributes, or if it fails on a few
-            tokens.
+        NotPositionWiseError: If it lacks a property, or fails on a few tokens.
     """
-    before = _observe(call)
+    before = observed(call)
     try:
         # An activation checkpoint around it would count what its graphs save, and keep what it computes.
-        with hidden_from_modes(inputs[0]), SavedCounter():
-            _check(call, inputs, before)
+        with hidden_from_modes(inputs[0]), SavedCounter(), random_state_kept(call.device):
+            probe, tiled = Probe(call, inputs, before), len(call.bounds) > 1
+            _refuse(probe.name, (has_property(probe) for has_property in OF_ANY_CALL))
+            if tiled:  # one tile cannot differ from the untiled call, but runs again in the backward pass
+                runs = Runs(probe)
+                _refuse(probe.name, (has_property(runs) for has_property in OF_TILES))
+            if probe.shown or not tiled:
+                call.patch.learned.checked.add(call.mode)
     except BaseException as error:
         before.undo()  # it may run untiled from here
-        if isinstance(error, NotPositionWiseError | torch.OutOfMemoryError | MemoryError) or not isinstance(
-            error, Exception
-        ):
+        ours = isinstance(error, NotPositionWiseError | torch.OutOfMemoryError | MemoryError)
+        if ours or not isinstance(error, Exception):
             raise
         raise NotPositionWiseError(
             f"{call.patch.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
@@ -78,352 +57,220 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
         ) from error
 
 
-def _observe(call: TiledCall) -> Observation:
-    arguments = {str(index): value for index, value in enumerate(call.arguments.others)}
-    return Observation(call.patch.name, call.work.modules, REMEDY, History(), arguments, generators=True, shared=False)
+def _refuse(name: str, contradictions: Iterable[Problems]) -> None:
+    for problem in chain.from_iterable(contradictions):
+        raise NotPositionWiseError(f"{name} {problem} {REMEDY}")
 
 
-def _check(call: TiledCall, inputs: Sequence[Tensor], before: Observation) -> None:
-    shape, picked = _pick(call.shape.lead, call.device)
-    triples = zip(call.cut(call.flat(inputs), picked), call.per_token, call.wants_grad, strict=True)
-    sample = [(shape.unflatten(t) if per_token else t).requires_grad_(wants) for t, per_token, wants in triples]
-
-    def cut(*sizes: int) -> TiledCall:
-        ends = list(accumulate(sizes))
-        bounds = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        return _Sample(call.work, call.patch, sample, call.arguments, shape, bounds)
-
-    one, kept = cut(shape.tokens), kept_tensors(call.work)
-    # In the module's own mode and with a graph, if one is wanted: statistics and auxiliary losses are computed there.
-    versions = [version_of(t) for t in sample]
-    with random_state_kept(call.device), _Survivors(call.patch.name, call.work):
-        start = RandomState.now(call.device)
-        output = one.run_tile(one.flat(sample))
-        dropout = not start.same_as(RandomState.now(call.device))
-        # Where nothing known wants a gradient, what does is not known.
-        check_closed(output, None if call.differentiable else (), call.work, kept, call.patch.name)
-        del output
-        if before.drew and all(_draws_elsewhere(one, sample) for _ in range(_DRAWS)):  # not another thread
-            raise NotPositionWiseError(
-                f"{call.patch.name} draws random numbers from Python, NumPy or a torch.Generator of its own, which the"
-                f" recompute would not repeat. Draw them from torch's default generators. {REMEDY}"
-            )
-        after = _observe(call)  # the first run may fill caches; the second one has fewer tokens
-        call.run_tile(_scaled(one, sample, torch.tensor(0.5), slice(0, max(1, shape.tokens // 2))))
-        change = next(chain(before.changes(attributes=False), after.changes()), None)
-        del after  # which holds what the first run kept
-        if change is not None:
-            raise NotPositionWiseError(
-                f"{call.patch.name} changes {change[0]} in its forward, which would be changed once for each tile, and"
-                f" again in the recompute. Return it as an output instead. {REMEDY}"
-            )
-        if versions != [version_of(t) for t in sample]:
-            raise NotPositionWiseError(
-                f"{call.patch.name} changes its input in place, which tiles cannot do for the caller. Make the change"
-                f" out of place. {REMEDY}"
-            )
-        if dropout and len(call.bounds) > 1:
-            _check_dropout(call, one.flat(sample))
-    if len(call.bounds) == 1:  # it cannot differ from the untiled call, but runs again in the backward pass
-        call.patch.learned.checked.add(call.mode)
-        return
-    with random_state_kept(call.device):
-        most = max(1, shape.tokens * 3 // 4)  # so unequal that sums over tokens differ beyond rounding
-        if _compare_tiles(cut(shape.tokens), cut(most, shape.tokens - most), sample):
-            call.patch.learned.checked.add(call.mode)
+# Properties of any call
 
 
-class _EqualDraws(TorchDispatchMode):
-    """Lets all tokens of all tiles draw the same random numbers, so that dropout does not tell tiles apart."""
+def gradients_arrive(probe: Probe) -> Problems:
+    """Compare the attributes with a graph before and after the first run, exactly.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        with self:
-            drawn = func.decompose(*args, **kwargs)  # inference mode does not take dropout apart
-        if drawn is not NotImplemented:
-            return drawn
-        torch.manual_seed(0)
-        drawn = func(*args, **kwargs)
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(drawn[1])  # the backward pass scales both calls alike
-        if isinstance(drawn, Tensor) and (drawn.is_floating_point() or drawn.dtype == torch.bool):
-            drawn.fill_(1.0 if "bernoulli" in func.name() else 0.6)  # keeps, in most masks
-        elif isinstance(drawn, Tensor) and drawn.numel() and "randperm" not in func.name():
-            drawn.fill_(0 if "multinomial" in func.name() else int(drawn.flatten()[0]))
-        return drawn
-
-
-class _Survivors(TorchFunctionMode):
-    """Refuses a run that keeps a tensor with a graph outside of its outputs and of the modules' attributes.
-
-    Those in attributes of the modules are seen by :func:`check_closed`, which knows what the output depends on.
+    Catches an auxiliary loss in an attribute and, where no known tensor wants a gradient, weights in plain lists.
     """
-
-    def __init__(self, name: str, work: Work) -> None:
-        super().__init__()
-        self._name, self._work = name, work
-        self._made: list[weakref.ref[Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.grad_fn is not None:
-            self._made.append(weakref.ref(result))
-        return result
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        attributes = {id(t) for t in kept_tensors(self._work).values()}
-        for reference in self._made if exc[0] is None else []:
-            tensor = reference()
-            if tensor is not None and id(tensor) not in attributes and _is_kept(tensor):
-                raise NotPositionWiseError(
-                    f"{self._name} keeps a tensor of shape {list(tensor.shape)} with a graph outside of its outputs, as"
-                    f" for an auxiliary loss, which would be that of one tile. Return it as an output instead. {REMEDY}"
-                )
+    kept = kept_tensors(probe.call.work)
+    with probe.graph:
+        output = probe.one.run_tile(probe.one.flat(probe.inputs))
+    check_closed(output, None if probe.call.differentiable else (), probe.call.work, kept, probe.name)
+    return ()
 
 
-def _is_kept(value: Any, own: Any = None) -> bool:
-    """Whether anything but a frame, a cell, a generator or a tuple of its own graph refers to a tensor."""
-    passing = (CellType, FrameType, GeneratorType)
-    holders = [holder for holder in gc.get_referrers(value) if not isinstance(holder, passing) and holder is not own]
-    return any(type(holder) is not tuple or _is_kept(holder, holders) for holder in holders)
+def generators_are_torchs(probe: Probe) -> Problems:
+    """Compare the states of all generators but torch's default ones before and after a run, exactly.
 
-
-def _check_dropout(call: TiledCall, flat: Sequence[Tensor]) -> None:
-    """Refuse one random mask for several tokens, of which each tile would draw its own: equal tokens show it.
-
-    Raises:
-        NotPositionWiseError: If the outputs of equal tokens differ from run to run, and next to nothing in each run.
+    Catches noise from Python, NumPy or a generator of the module's own, which a recompute does not restore.
     """
-    # One token less: all tokens of a call would run in its own layout, with a mask for each row.
-    tokens = next(len(t) for t, per_token in zip(flat, call.per_token, strict=True) if per_token) - 1
-    lead = call.shape.tile_lead(tokens)
-    runs: list[tuple[Any, ...]] = []
-    for which in range(4):  # a mask, a scale of zero or an activation hides some
-        pairs = zip(flat, call.per_token, strict=True)
-        equal = [_token(t, which).expand(tokens, *t.shape[1:]) if per_token else t for t, per_token in pairs]
-        with torch.no_grad():
-            runs += zip(*(pytree.tree_leaves(call.run_tile(equal)) for _ in range(_DRAWS)), strict=True)
-    for leaves in runs:
-        if all(isinstance(t, Tensor) and (t.shape[: len(lead)] == lead or t.shape[:1] == (tokens,)) for t in leaves):
-            draws = torch.stack([(t if t.is_complex() else t.double()).reshape(tokens, -1) for t in leaves])
-            runs_apart, tokens_apart = (draws - draws[:1]).abs().amax(), (draws - draws[:, :1]).abs().amax()
-            if runs_apart > 0 and tokens_apart < 0.01 * runs_apart:  # rounding of a product differs from row to row
-                raise NotPositionWiseError(
-                    f"{call.patch.name} draws one random mask for all tokens, such as locked dropout or stochastic"
-                    f" depth, and each tile would draw another. {REMEDY}"
-                )
+    before, runs = probe.before, 0
+    while before.drew and runs < _RUNS:
+        before, runs = observed(probe.call), runs + 1
+        probe.one.run_tile(probe.scaled(1.0, slice(0, 2)))
+    if before.drew:
+        yield (
+            "draws random numbers from Python, NumPy or a torch.Generator of its own, which the recompute would not"
+            " repeat. Draw them from torch's default generators."
+        )
 
 
-def _token(flat: Tensor, which: int) -> Tensor:
-    """Return the first token, the last one, or the one with the largest or the smallest entries."""
-    sizes = flat.detach().reshape(len(flat), -1).float().abs().sum(1)
-    index = (0, len(flat) - 1, int(sizes.argmax()), int(sizes.argmin()))[which]
-    return flat[index : index + 1]
+def state_stays(probe: Probe) -> Problems:
+    """Compare tensors before and after the first run, and all else before and after one of fewer tokens, by value.
 
-
-def _draws_elsewhere(one: TiledCall, sample: Sequence[Tensor]) -> bool:
-    """Whether a run draws from the generators that a recompute of tiles does not restore."""
-    before = _observe(one)
-    one.run_tile(one.cut(one.flat(sample), slice(0, 2)))  # few, so that this takes little time
-    return before.drew
-
-
-def _compare_tiles(one: TiledCall, two: TiledCall, sample: Sequence[Tensor]) -> bool:
-    """Compare a call in one tile with the same in two; return whether that shows anything, which zeros do not.
-
-    Raises:
-        NotPositionWiseError: If an output or a gradient differs.
+    Catches running statistics, counters, lists that grow. The first run may fill caches.
     """
-    name, tokens = one.patch.name, one.shape.tokens
-    with _EqualDraws():
-        (whole, whole_trace), (tiled, trace) = one.forward(sample, learn=False), two.forward(sample, learn=False)
-    per_token = [index for index, kind in enumerate(trace.layout.kinds) if kind in ("tokens", "flat")]
-    for index in per_token:
-        what = f"output {trace.layout.names[index]}".strip()
-        _compare_outputs(one, sample, whole[index], tiled[index], one.autocast.dtype, f"{what} for {tokens} tokens")
-    for index, kind in enumerate(trace.layout.kinds):
-        if kind == "constant" and whole[index] != tiled[index]:
-            raise NotPositionWiseError(
-                f"{name}: output {trace.layout.names[index]} is {whole[index]!r} for {tokens} tokens in their own shape"
-                f" and {tiled[index]!r} for a tile of them. {REMEDY}"
-            )
-    compared = [whole[index] for index in per_token]
-    if one.differentiable:
-        with _EqualDraws():
-            pairs = zip(one.flat(sample), one.wants_grad, strict=True)
-            leaves = pytree.tree_leaves(one.run_tile([t.requires_grad_(wants) for t, wants in pairs]))
-        for index in per_token:
-            a, b = whole[index], leaves[index].detach().reshape(whole[index].shape)
-            what = "output without and with a graph, in which tiles run forward and backward,"
-            _compare_outputs(one, sample, a, b, one.autocast.dtype, what)
-    given = [
-        torch.randn_like(leaf) if index in per_token and leaf.is_floating_point() else None
-        for index, leaf in enumerate(whole)
-    ]
-    _check_influence(one, sample, whole, whole_trace, given)
-    if one.differentiable:
-        scale = sum(float(g.norm()) for g in given if g is not None)
-        with _EqualDraws():
-            gradients = one.backward(whole_trace, sample, given), two.backward(trace, sample, given)
-        for what, a, b in zip(_names_of_gradients(one), *gradients, strict=True):
-            if a is not None and b is not None:
-                _compare(a, b, _GRADIENT_TOLERANCE, _FLOOR * scale, f"gradient of {what} for {tokens} tokens", name)
-                compared.append(a)
-    return any(bool(t.any()) for t in compared)
+    after = observed(probe.call)
+    with probe.graph:
+        probe.one.run_tile(probe.scaled(0.5, slice(0, max(1, probe.shape.tokens // 2))))
+    for change, _ in chain(probe.before.changes(attributes=False), after.changes()):
+        yield (
+            f"changes {change} in its forward, which would be changed once for each tile, and again in the recompute."
+            " Return it as an output instead."
+        )
 
 
-def _names_of_gradients(call: TiledCall) -> list[str]:
-    arguments = [f"argument {index}" for index, wants in enumerate(call.wants_grad) if wants]
-    return [*arguments, *(f"{type(w.places[0][0]).__name__}.{w.places[0][1]}" for w in call.weights)]
+def inputs_stay(probe: Probe) -> Problems:
+    """Compare the versions of the arguments before and after the first run, exactly. Catches router jitter in place."""
+    if probe.versions != [version_of(tensor) for tensor in probe.inputs]:
+        yield "changes its input in place, which tiles cannot do for the caller. Make the change out of place."
 
 
-def _check_influence(
-    one: TiledCall, sample: Sequence[Tensor], outputs: Sequence[Any], trace: Trace, given: Sequence[Tensor | None]
-) -> None:
-    """Refuse a module in which large changes of some tokens change others, or gradients that others alone receive.
+def no_graph_is_kept(probe: Probe) -> Problems:
+    """Find tensors with a graph that outlive the outputs, but for attributes. Catches a list of auxiliary losses."""
+    for tensor in probe.graph.kept(probe.call.work):
+        yield (
+            f"keeps a tensor of shape {list(tensor.shape)} with a graph outside of its outputs, as for an auxiliary"
+            " loss, which would be that of one tile. Return it as an output instead."
+        )
 
-    Mixing that is too weak for the comparison of tiles shows here: what is compared is computed with the same shapes,
-    and a token whose outputs have no gradient gets none at all.
 
-    Args:
-        one: The call in one tile.
-        sample: Its arguments.
-        outputs: The leaves of its output.
-        trace: What its forward pass left.
-        given: The gradients of its per-token outputs; other outputs have none and are not compared.
+OF_ANY_CALL = (gradients_arrive, generators_are_torchs, state_stays, inputs_stay, no_graph_is_kept)
 
-    Raises:
-        NotPositionWiseError: If an output of an unchanged token differs, or a gradient of the unchanged tokens.
+
+# Properties of tiles
+
+
+def draws_are_per_token(runs: Runs) -> Problems:
+    """Compare how many random numbers are drawn in one, two and three tiles, exactly.
+
+    Catches a mask for all tokens, for each row or for each position, such as locked dropout and stochastic depth.
     """
-    coordinates = torch.meshgrid(*(torch.arange(n, device=one.device) for n in one.shape.lead), indexing="ij")
-    changed = torch.stack(coordinates).sum(0).flatten() % 2 == 1  # some in each row, and in each column
+    if len(set(runs.draws)) > 1:
+        yield (
+            "draws one random mask for several tokens, such as locked dropout or stochastic depth, and each tile would"
+            " draw another."
+        )
 
-    def unchanged(t: Tensor) -> Tensor:
-        flat = t.detach().reshape(one.shape.tokens, -1)
-        return flat.masked_fill(changed[:, None], 0).view_as(t)
 
-    received = [None if g is None else unchanged(g) for g in given]
-    scale = sum(float(g.norm()) for g in received if g is not None)
-    dtypes = [one.autocast.dtype, *(leaf.dtype for leaf in outputs if isinstance(leaf, Tensor))]
-    bound = max(TOLERANCE.get(dtype, 0.0) for dtype in (*dtypes, *(t.dtype for t in sample)) if dtype is not None)
-    wide = [per_token for per_token, wants in zip(one.per_token, one.wants_grad, strict=True) if wants]
-    wide += [False] * len(one.weights)
+def outputs_are_those_of_tiles(runs: Runs) -> Problems:
+    """Compare outputs of all tokens at once with those of two tiles, but for rounding; constants exactly.
 
-    def gradients(run: _Run, factor: float = 1.0) -> list[Tensor | None]:
-        with _EqualDraws():
-            found = one.backward(*run, [None if g is None else g * factor for g in received])
-        return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
+    Catches means, shifts, attention, positions, and branches on the number of tokens.
+    """
+    layout, tokens = runs.tiled.trace.layout, f"for {runs.probe.shape.tokens} tokens"
+    for index, name in enumerate(layout.names):
+        whole, tiled = runs.whole.outputs[index], runs.tiled.outputs[index]
+        if index in runs.outputs:
+            yield from _output_differs(runs, whole, tiled, f"output {name} {tokens}".replace("  ", " "))
+        elif layout.kinds[index] == "constant" and whole != tiled:
+            yield f"returns {whole!r} as output {name} {tokens} in their own shape, and {tiled!r} for a tile of them."
 
-    def compare(expected: list[Tensor | None], found: list[Tensor | None]) -> None:
-        for what, a, b, per_token in zip(_names_of_gradients(one), expected, found, wide, strict=False):
+
+def outputs_ignore_the_graph(runs: Runs) -> Problems:
+    """Compare outputs without and with a graph, but for rounding. Catches a branch on the gradient mode."""
+    for index in runs.outputs if runs.with_graph else ():
+        whole = runs.whole.outputs[index]
+        what = "output without and with a graph, in which tiles run forward and backward,"
+        yield from _output_differs(runs, whole, runs.with_graph[index].detach().reshape(whole.shape), what)
+
+
+def outputs_ignore_other_tokens(runs: Runs) -> Problems:
+    """Compare outputs of the same tokens while others change, but for rounding.
+
+    Catches weak mixing without a gradient, and random numbers of one token that others use.
+    """
+    for run in runs.beside_others:
+        for index in runs.outputs:
+            before, now = (runs.unchanged(outputs[index]) for outputs in (runs.whole.outputs, run.outputs))
+            yield from _output_differs(runs, before, now, "output for the same tokens, while others change,", False)
+
+
+def gradients_ignore_other_tokens(runs: Runs) -> Problems:
+    """Compare gradients that some tokens give while others change, but for rounding; the others' must be zero.
+
+    Catches mixing behind a gate that is zero or small, and mixing in the backward pass alone.
+    """
+    if any(_gradients_of_some_differ(runs, Run.gradients)):
+        yield from _gradients_of_some_differ(runs, Run.gradients_of_given)
+
+
+def gradients_are_those_of_tiles(runs: Runs) -> Problems:
+    """Compare gradients of all tokens at once with those of two tiles, up to 5 %.
+
+    Catches what depends on the number of tokens in the backward pass alone.
+    """
+    noise = _GRADIENT_TOLERANCE * _FLOOR * _size(runs.given)
+    gradients = runs.whole.gradients(runs.given), runs.tiled.gradients(runs.given)
+    for (name, _), whole, tiled in zip(runs.targets, *gradients, strict=True):
+        if whole is not None and tiled is not None:
+            what = f"gradient of {name} for {runs.probe.shape.tokens} tokens"
+            yield from _differs(runs.probe, whole, tiled, what, _GRADIENT_TOLERANCE, noise)
+
+
+OF_TILES = (
+    draws_are_per_token,
+    outputs_are_those_of_tiles,
+    outputs_ignore_the_graph,
+    outputs_ignore_other_tokens,
+    gradients_ignore_other_tokens,
+    gradients_are_those_of_tiles,
+)
+
+
+# Comparing
+
+
+def _output_differs(runs: Runs, a: Tensor, b: Tensor, what: str, autocast: bool = True) -> Problems:
+    """Compare outputs, with the tolerance of their dtype and of autocast's, where that explains a difference too."""
+    probe, noise = runs.probe, 0.0
+    bound = _tolerance(a.dtype, probe.one.autocast.dtype if autocast else None)
+    for tensor, per_token in zip(probe.inputs, probe.one.per_token, strict=True):
+        if per_token and tensor.is_floating_point():
+            noise += _noise(tensor.dtype, bound) * _size([tensor])  # as of a sum over what a layer norm returns
+    if a.shape == b.shape and not torch.equal(a.isfinite(), b.isfinite()):
+        yield f"is not position-wise: its {what} is finite elsewhere in one of two ways to compute it. {_UNLESS}"
+    yield from _differs(probe, a, b, what, bound, noise)
+
+
+def _gradients_of_some_differ(
+    runs: Runs, gradients: Callable[[Run, Sequence[Tensor | None]], list[Tensor | None]]
+) -> Problems:
+    given = [None if g is None else runs.unchanged(g) for g in runs.given]
+    tensors = [t for t in (*runs.whole.outputs, *runs.probe.inputs) if isinstance(t, Tensor)]
+    bound = _tolerance(runs.probe.one.autocast.dtype, *(t.dtype for t in tensors))
+    before = gradients(runs.whole, given)
+    for run in (runs.whole, *runs.beside_others):
+        now = before if run is runs.whole else gradients(run, given)
+        for (name, per_token), a, b in zip(runs.targets, before, now, strict=True):
             if a is None or b is None or not bool(b.isfinite().all()):  # 0 * inf, where the others overflow
                 continue
-            if per_token:
-                kept = unchanged(b)
-                if not torch.equal(kept, b):
-                    raise NotPositionWiseError(
-                        f"{one.patch.name} is not position-wise: its gradient of {what} is not zero at tokens whose"
-                        f" outputs have no gradient (at most {float((b - kept).abs().max()):.1e}). {REMEDY} {_UNLESS}"
-                    )
-                a, b = unchanged(a), kept
-            what = f"gradient of {what} for the same tokens, while others change,"
-            _compare(a, b, bound, scale * _rounding(a.dtype, bound), what, one.patch.name)
-
-    def given_alone(run: _Run) -> list[Tensor | None]:
-        """Return gradients without what a hook or a custom Function adds to them: a loss of each token, for example."""
-        pairs = zip(gradients(run, 2.0), gradients(run), strict=True)
-        return [None if a is None or b is None else a - b for a, b in pairs]
-
-    first = trace, sample
-    before = gradients(first) if one.differentiable else []
-
-    def check(run: _Run, found: list[Tensor | None]) -> None:
-        try:
-            compare(before, found)
-        except NotPositionWiseError:
-            compare(given_alone(first), given_alone(run))
-
-    check(first, before)
-    for factor in (_INFLUENCE, -_INFLUENCE):
-        flat = _scaled(one, sample, torch.where(changed, factor, 1.0))
-        pairs = zip(flat, one.per_token, strict=True)
-        scaled = [one.shape.unflatten(t) if per_token else t for t, per_token in pairs]
-        try:
-            with _EqualDraws():
-                leaves, scaled_trace = one.forward(scaled, learn=False)
-            now = gradients((scaled_trace, scaled)) if one.differentiable else []
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception:  # values that the module does not take
-            return
-        for a, b, g in zip(outputs, leaves, given, strict=True):
-            if g is not None:
-                what = "output for the same tokens, while others change,"
-                _compare_outputs(one, sample, unchanged(a), unchanged(b), None, what)
-        check((scaled_trace, scaled), now)
+            if per_token and not torch.equal(b, kept := runs.unchanged(b)):
+                yield (
+                    f"is not position-wise: its gradient of {name} is not zero at tokens whose outputs have no gradient"
+                    f" (at most {float((b - kept).abs().max()):.1e}). {_UNLESS}"
+                )
+            what = f"gradient of {name} for the same tokens, while others change,"
+            a = runs.unchanged(a) if per_token else a
+            yield from _differs(runs.probe, a, b, what, bound, _noise(a.dtype, bound) * _size(given))
         del now  # as large as the weights
 
 
-_Run = tuple[Trace, Sequence[Tensor]]
+_UNLESS = "Pass self_check=False only if you know why it differs."
 
 
-def _compare_outputs(
-    one: TiledCall, sample: Sequence[Tensor], a: Tensor, b: Tensor, autocast: torch.dtype | None, what: str
-) -> None:
-    """Compare outputs, with the tolerance of their dtype and of autocast's, where that explains a difference too."""
-    bound = max(TOLERANCE.get(dtype, 0.0) for dtype in (a.dtype, autocast or a.dtype))
-    _compare(a, b, bound, _noise(one, sample, bound), what, one.patch.name)
-
-
-def _noise(one: TiledCall, sample: Sequence[Tensor], bound: float) -> float:
-    """Return the norm below which outputs may be rounding alone, as of a sum over what a layer norm returns."""
-    inputs = [t for t, per_token in zip(sample, one.per_token, strict=True) if per_token and t.is_floating_point()]
-    return sum(float(t.detach().norm()) * _rounding(t.dtype, bound) for t in inputs if bound)
-
-
-def _rounding(dtype: torch.dtype, bound: float) -> float:
-    return min(_FLOOR, 10 * torch.finfo(dtype).eps / bound)
-
-
-def _scaled(one: TiledCall, sample: Sequence[Tensor], factors: Tensor, index: slice = slice(None)) -> list[Tensor]:
-    """Return the arguments for some tokens, with the hidden states multiplied by a factor for each token."""
-    flat = one.flat(sample)
-    first = next(i for i, t in enumerate(flat) if one.per_token[i] and t.is_floating_point())
-    flat[first] = flat[first] * factors.to(flat[first]).view(-1, *[1] * (flat[first].dim() - 1))
-    return one.cut(flat, index)
-
-
-def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor]:
-    """Return the leading dimensions of a few tokens from all over ``lead``, and their indices among all tokens.
-
-    Several entries of each dimension, where it has them: what mixes along a batch must be seen too.
-    """
-    several = {2: 5, 3: 3}.get(len(lead), 2)  # two would hide what moves entries by two; all of them are at most 64
-    counts = [min(size, several) for size in lead]
-    for index in reversed(range(len(lead))):
-        counts[index] = min(lead[index], max(counts[index], ceil(CHECK_TOKENS * counts[index] / prod(counts))))
-    picked = torch.zeros(1, dtype=torch.int64, device=device)
-    for size, count in zip(lead, counts, strict=True):
-        chosen = torch.arange(count, device=device) * (size - 1) // max(count - 1, 1)
-        picked = (picked[:, None] * size + chosen).flatten()
-    return TokenShape(torch.Size(counts)), picked
-
-
-def _compare(whole: Tensor, tiled: Tensor, bound: float, floor: float, what: str, module: str) -> None:
-    if whole.shape != tiled.shape:
-        raise NotPositionWiseError(
-            f"{module} is not position-wise: its {what} has the shape {list(whole.shape)}, and {list(tiled.shape)} from"
-            f" tiles. {REMEDY}"
+def _differs(probe: Probe, a: Tensor, b: Tensor, what: str, bound: float, noise: float) -> Problems:
+    """Yield a difference whose norm is more than ``noise``, and relative to the first value more than ``bound``."""
+    if a.shape != b.shape:
+        yield f"is not position-wise: its {what} has the shape {list(a.shape)}, and {list(b.shape)} from tiles."
+    if a.is_complex():
+        a, b = (torch.view_as_real(value.resolve_conj()) for value in (a, b))
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    difference, size = float((a.to(wide) - b.to(wide)).norm()), float(a.to(wide).norm())
+    probe.shown = probe.shown or size != 0
+    if not difference <= max(bound * size, noise) and bool(a.isfinite().all()):
+        yield (
+            f"is not position-wise: its {what} differs by {difference / max(size, 1e-30):.1e} between two ways to"
+            f" compute it (relative; rounding explains {bound:.0e}). {_UNLESS}"
         )
-    if whole.is_complex():
-        whole, tiled = (torch.view_as_real(value.resolve_conj()) for value in (whole, tiled))
-    wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
-    difference = float((whole.to(wide) - tiled.to(wide)).norm() / whole.to(wide).norm().clamp_min(max(floor, 1e-30)))
-    if not difference <= bound and bool(whole.isfinite().all()):
-        raise NotPositionWiseError(
-            f"{module} is not position-wise: its {what} differs by {difference:.1e} between two ways to compute it"
-            f" (relative; rounding explains {bound:.0e}). {REMEDY} {_UNLESS}"
-        )
+
+
+def _tolerance(*dtypes: torch.dtype | None) -> float:
+    return max(0.0 if dtype is None else TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def _noise(dtype: torch.dtype, bound: float) -> float:
+    """Return what may be rounding in outputs or gradients, relative to inputs of a dtype or the outputs' gradients."""
+    return min(bound * _FLOOR, 10 * torch.finfo(dtype).eps)
+
+
+def _size(tensors: Sequence[Tensor | None]) -> float:
+    return sum(float(t.detach().norm()) for t in tensors if t is not None)

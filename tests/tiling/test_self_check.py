@@ -428,6 +428,19 @@ def test_a_loss_that_is_kept_elsewhere_is_refused(pair: bool) -> None:
         tile(Keeps(keep), num_shards=4)(randn(1, 40, H))
 
 
+def test_a_cycle_of_references_is_no_leak() -> None:
+    """A module whose intermediate result is part of a cycle of references, which ends with garbage, is tiled."""
+
+    def cycle(y: Tensor, gate: Tensor) -> Tensor:
+        holder: list[Any] = [y * gate]
+        holder.append(holder)
+        return y + holder[0]
+
+    module, x = Then(cycle), randn(1, 40, H)
+    untiled = module(x)
+    torch.testing.assert_close(tile(module, num_shards=4)(x), untiled)
+
+
 @pytest.mark.parametrize("dropout", [nn.Dropout(), nn.AlphaDropout(), lambda y: y * torch.rand_like(y).gt(0.3)])
 def test_mixing_in_training_alone_is_refused(dropout: Callable[[Tensor], Tensor]) -> None:
     """Beside dropout, what mixes tokens in training only is seen; and dropout with noise in evaluation too passes."""
@@ -524,6 +537,12 @@ def test_a_cache_that_is_filled_once_is_no_change() -> None:
 RANDOM: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
     "locked dropout": (lambda: lambda y: y * torch.rand(1, 1, H).gt(0.5), "one random mask"),
     "stochastic depth": (lambda: lambda y: y * torch.rand(y.shape[0], 1, 1).gt(0.5), "one random mask"),
+    "mask of positions": (lambda: lambda y: y * torch.rand(y.shape[1], 1).gt(0.5), "one random mask"),
+    "locked dropout behind another": (
+        lambda: lambda y: nn.functional.dropout(y) * torch.rand(1, 1, H).gt(0.5),
+        "one random mask",
+    ),
+    "numbers of the first token": (lambda: lambda y: y * torch.rand_like(y)[:, :1], "while others change"),
     "Python": (lambda: lambda y: y * random.random(), "Python, NumPy or a torch.Generator"),
     "NumPy": (lambda: lambda y: y * np.random.rand(), "Python, NumPy or a torch.Generator"),
 }
@@ -711,3 +730,17 @@ def test_any_default_dtype(tokens: int) -> None:
     """
     module = tile(GatedMLP(), num_shards=2)
     assert module(torch.randn(1, tokens, H)).shape == (1, tokens, H)
+
+
+class FiniteInTiles(nn.Module):
+    """Divides by what is zero in the layout of the whole call alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - x.detach().mean(-2, keepdim=True)
+        return y / y.detach().abs().amax()
+
+
+def test_values_that_are_finite_in_tiles_alone() -> None:
+    """A module whose output is NaN for all tokens and is not in tiles is refused."""
+    with pytest.raises(NotPositionWiseError, match="is finite elsewhere"):
+        tile(FiniteInTiles(), num_shards=2)(torch.randn(4, 1, H))
