@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +15,7 @@ from rich.console import Console
 from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveFloat, PositiveInt, make_plain
-from lt_tiled.memory import gib
-from lt_tiled.planner.job import make_job
+from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
 from lt_tiled.planner.search import Plan, cheapest, ladder, longest, plan
 from lt_tiled.policies import Checkpointing, SequenceParallel, Tiling, parse_bytes
@@ -58,6 +57,30 @@ def run_plan(
         ValueError: If an argument is not understood, or nothing fits.
     """
     limit = None if memory is None else parse_bytes(memory, "memory")
+    _check_find(find, limit, output, seq, trainer)
+    for path in (plot, plot_lengths):
+        if path is not None:
+            check_format(path)
+    job = make_job(model, datamodule, trainer, devices)
+    console = Console()
+    with progress("Planning") as tell:
+        found = _search(job, find, limit, seq, tell)
+    console.print(found.render(tflops, limit))
+    if find is not None:
+        text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
+        console.print(text, highlight=False)
+        if output is not None:
+            Path(output).write_text(text)
+            console.print(f"Written to {output}: add it to fit's arguments as a second --config.")
+    for path, draw in ((plot, _draw_step), (plot_lengths, _draw_lengths)):
+        if path is not None:
+            draw(job, found, path, limit)
+            console.print(f"Plot written to {path}.")
+
+
+def _check_find(
+    find: str | None, limit: int | None, output: str | None, seq: int | None, trainer: Mapping[str, Any]
+) -> None:
     if find is not None and limit is None:
         raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
     if output is not None and find is None:
@@ -66,53 +89,45 @@ def run_plan(
         raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
     if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
         raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
-    for path in (plot, plot_lengths):
-        if path is not None:
-            check_format(path)
-    job = make_job(model, datamodule, trainer, devices)
-    console = Console()
-    with progress("Planning") as tell:
-        if find is None or limit is None:
-            found = plan(job, seq)
-        elif find == "max-seq":
-            found = longest(job, limit, tell=tell)
-        else:
-            found = cheapest(job, limit, int(seq or job.tokens), tell)  # a plain number, for YAML
-    console.print(found.render(tflops))
-    if limit is not None:
-        left = limit - found.peak
-        fits = f"It fits into {gib(limit)}, with {gib(left)} to spare."
-        console.print(fits if left >= 0 else f"It takes {gib(-left)} more than {gib(limit)}.")
-    if find is not None:
-        text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
-        console.print(text, highlight=False)
-        if output is not None:
-            Path(output).write_text(text)
-            console.print(f"Written to {output}: add it to fit's arguments as a second --config.")
-    if plot is not None:
-        before = found.settings.checkpointing and Checkpointing(targets=found.settings.checkpointing.targets)
-        without = replace(found.settings, tiling=None, checkpointing=before, loss=None, sequence_parallel=None)
-        with progress(f"Drawing {plot}"):
-            alone = plan(job, found.tokens, without, full_logits=True, whole=True)
-            runs = {"activation checkpointing alone": alone}
-            runs["with lt_tiled"] = plan(job, found.tokens, found.settings, whole=True)
-        draw_step({title: run.simulation for title, run in runs.items()}, plot, limit)
-        console.print(f"Plot written to {plot}.")
-    if plot_lengths is not None:
-        peaks: dict[str, list[tuple[int, int]]] = {}
-        rungs = ladder(job)
-        if shared := found.settings.sequence_parallel:
-            most = rungs["+ offload to CPU memory"]
-            rungs[f"+ sequences shared by {shared.size} ranks"] = replace(most, sequence_parallel=shared)
-        with progress(f"Drawing {plot_lengths}") as tell:
-            for name, settings in rungs.items():
-                for power in range(5 if name != "+ offload to disk" else 0):
-                    length = max(found.tokens * 2**power // 8, 256)
-                    tell(f"{length} tokens, {name}")
-                    run = plan(job, length, settings, full_logits=name == "without lt_tiled")
-                    peaks.setdefault(name, []).append((length, run.peak))
-        draw_lengths(peaks, plot_lengths, limit)
-        console.print(f"Plot written to {plot_lengths}.")
+
+
+def _search(job: Job, find: str | None, limit: int | None, seq: int | None, tell: Callable[[str], None]) -> Plan:
+    """Return the plan of the settings as they are, or what ``find`` finds."""
+    if find is None or limit is None:
+        return plan(job, seq)
+    if find == "max-seq":
+        return longest(job, limit, tell=tell)
+    return cheapest(job, limit, int(seq or job.tokens), tell)  # a plain number, for YAML
+
+
+def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:
+    """Plot the memory of a step with the settings of a plan, and with activation checkpointing alone."""
+    policy = found.settings.checkpointing
+    plain = Checkpointing(targets=policy.targets) if policy else None
+    without = replace(found.settings, tiling=None, checkpointing=plain, loss=None, sequence_parallel=None)
+    with progress(f"Drawing {path}"):
+        alone = plan(job, found.tokens, without, full_logits=True, whole=True)
+        tiled = plan(job, found.tokens, found.settings, whole=True)
+    runs = {"activation checkpointing alone": alone.simulation, "with lt_tiled": tiled.simulation}
+    draw_step(runs, path, limit)
+
+
+def _draw_lengths(job: Job, found: Plan, path: str, limit: int | None) -> None:
+    """Plot the peak memory over the sequence length, for each combination of features."""
+    rungs = ladder(job)
+    if shared := found.settings.sequence_parallel:
+        most = rungs["+ offload to CPU memory"]
+        rungs[f"+ sequences shared by {shared.size} ranks"] = replace(most, sequence_parallel=shared)
+    del rungs["+ offload to disk"]  # its peak is that of CPU memory
+    lengths = [max(found.tokens * 2**power // 8, 256) for power in range(5)]
+    peaks: dict[str, list[tuple[int, int]]] = {name: [] for name in rungs}
+    with progress(f"Drawing {path}") as tell:
+        for name, settings in rungs.items():
+            for length in lengths:
+                tell(f"{length} tokens, {name}")
+                run = plan(job, length, settings, full_logits=name == "without lt_tiled")
+                peaks[name].append((length, run.peak))
+    draw_lengths(peaks, path, limit)
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:
@@ -123,8 +138,8 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     known = isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies()
     init: dict[str, Any] = {**StrategyRegistry[strategy]["init_params"]} if known else {}
     engine = found.settings.engine
-    if engine.name.startswith("zero"):
-        init["stage"] = int(engine.name[-1])
+    if engine.stage:
+        init["stage"] = engine.stage
     init["tiling"] = _fields(found.settings.tiling)
     loss = found.settings.loss
     init["loss"] = loss is not None if loss is None or loss == "auto" else loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.modules.find import find_blocks, walk
+from lt_tiled.modules.find import find_blocks
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.tiling.patched import whole_modules
 from lt_tiled.training_step.step import nothing, stepped_on
@@ -44,6 +44,11 @@ class Engine:
     offload_weights: bool = False
     mixed: bool = False
     live: int = 0
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO, or 0 for other engines."""
+        return int(self.name[-1]) if self.name.startswith("zero") else 0
 
 
 def engine_of(strategy: Any, ranks: int) -> Engine:
@@ -77,7 +82,7 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
 
 
 class EngineMemory(ExitStack):
-    """Records what an engine allocates on one rank, until it is closed: this base class holds DDP's gradient buckets.
+    """Records what an engine allocates on one rank, until it is closed. This base class records DDP's gradient buckets.
 
     If there are shards, the optimizer steps on them.
     """
@@ -96,7 +101,7 @@ class EngineMemory(ExitStack):
         """Follow the optimizer's step."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Unit:
     """An FSDP unit: weights that are all-gathered together."""
 
@@ -106,9 +111,11 @@ class Unit:
     gathered: Release | None = None
     prefetched: Release | None = None
     in_backward: bool = False
-    waiting: int = 0
-    """The number of gradients still to come."""
-    ready: list[nn.Parameter] = field(default_factory=list)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that get gradients."""
+        return [weight for weight in self.weights if weight.requires_grad]
 
     def reshard(self) -> None:
         """Release the gathered weights."""
@@ -117,89 +124,73 @@ class Unit:
             self.gathered = None
 
 
-class FSDP2(EngineMemory):
-    """Allocates what ``fully_shard`` allocates: shards, and full weights while their FSDP unit runs.
+class FSDP(EngineMemory):
+    """Allocates what FSDP allocates: shards, and full weights while their FSDP unit runs.
 
-    The order is that of torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+    The order is that of torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. ``FullyShardedDataParallel`` gathers
+    into the flat weights themselves and frees the reduced gradients at once; ``fully_shard`` needs a buffer for each.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         super().__init__(engine, model, optimizer, ledger)
-        self.fsdp_units = self.find_fsdp_units()
+        self.flat = engine.name == "fsdp"
         self.shards: dict[int, nn.Parameter] = {}
         self.order: list[Unit] = []
         self.gather_buffer: Release = nothing
         self.reduce_buffer: Release = nothing
-        for unit in self.fsdp_units:
-            for weight in unit.weights:
-                ledger.drop(weight)
-                self.shards[id(weight)] = self.shard(weight)
-                if weight.requires_grad:
-                    self.callback(weight.register_post_accumulate_grad_hook(partial(self._after_gradient, unit)).remove)
-        for unit in self.fsdp_units[:-1]:  # the root runs from the first phase to the second
+        for path, block in find_blocks(model):
+            unit = self._add_unit(path, block)
             before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
-            self.callback(unit.module.register_forward_pre_hook(before).remove)
-            self.callback(unit.module.register_forward_hook(after, always_call=True).remove)
+            self.callback(block.register_forward_pre_hook(before).remove)
+            self.callback(block.register_forward_hook(after, always_call=True).remove)
+        self.root = self._add_unit("", model)  # it runs from the first phase to the second
         for group in optimizer.param_groups:
             group["params"] = [self.shards[id(p)] for p in group["params"]]
 
-    def find_fsdp_units(self) -> list[Unit]:
-        """Return one FSDP unit for each block and, last, the root, which is the user's module."""
-        found, taken = [], set[int]()
-        for path, module in [*find_blocks(self.model), ("", self.model)]:
-            found.append(Unit(path, module, [p for p in module.parameters() if id(p) not in taken]))
-            taken.update(map(id, found[-1].weights))
-        return found
-
-    def shard(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return the shard of a weight on which the optimizer steps."""
-        rows = weight.shape[0] if weight.dim() else 1
-        shape = (-(-rows // self.engine.ranks), *weight.shape[1:])
-        dtype = torch.float32 if self.engine.mixed else weight.dtype
-        shard = nn.Parameter(torch.empty(shape, dtype=dtype), weight.requires_grad)
-        self.ledger.name(shard, "weights")
-        return shard
+    def _add_unit(self, path: str, module: nn.Module) -> Unit:
+        """Shard the weights of a module that are in no other FSDP unit."""
+        unit = Unit(path, module, [p for p in module.parameters() if id(p) not in self.shards])
+        for weight in unit.weights:
+            rows = weight.shape[0] if weight.dim() else 1
+            shape = (-(-rows // self.engine.ranks), *weight.shape[1:])
+            dtype = torch.float32 if self.engine.mixed else weight.dtype
+            shard = nn.Parameter(torch.empty(shape, dtype=dtype), weight.requires_grad)
+            self.shards[id(weight)] = shard
+            self.ledger.name(shard, "weights")
+            self.ledger.drop(weight)
+        for weight in unit.trained:
+            self.callback(weight.register_post_accumulate_grad_hook(partial(self._after_gradient, unit)).remove)
+        return unit
 
     def begin(self, phase: str) -> None:
         self.gather_buffer()
         self.reduce_buffer()
-        root = self.fsdp_units[-1]
         if phase == "forward":
-            self.gather_in_forward(root)
+            self._gather_in_forward(self.root)
         elif phase == "backward":
-            self._append(root)
-            self._begin_backward(root)
+            self._append(self.root)
+            self._begin_backward(self.root)
 
-    def hold(self, unit: Unit) -> Release:
-        """Record the gathered weights of an FSDP unit."""
+    def _hold(self, unit: Unit) -> Release:
         return self.ledger.hold(sum(p.nbytes for p in unit.weights), "gathered", unit.path)
 
-    def gather_in_forward(self, unit: Unit) -> None:
-        buffer = self.hold(unit)
-        self.gather_buffer()  # kept until the next one has been filled
-        self.gather_buffer, unit.gathered = buffer, self.hold(unit)
+    def _gather_in_forward(self, unit: Unit) -> None:
+        if not self.flat:
+            buffer = self._hold(unit)
+            self.gather_buffer()  # kept until the next one has been filled
+            self.gather_buffer = buffer
+        unit.gathered = self._hold(unit)
 
-    def prefetch(self, unit: Unit) -> None:
-        unit.prefetched = self.hold(unit)
-
-    def gather_in_backward(self, unit: Unit) -> None:
-        buffer = unit.prefetched or self.hold(unit)
-        unit.gathered, unit.prefetched = self.hold(unit), None
-        buffer()
-
-    def reduce(self, unit: Unit) -> None:
-        """Reduce-scatter the gradients of an FSDP unit, once all have come."""
-        self.reduce_buffer()
-        self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.ready), "communication", unit.path)
-        nn.ParameterList(unit.ready).zero_grad(set_to_none=True)
-        for p in unit.ready:
-            shard = self.shards[id(p)]
-            shard.backward(torch.empty_like(shard))
-        unit.ready = []
+    def _gather_in_backward(self, unit: Unit) -> None:
+        filled, unit.prefetched = unit.prefetched or self._hold(unit), None
+        unit.gathered = filled
+        if not self.flat:
+            unit.gathered = self._hold(unit)
+            filled()
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if unit.gathered is None:
-            self.gather_in_forward(unit)
+            self._gather_in_forward(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if not unit.in_backward:  # after a recompute, the backward pass needs the weights
@@ -209,57 +200,87 @@ class FSDP2(EngineMemory):
             self._append(unit)
         for t in outputs:
             t.register_hook(partial(self._begin_backward, unit))
-        if outputs and not unit.waiting:  # no gradient of a weight will tell when its backward pass ends
+        if outputs and not unit.trained:  # no gradient of a weight will tell when its backward pass ends
             for t in tree_leaves(args):
                 if isinstance(t, Tensor) and t.requires_grad:
                     t.register_hook(partial(self._end_backward, unit))
 
     def _append(self, unit: Unit) -> None:
         self.order = [*(u for u in self.order if u is not unit), unit]
-        unit.waiting, unit.ready = sum(p.requires_grad for p in unit.weights), []
 
     def _begin_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
         unit.in_backward = True
         if unit.gathered is None:
-            self.gather_in_backward(unit)
-        before = self.order[: next((i for i, u in enumerate(self.order) if u is unit), 0)]
-        if before and before[-1].gathered is None and before[-1].prefetched is None:
-            self.prefetch(before[-1])
+            self._gather_in_backward(unit)
+        index = self.order.index(unit)
+        if index > 0:
+            following = self.order[index - 1]
+            if following.gathered is None and following.prefetched is None:
+                following.prefetched = self._hold(following)
 
     def _end_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
         unit.reshard()
         unit.in_backward = False
 
     def _after_gradient(self, unit: Unit, weight: Tensor) -> None:
-        assert isinstance(weight, nn.Parameter)
-        unit.ready.append(weight)
-        unit.waiting -= 1
-        if unit.waiting <= 0:
-            self._end_backward(unit)
-            self.reduce(unit)
+        """Reduce-scatter the gradients of an FSDP unit, once all have come."""
+        if any(p.grad is None for p in unit.trained):
+            return
+        self._end_backward(unit)
+        self.reduce_buffer()
+        self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.trained), "communication", unit.path)
+        nn.ParameterList(unit.trained).zero_grad(set_to_none=True)
+        for p in unit.trained:
+            shard = self.shards[id(p)]
+            shard.backward(torch.empty_like(shard))
+        if self.flat:
+            self.reduce_buffer()
 
 
-class FSDP(FSDP2):
-    """Allocates what ``FullyShardedDataParallel`` allocates: one flat tensor for each FSDP unit.
+class Zero(EngineMemory):
+    """Records what DeepSpeed allocates: float32 copies of a rank's part of the weights, on which the optimizer steps.
 
-    The order is that of torch/distributed/fsdp/_runtime_utils.py.
+    All sizes are closed formulas. ZeRO-1 and ZeRO-2 have a bucket in the backward pass, ZeRO-3 always. ZeRO-3 keeps
+    ``live`` elements gathered, or the largest module whose weights are gathered together.
     """
 
-    def gather_in_forward(self, unit: Unit) -> None:
-        unit.gathered = self.hold(unit)
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+        super().__init__(engine, model, optimizer, ledger)
+        self.until_step = ExitStack()
+        """Releases what exists from the backward pass to the optimizer's step."""
+        self.bucket = engine.bucket * self.trained[0].itemsize if self.trained else 0
+        reduced_together = [[weight] for weight in self.trained] if engine.stage == 2 else []
+        if engine.stage == 3:
+            reduced_together = self._shard_weights()
+        for weights in reduced_together:
+            for weight in weights:
+                self.callback(weight.register_post_accumulate_grad_hook(partial(self._reduce, weights)).remove)
+        for group in optimizer.param_groups:
+            group["params"] = [self._master(p) for p in group["params"]]
 
-    def gather_in_backward(self, unit: Unit) -> None:
-        unit.gathered, unit.prefetched = unit.prefetched or self.hold(unit), None
+    def _part(self, weights: list[nn.Parameter]) -> int:
+        """Return the bytes of a rank's part of weights."""
+        return sum(-(-p.numel() // self.engine.ranks) * p.itemsize for p in weights)
 
-    def reduce(self, unit: Unit) -> None:
-        super().reduce(unit)
-        self.reduce_buffer()
+    def _shard_weights(self) -> list[list[nn.Parameter]]:
+        """Record the shards of ZeRO-3, and return the weights with gradients that are reduced together."""
+        weights, leaves = list(self.model.parameters()), whole_modules(self.model)
+        inside = {part for _, leaf in leaves for part in leaf.modules()}
+        modules = [[*leaf.parameters()] for _, leaf in leaves]
+        modules += [[*m.parameters(recurse=False)] for m in self.model.modules() if m not in inside]
+        largest = max(sum(p.numel() for p in module) for module in modules)
+        gathered = max(largest, min(self.engine.live, sum(p.numel() for p in weights)))
+        self.ledger.hold(gathered * weights[0].itemsize, "gathered")
+        if not self.engine.offload_weights:
+            self.ledger.hold(self._part(weights), "weights")
+        if not self.engine.offload_optimizer:
+            self.ledger.hold(self._part(self.trained), "gradients")
+        self.ledger.hold(self.bucket, "communication")
+        for weight in weights:
+            self.ledger.drop(weight)
+        return [[p for p in module if p.requires_grad] for module in modules]
 
-
-class _DeepSpeed(EngineMemory):
-    """Allocates float32 copies of a rank's part of the weights, on which the optimizer steps."""
-
-    def shard(self, weight: nn.Parameter) -> nn.Parameter:
+    def _master(self, weight: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(torch.empty(-(-weight.numel() // self.engine.ranks)), weight.requires_grad)
         if self.engine.offload_optimizer or not weight.requires_grad:
             self.ledger.drop(master)
@@ -268,83 +289,28 @@ class _DeepSpeed(EngineMemory):
         return master
 
     def begin(self, phase: str) -> None:
-        if phase == "optimizer" and not self.engine.offload_optimizer:
-            for master in stepped_on(self.optimizer):
+        if phase == "backward" and self.engine.stage < 3:
+            self.until_step.callback(self.ledger.hold(self.bucket, "communication"))
+        if phase == "optimizer":
+            self.until_step.close()
+            for master in () if self.engine.offload_optimizer else stepped_on(self.optimizer):
                 master.backward(torch.empty_like(master))
 
     def stepped(self) -> None:
         self.optimizer.zero_grad()
         self.model.zero_grad(set_to_none=True)
 
-
-class Zero3(_DeepSpeed, FSDP2):
-    """Allocates what ZeRO-3 allocates: each module's own weights are gathered alone, those of a leaf together.
-
-    The order is that of deepspeed/runtime/zero/stage3.py.
-    """
-
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        super().__init__(engine, model, optimizer, ledger)
-        weights = list(model.parameters())
-        ledger.hold(min(engine.live, sum(p.numel() for p in weights)) * weights[0].itemsize, "gathered")
-        if not engine.offload_weights:
-            ledger.hold(sum(-(-p.numel() // engine.ranks) * p.itemsize for p in weights), "weights")
-        if not engine.offload_optimizer:
-            ledger.hold(sum(-(-p.numel() // engine.ranks) * p.itemsize for p in self.trained), "gradients")
-        if self.trained:
-            ledger.hold(engine.bucket * self.trained[0].itemsize, "communication")
-
-    def find_fsdp_units(self) -> list[Unit]:
-        leaves = whole_modules(self.model)
-        inside = {id(part) for _, leaf in leaves for part in leaf.modules()}
-        alone = [(path, m) for path, m in walk(self.model) if id(m) not in inside and [*m.parameters(recurse=False)]]
-        root = Unit("", self.model, [*self.model.parameters(recurse=False)])
-        return [Unit(path, m, list(m.parameters())) for path, m in [*leaves, *alone]] + [root]
-
-    def gather_in_forward(self, unit: Unit) -> None:
-        if not self.engine.live:
-            unit.gathered = self.hold(unit)
-
-    gather_in_backward = gather_in_forward
-
-    prefetch = nothing  # prefetched weights are part of the live ones
-
-    def reduce(self, unit: Unit) -> None:
-        nn.ParameterList(unit.ready).zero_grad(set_to_none=True)  # moved to the bucket
-        unit.ready = []
-
-
-class Zero(_DeepSpeed):
-    """Allocates what ZeRO-1 and ZeRO-2 allocate: buckets in the backward pass, and a part of the optimizer state.
-
-    The order is that of deepspeed/runtime/zero/stage_1_and_2.py.
-    """
-
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        super().__init__(engine, model, optimizer, ledger)
-        self.held = ExitStack()
-        """What the backward pass allocates."""
-        if engine.name == "zero2":
-            for weight in self.trained:
-                self.callback(weight.register_post_accumulate_grad_hook(self._after_gradient).remove)
-        for group in optimizer.param_groups:
-            group["params"] = [self.shard(p) for p in group["params"]]
-
-    def begin(self, phase: str) -> None:
-        if phase == "backward" and self.trained:
-            self.held.callback(self.ledger.hold(self.engine.bucket * self.trained[0].itemsize, "communication"))
-        if phase == "optimizer":
-            self.held.close()
-        super().begin(phase)
-
-    def _after_gradient(self, weight: Tensor) -> None:
-        nn.ParameterList([weight]).zero_grad(set_to_none=True)
-        if not self.engine.offload_optimizer:
-            self.held.callback(self.ledger.hold(-(-weight.nbytes // self.engine.ranks), "gradients"))
+    def _reduce(self, weights: list[nn.Parameter], weight: Tensor) -> None:
+        """Move the gradients of weights to the bucket, once all have come."""
+        if any(p.grad is None for p in weights):
+            return
+        nn.ParameterList(weights).zero_grad(set_to_none=True)
+        if self.engine.stage == 2 and not self.engine.offload_optimizer:
+            self.until_step.callback(self.ledger.hold(self._part(weights), "gradients"))
 
 
 MEMORY: dict[EngineName, type[EngineMemory]] = {
-    **{"single": EngineMemory, "ddp": EngineMemory, "fsdp": FSDP, "fsdp2": FSDP2},
-    **{"zero1": Zero, "zero2": Zero, "zero3": Zero3},
+    **{"single": EngineMemory, "ddp": EngineMemory, "fsdp": FSDP, "fsdp2": FSDP},
+    **{"zero1": Zero, "zero2": Zero, "zero3": Zero},
 }
 """What records the memory of each engine."""

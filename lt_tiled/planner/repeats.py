@@ -195,7 +195,20 @@ class Repeats(ExitStack):
             self.begun[-1].after = call.backward
         self.begun.append(call)
 
-    def begin_backward(self) -> None:
+    def begin(self, phase: str) -> None:
+        """Enter the forward, backward or optimizer phase.
+
+        Raises:
+            IrregularError: After the backward pass, if what was left out could change the prediction.
+        """
+        if phase == "backward":
+            self._begin_backward()
+        elif phase == "optimizer":
+            for call in self.calls.values():
+                if call.like is not None:
+                    self._check(call, call.like)
+
+    def _begin_backward(self) -> None:
         """Release what the blocks keep to the end of the forward pass, such as autocast's copies of weights."""
         self.clock = self.ledger.clock
         for call in self.calls.values():
@@ -203,29 +216,22 @@ class Repeats(ExitStack):
                 if allocation.died is not None:
                     release()
 
-    def finish(self) -> None:
-        """Add the FLOPs of the backward passes that were left out, and check what was left out.
-
-        Raises:
-            IrregularError: If it could change the prediction.
-        """
-        for call in self.calls.values():
-            if call.like is None:
-                continue
-            same = self.simulated[call.key]
-            if call.live > max(c.live for c in same) or len({c.flops for c in same}) > 1:
-                raise IrregularError("the forward pass of a block begins with more live bytes or has other FLOPs")
-            start, end = call.like.backward, call.like.after
-            for allocation in call.like.kept:
-                died = allocation.died
-                if died is None or (died > self.clock and not (start and end and start.clock <= died <= end.clock)):
-                    raise IrregularError("what a block keeps outlives its backward pass")
-            if call.backward is not None:
-                known = [(c.backward, c.after) for c in same if c.backward and c.after]
-                work = {after.flops - begin.flops for begin, after in known[-EDGE:]}
-                if len(work) != 1 or call.backward.live > max(begin.live for begin, _ in known):
-                    raise IrregularError("the backward pass of a block begins with more live bytes or has other FLOPs")
-                self.ledger.flops += work.pop()
+    def _check(self, call: Call, like: Call) -> None:
+        """Check what was left out of a call, and add the FLOPs of its backward pass."""
+        same = self.simulated[call.key]
+        if call.live > max(c.live for c in same) or len({c.flops for c in same}) > 1:
+            raise IrregularError("the forward pass of a block begins with more live bytes or has other FLOPs")
+        start, end = like.backward, like.after
+        for allocation in like.kept:
+            died = allocation.died
+            if died is None or (died > self.clock and not (start and end and start.clock <= died <= end.clock)):
+                raise IrregularError("what a block keeps outlives its backward pass")
+        if call.backward is not None:
+            known = [(c.backward, c.after) for c in same if c.backward and c.after]
+            work = {after.flops - begin.flops for begin, after in known[-EDGE:]}
+            if len(work) != 1 or call.backward.live > max(begin.live for begin, _ in known):
+                raise IrregularError("the backward pass of a block begins with more live bytes or has other FLOPs")
+            self.ledger.flops += work.pop()
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -65,8 +65,11 @@ class Plan:
         seconds = self.simulation.forward_flops / (tflops * 1e12)
         return (moved.cpu_bytes + moved.disk_bytes) / seconds / 1e9 if moved is not None and seconds else 0.0
 
-    def render(self, tflops: float) -> Group:
-        """Return a table and text for the terminal, for a device that sustains ``tflops`` TFLOP/s."""
+    def render(self, tflops: float, memory: int | None = None) -> Group:
+        """Return a table and text for the terminal, for a device that sustains ``tflops`` TFLOP/s.
+
+        With the ``memory`` of the device in bytes, the text says whether the step fits.
+        """
         tokens, sharing = f", {self.tokens} tokens" if self.tokens else "", self.settings.sharing
         shared = f", shared by {sharing} ranks" if sharing > 1 else ""
         table = Table(title=self.name + tokens + shared, title_justify="left")
@@ -88,6 +91,10 @@ class Plan:
                 f"Offloaded: {gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk per step; the"
                 f" forward pass hides this at {self.bandwidth(tflops):.1f} GB/s and {tflops:g} TFLOP/s."
             )
+        if memory is not None and self.peak <= memory:
+            lines.append(f"It fits into {gib(memory)}, with {gib(memory - self.peak)} to spare.")
+        elif memory is not None:
+            lines.append(f"It takes {gib(self.peak - memory)} more than {gib(memory)}.")
         return Group(table, Text("\n".join(lines)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -119,10 +119,10 @@ def simulate(
     kept = settings.sequence_parallel is not None and settings.sequence_parallel.keep is not None
     if not whole and not kept and getattr(settings.checkpointing, "activations", "") != "all":
         try:
-            return _simulate(model, step, make_optimizer, settings, Repeats)
+            return _simulate(model, step, make_optimizer, settings, whole=False)
         except Exception as error:  # also what blocks raise that miss what another one did; a user's error comes again
             inform(f"A plan simulates every block, which takes longer: {error!r}", level=logging.DEBUG)
-    return _simulate(model, step, make_optimizer, settings, None)
+    return _simulate(model, step, make_optimizer, settings, whole=True)
 
 
 def _simulate(
@@ -130,62 +130,46 @@ def _simulate(
     step: Callable[[], Tensor],
     make_optimizer: Callable[[], torch.optim.Optimizer],
     settings: Settings,
-    repeat: type[Repeats] | None,
+    whole: bool,
 ) -> Simulation:
     where = Whereabouts(model)
     phases: dict[str, int] = {}
-    tiling = None if settings.tiling is None else replace(settings.tiling, self_check=False, compile=False)
-    shared = settings.sequence_parallel and replace(settings.sequence_parallel, self_check=False, batch="trust")
-    with ExitStack() as stack:
-        stack.enter_context(quiet())
-        ledger = stack.enter_context(without_memory(where))
-        fake_weights(model)
-        for tensor in (*model.parameters(), *model.buffers()):
-            ledger.name(tensor, "weights")
-        engine = settings.engine.name
-        needs = EngineNeeds.of_zero(int(engine[-1])) if engine.startswith("zero") else EngineNeeds()
-        policies = (tiling, settings.checkpointing, settings.loss, shared)
-        group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
-        build = partial(fake_offloader, partial(ledger.name, part="block inputs"))
-        prepared = stack.enter_context(Prepared(model, *policies, group=group, needs=needs, build=build))
+    with quiet(), without_memory(where) as ledger, ExitStack() as stack:
+        prepared = stack.enter_context(_prepare(model, settings, ledger))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
                 group["foreach"] = True
-        memory = MEMORY[engine](settings.engine, model, optimizer, ledger)
-        stack.enter_context(memory)
-
-        def begin(phase: str) -> None:
-            where.begin(phase)
-            phases[phase] = ledger.clock + 1
-            memory.begin(phase)
-
+        memory = stack.enter_context(MEMORY[settings.engine.name](settings.engine, model, optimizer, ledger))
         where.begin("optimizer")
         on_device = not settings.engine.offload_optimizer
         if on_device:
             _run_first_step(optimizer, ledger)
         memory.stepped()
+        followers: list[Any] = [where, memory]
+        if not whole:
+            followers.append(stack.enter_context(Repeats(model, where, ledger)))
+        stack.enter_context(first_two_tiles(ledger))
+
+        def begin(phase: str) -> None:
+            phases[phase] = ledger.clock + 1
+            for follower in followers:
+                follower.begin(phase)
+
         ledger.restart_peak()
         start, ledger.flops = ledger.clock, 0
         begin("forward")
-        with ExitStack() as step_only:
-            step_only.enter_context(first_two_tiles(ledger))
-            repeats = None if repeat is None else step_only.enter_context(repeat(model, where, ledger))
-            with nullcontext() if settings.autocast is None else torch.autocast("cpu", dtype=settings.autocast):
-                loss = step()
-            forward = ledger.flops
-            if settings.accumulate == 1:
-                optimizer.zero_grad()  # at the same place as Lightning
-            begin("backward")
-            if repeats is not None:
-                repeats.begin_backward()
-            loss.backward()
-            del loss
-            if repeats is not None:
-                repeats.finish()
-            flops = ledger.flops
+        with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
+            loss = step()
+        forward = ledger.flops
+        if settings.accumulate == 1:
+            optimizer.zero_grad()  # at the same place as Lightning
+        begin("backward")
+        loss.backward()
+        del loss
         _name_gradients(optimizer, ledger)
         begin("optimizer")
+        flops = ledger.flops
         if settings.clip:
             torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
         if on_device:
@@ -194,6 +178,25 @@ def _simulate(
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
         return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, flops, offloaded)
+
+
+def _prepare(model: nn.Module, settings: Settings, ledger: FakeLedger) -> Prepared:
+    """Give a model fake weights and apply the policies, without the self-checks, which need values."""
+    fake_weights(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        ledger.name(tensor, "weights")
+    tiling, shared = settings.tiling, settings.sequence_parallel
+    group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
+    return Prepared(
+        model,
+        tiling and replace(tiling, self_check=False, compile=False),
+        settings.checkpointing,
+        settings.loss,
+        shared and replace(shared, self_check=False, batch="trust"),
+        group=group,
+        needs=EngineNeeds.of_zero(settings.engine.stage) if settings.engine.stage else EngineNeeds(),
+        build=partial(fake_offloader, partial(ledger.name, part="block inputs")),
+    )
 
 
 @contextmanager
