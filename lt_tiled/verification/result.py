@@ -104,7 +104,7 @@ class Verification:
         if unrepeated:
             remedy = (
                 f"two untiled steps differ by {unrepeated.tiled:.1e} in {unrepeated.path}: they read what steps change"
-                " and what is not restored between them, such as tensors in lists, files or the clock"
+                " and what is not restored between them, such as iterators, files or the clock"
             )
         return f"fail: {failed.path}, {figures}: {remedy}"
 
