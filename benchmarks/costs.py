@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peers import Peer, tile_with
 from benchmarks.sheet import Cell, Sheet
-from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.planner.ledger import Flops
 from tests.meters import LiveBytes
 
@@ -61,7 +61,7 @@ def with_checkpointing(model: nn.Module, name: str, shards: int) -> Iterator[nn.
     if tiling is None:
         for layer in model.model.layers:  # type: ignore[union-attr]
             tile_with(name, layer.mlp, shards)
-    with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+    with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing()):
         yield model
 
 

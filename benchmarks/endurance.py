@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.sheet import Cell, Sheet
-from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from tests.models import TinyLM, loss_of
 
 MEMORY_MIB = 8
@@ -57,7 +57,7 @@ def step(model: torch.nn.Module, number: int) -> None:
 def steps(directory: str, count: int) -> list[dict[str, float]]:
     """Return the usage after a tenth and after all of the steps."""
     model = TinyLM(4)
-    with prepare(model, tiling=Tiling(4), checkpointing=policy(directory)):
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=policy(directory)):
         return measured(lambda number: step(model, number), directory, count)
 
 
@@ -66,14 +66,14 @@ def cycles(directory: str, count: int) -> list[dict[str, float]]:
     model = TinyLM(4)
 
     def cycle(number: int) -> None:
-        with prepare(model, tiling=Tiling(4), checkpointing=policy(directory)):
+        with prepare(model, tiling=Tiling(4), activation_checkpointing=policy(directory)):
             step(model, number)
 
     return measured(cycle, directory, count)
 
 
-def policy(directory: str) -> Checkpointing:
-    return Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
+def policy(directory: str) -> ActivationCheckpointing:
+    return ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
 
 
 def measured(run: Callable[[int], None], directory: str, count: int) -> list[dict[str, float]]:

@@ -64,7 +64,10 @@ def train(row: Row, name: str, shards: int = SHARDS) -> tuple[list[float], int]:
     """The losses of four steps on this rank, and the all-gathers of weights in the last one."""
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)
     chosen = strategy(
-        lt_tiled.fabric, row.engine, tiling=Tiling(shards) if name == "lt_tiled" else None, checkpointing=None
+        lt_tiled.fabric,
+        row.engine,
+        tiling=Tiling(shards) if name == "lt_tiled" else None,
+        activation_checkpointing=None,
     )
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()

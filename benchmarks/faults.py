@@ -45,11 +45,11 @@ class OurStore:
     """The offloader of a disk policy."""
 
     def __init__(self, directory: str) -> None:
-        from lt_tiled import Checkpointing
+        from lt_tiled import ActivationCheckpointing
         from lt_tiled.offload.build import build_offloader
 
         self.offloader = build_offloader(
-            Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0, checksum=True)
+            ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0, checksum=True)
         )
 
     def save(self, tensor: Tensor) -> Any:

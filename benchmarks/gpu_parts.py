@@ -32,7 +32,7 @@ from benchmarks.peers import peers
 from benchmarks.sheet import reason
 from benchmarks.step_time import ON_GPU, device_peak, interleaved, ratios, seconds_of, step_of
 from lt_tiled import (
-    Checkpointing,
+    ActivationCheckpointing,
     SequenceParallel,
     TiledDeepSpeedStrategy,
     TiledModelParallelStrategy,
@@ -114,7 +114,7 @@ class Setup:
         small: dict[str, Any] = {"min_bytes": 0} if self.tiny else {}
         return {
             "tiling": Tiling(shards, **tiling) if tiled else None,
-            "checkpointing": Checkpointing(offload=offload, **small) if recompute else None,
+            "activation_checkpointing": ActivationCheckpointing(offload=offload, **small) if recompute else None,
             "loss": (4 if self.tiny else True) if loss else None,
         }
 

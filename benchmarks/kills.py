@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 import lt_tiled
 from benchmarks.sheet import Cell, Sheet
-from lt_tiled import Checkpointing
+from lt_tiled import ActivationCheckpointing
 from tests.engines.cells import strategy
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import lm_loss
@@ -72,10 +72,10 @@ class LitKilled(LitTiny):
 def train(engine: str, directory: Path) -> None:
     """Train as one of the ranks, from the last checkpoint if there is one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background of a shell ignore it
-    policy = Checkpointing(offload="disk", directory=str(directory / "spill"), min_bytes=0, keep_last=0)
+    policy = ActivationCheckpointing(offload="disk", directory=str(directory / "spill"), min_bytes=0, keep_last=0)
     often: dict[str, Any] = {"every_n_train_steps": SAVE_EVERY, "monitor": "step", "mode": "max", "save_top_k": 2}
     run = trainer(
-        strategy(lt_tiled, engine, tiling=4, checkpointing=policy, timeout=timedelta(seconds=300)),
+        strategy(lt_tiled, engine, tiling=4, activation_checkpointing=policy, timeout=timedelta(seconds=300)),
         devices=2,
         max_steps=STEPS,
         limit_val_batches=0,

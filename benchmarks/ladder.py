@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lt_tiled import Checkpointing, TiledDeepSpeedStrategy, Tiling
+from lt_tiled import ActivationCheckpointing, TiledDeepSpeedStrategy, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import Job, make_job
@@ -34,11 +34,16 @@ LLAMA_8B = {
 TILE = 32768
 LARGEST = "largest parts at the peak"
 RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
-    ("activation checkpointing", {"tiling": None, "checkpointing": Checkpointing()}, False, "65K"),
-    ("+ tiled loss", {"loss": "auto", "tiling": None, "checkpointing": Checkpointing()}, True, "300K"),
+    ("activation checkpointing", {"tiling": None, "activation_checkpointing": ActivationCheckpointing()}, False, "65K"),
+    (
+        "+ tiled loss",
+        {"loss": "auto", "tiling": None, "activation_checkpointing": ActivationCheckpointing()},
+        True,
+        "300K",
+    ),
     (
         "+ block inputs in CPU memory",
-        {"loss": "auto", "tiling": None, "checkpointing": Checkpointing(offload="cpu")},
+        {"loss": "auto", "tiling": None, "activation_checkpointing": ActivationCheckpointing(offload="cpu")},
         True,
         "650K",
     ),
@@ -47,7 +52,7 @@ RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
         {
             "loss": "auto",
             "tiling": Tiling(tile_tokens=TILE, targets="mlp"),
-            "checkpointing": Checkpointing(offload="cpu"),
+            "activation_checkpointing": ActivationCheckpointing(offload="cpu"),
         },
         True,
         "1.2M",
@@ -57,7 +62,7 @@ RUNGS: list[tuple[str, dict[str, Any], bool, str]] = [
         {
             "loss": "auto",
             "tiling": Tiling(),
-            "checkpointing": Checkpointing(offload="cpu"),
+            "activation_checkpointing": ActivationCheckpointing(offload="cpu"),
         },
         True,
         "",

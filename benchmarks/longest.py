@@ -26,7 +26,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import is_oom_error
 
 from benchmarks.sheet import Sheet, machine
-from lt_tiled import Checkpointing, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import SequenceLengthFinder
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.memory import gib
@@ -125,13 +125,15 @@ def main() -> None:
     args = parser.parse_args()
     room = ROOMS[args.size]
     recompute, loss, offload, tiled = RUNGS[args.rung]
-    checkpointing = Checkpointing(offload=offload, directory=args.directory if offload else None) if recompute else None
+    activation_checkpointing = (
+        ActivationCheckpointing(offload=offload, directory=args.directory if offload else None) if recompute else None
+    )
     model = CausalLM(room.model, tiled_loss=loss and (room.shards or True))
     finder = SequenceLengthFinder(start=room.start, granule=room.granule)
 
     def fit(seq_len: int, *callbacks: Callback) -> None:
         strategy = TiledSingleDeviceStrategy(
-            tiling=Tiling(room.shards or "auto") if tiled else None, checkpointing=checkpointing
+            tiling=Tiling(room.shards or "auto") if tiled else None, activation_checkpointing=activation_checkpointing
         )
         trainer = _trainer(strategy, [*callbacks])
         trainer.fit(model, datamodule=TextFiles(seq_len=seq_len))

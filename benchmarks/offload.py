@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.costs import Size, llama
 from benchmarks.sheet import Sheet, machine, spread
 from benchmarks.step_time import interleaved, ratios, step_of
-from lt_tiled import Checkpointing, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 from lt_tiled.offload.geometry import raw_bytes
 from lt_tiled.offload.spill import SpillFile
 from lt_tiled.offload.tiers import DiskTier
@@ -126,17 +126,18 @@ def steps(device: torch.device, tokens: int, directory: str, rounds: int) -> She
     size = Size(tokens=tokens, hidden=512, intermediate=1536, layers=4)
     ids = torch.randint(512, (1, size.tokens), device=device)
     policies = {
-        "no offload": Checkpointing(),
-        "disk tier, `O_DIRECT`": Checkpointing(offload="disk", directory=directory),
-        "disk tier, page cache": Checkpointing(offload="disk", directory=directory, direct_io=False),
-        **({"CPU memory": Checkpointing(offload="cpu")} if device.type == "cuda" else {}),
-        EACH: Checkpointing(),
+        "no offload": ActivationCheckpointing(),
+        "disk tier, `O_DIRECT`": ActivationCheckpointing(offload="disk", directory=directory),
+        "disk tier, page cache": ActivationCheckpointing(offload="disk", directory=directory, direct_io=False),
+        **({"CPU memory": ActivationCheckpointing(offload="cpu")} if device.type == "cuda" else {}),
+        EACH: ActivationCheckpointing(),
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         models = {name: llama(size, device) for name in policies}
         prepared = {
-            name: stack.enter_context(prepare(models[name], checkpointing=policy)) for name, policy in policies.items()
+            name: stack.enter_context(prepare(models[name], activation_checkpointing=policy))
+            for name, policy in policies.items()
         }
         ways = {name: step_of(model, ids) for name, model in models.items()}
         ways[EACH] = _one_file_each(models[EACH], ways[EACH], folder)

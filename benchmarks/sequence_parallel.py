@@ -149,7 +149,7 @@ def _whole(model: nn.Module, engine: str) -> AbstractContextManager[None]:
 def _lt_tiled(model: nn.Module, engine: str, batch: Batch) -> Iterator[None]:
     """Take a step with lt_tiled."""
     size = dist.get_world_size()
-    chosen = strategy(lt_tiled.fabric, engine, tiling=None, checkpointing=None, sequence_parallel=size)
+    chosen = strategy(lt_tiled.fabric, engine, tiling=None, activation_checkpointing=None, sequence_parallel=size)
     fabric = Fabric(accelerator="cpu", devices=size, strategy=chosen)
     fabric.launch()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), RATE))
@@ -244,7 +244,7 @@ class Way:
     """How a step runs."""
 
     system: str = "lt_tiled"
-    checkpointing: bool = False
+    activation_checkpointing: bool = False
     keep: Literal["exchange", "attention"] | None = None
 
 
@@ -252,9 +252,9 @@ WAYS = {
     "DeepSpeed": Way("DeepSpeed"),
     "lt_tiled": Way(),
     "DeepSpeed, activation checkpointing": Way("DeepSpeed", True),
-    "lt_tiled, activation checkpointing": Way(checkpointing=True),
-    'lt_tiled, `keep="exchange"`': Way(checkpointing=True, keep="exchange"),
-    'lt_tiled, `keep="attention"`': Way(checkpointing=True, keep="attention"),
+    "lt_tiled, activation checkpointing": Way(activation_checkpointing=True),
+    'lt_tiled, `keep="exchange"`': Way(activation_checkpointing=True, keep="exchange"),
+    'lt_tiled, `keep="attention"`': Way(activation_checkpointing=True, keep="attention"),
 }
 ALONE = {
     "one process": Way("one process"),
@@ -283,12 +283,12 @@ def set_up(names: list[str], size: Size) -> None:
 def _step(way: Way, model: Any, batch: Batch, mpu: Any) -> Callable[[], None]:
     """Return a function that runs a forward and a backward pass and frees the gradients."""
     if way.system == "DeepSpeed":
-        if way.checkpointing:
+        if way.activation_checkpointing:
             model.gradient_checkpointing_enable()
         loss = partial(loss_of_share, model, model, share_of(batch, mpu), mpu)
     else:
         shared = SequenceParallel(dist.get_world_size(), keep=way.keep)
-        prepare(model, sequence_parallel=shared, checkpointing=way.checkpointing)
+        prepare(model, sequence_parallel=shared, activation_checkpointing=way.activation_checkpointing)
         loss = partial(loss_of, model, batch)
 
     def step() -> None:
@@ -409,13 +409,17 @@ def exact_costs(worlds: Worlds, size: Size, sizes: tuple[int, ...] = (2, 4)) -> 
     ]
     ways = {name: way for name, way in WAYS.items() if way.system in _here()}
     worlds.measure("one process", 1, set_up, list(ALONE), size)
-    alone = {way.checkpointing: worlds.measure("one process", 1, peak, name)[0] for name, way in ALONE.items()}
+    alone = {
+        way.activation_checkpointing: worlds.measure("one process", 1, peak, name)[0] for name, way in ALONE.items()
+    }
     for system in _here():
         for ranks in sizes:
             worlds.measure(system, ranks, set_up, [name for name, way in ways.items() if way.system == system], size)
     for name, way in ways.items():
         counts = worlds.measure(way.system, sizes[-1], collectives, name)[0]
-        bytes_ = [max(worlds.measure(way.system, ranks, peak, name)) / alone[way.checkpointing] for ranks in sizes]
+        bytes_ = [
+            max(worlds.measure(way.system, ranks, peak, name)) / alone[way.activation_checkpointing] for ranks in sizes
+        ]
         sheet.add(name, *(str(counts.get(kind, 0)) for kind in (*COLLECTIVES, "other")), *(f"{b:.2f}" for b in bytes_))
     return sheet
 

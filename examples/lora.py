@@ -74,8 +74,8 @@ def main() -> None:
     data = TextFiles(args.text, tokenizer=str(args.model), seq_len=args.seq_len)
     tiled = TiledSingleDeviceStrategy if args.devices == 1 else TiledDDPStrategy
     trainer = L.Trainer(
-        # checkpointing="cpu" or "disk" also offloads the block inputs.
-        strategy="auto" if args.untiled else tiled(checkpointing=True, loss=True),
+        # activation_checkpointing="cpu" or "disk" also offloads the block inputs.
+        strategy="auto" if args.untiled else tiled(activation_checkpointing=True, loss=True),
         accelerator=args.accelerator,
         devices=args.devices,
         max_steps=args.steps,

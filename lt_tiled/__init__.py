@@ -11,7 +11,7 @@ from lt_tiled.errors import (
     SimulationError,
 )
 from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
-from lt_tiled.policies import Checkpointing, SequenceParallel, Tiling
+from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.attention import shared_attention
 from lt_tiled.sequence_parallel.groups import data_rank, data_world_size
 from lt_tiled.strategies import (
@@ -27,7 +27,7 @@ from lt_tiled.verification import Verification, verify
 __version__ = "0.2.0"
 
 __all__ = [
-    "Checkpointing",
+    "ActivationCheckpointing",
     "DoesNotFitError",
     "NotPositionWiseError",
     "NothingFoundError",

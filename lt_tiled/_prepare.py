@@ -28,7 +28,7 @@ from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import (
-    Checkpointing,
+    ActivationCheckpointing,
     LossShards,
     SequenceParallel,
     Tiers,
@@ -55,7 +55,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         self,
         model: nn.Module,
         tiling: Tiling | None,
-        checkpointing: Checkpointing | None,
+        activation_checkpointing: ActivationCheckpointing | None,
         loss: LossShards | None = None,
         sequence_parallel: SequenceParallel | None = None,
         *,
@@ -63,12 +63,16 @@ class Prepared(AbstractContextManager["Prepared"]):
         needs: EngineNeeds | None = None,
         tiling_is_default: bool = False,
         ranks_per_node: int | None = None,
-        build: Callable[[Checkpointing, int | None], Offloader] = build_offloader,
+        build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
         losses = find_losses(model) if loss else []
-        blocks = _not_wrapped(model, find_checkpointable(model, checkpointing)) if checkpointing else []
+        blocks = (
+            _not_wrapped(model, find_checkpointable(model, activation_checkpointing))
+            if activation_checkpointing
+            else []
+        )
         try:
             tiled = find_tileable(model, tiling) if tiling else []
         except NothingFoundError as error:
@@ -83,14 +87,14 @@ class Prepared(AbstractContextManager["Prepared"]):
         owner = object()
         unpatched = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
         with ExitStack() as undo:
-            if checkpointing is not None and checkpointing.offload is not None:
+            if activation_checkpointing is not None and activation_checkpointing.offload is not None:
                 if not unpatched:
                     raise ValueError(
-                        f"offload={checkpointing.offload!r} has no effect: all {len(blocks)} blocks use activation"
-                        f" checkpointing already. Pass checkpointing={checkpointing.offload!r} to the strategy, or"
-                        " checkpointing=False to the strategy and keep this one."
+                        f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use activation"
+                        f" checkpointing already. Pass activation_checkpointing={activation_checkpointing.offload!r} to the strategy, or"
+                        " activation_checkpointing=False to the strategy and keep this one."
                     )
-                self.offloader = build(checkpointing, ranks_per_node)
+                self.offloader = build(activation_checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
             undo.callback(restore_losses, model, owner)
             undo.callback(restore_tiled, model, owner)
@@ -135,7 +139,7 @@ class PreparedModels(list[Prepared]):
             prepared = Prepared(
                 model,
                 policies.tiling,
-                policies.checkpointing,
+                policies.activation_checkpointing,
                 policies.loss,
                 policies.sequence_parallel,
                 group=policies.sequence_group,
@@ -170,13 +174,19 @@ class AppliesPolicies:
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that share each sequence with this one."""
 
-    def set_policies(self, tiling: Any, checkpointing: Any, loss: Any, sequence_parallel: Any = None) -> None:
+    def set_policies(
+        self, tiling: Any, activation_checkpointing: Any, loss: Any, sequence_parallel: Any = None
+    ) -> None:
         """Read the policies or their short forms.
 
         Raises:
             ValueError: If one is not understood.
         """
-        self.tiling, self.checkpointing, self.loss = as_tiling(tiling), as_checkpointing(checkpointing), as_loss(loss)
+        self.tiling, self.activation_checkpointing, self.loss = (
+            as_tiling(tiling),
+            as_checkpointing(activation_checkpointing),
+            as_loss(loss),
+        )
         self.sequence_parallel = as_sequence_parallel(sequence_parallel)
         self._models = PreparedModels()
 
@@ -189,7 +199,7 @@ def prepare(
     model: nn.Module,
     *,
     tiling: Tiling | bool | int | None = None,
-    checkpointing: Checkpointing | bool | Tiers | None = None,
+    activation_checkpointing: ActivationCheckpointing | bool | Tiers | None = None,
     loss: bool | int | None = None,
     sequence_parallel: SequenceParallel | int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -199,7 +209,7 @@ def prepare(
     Args:
         model: Any module. Its ``state_dict`` keys, classes and results do not change.
         tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
-        checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, or where their inputs are
+        activation_checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, or where their inputs are
             offloaded to; ``None`` for none.
         loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
         sequence_parallel: How the ranks of ``group`` share each sequence: a policy or their number; ``None`` if they do
@@ -222,7 +232,7 @@ def prepare(
         )
     shared = as_sequence_parallel(sequence_parallel)
     group = _group_of(shared, group) if shared else None
-    return Prepared(model, policy, as_checkpointing(checkpointing), as_loss(loss), shared, group=group)
+    return Prepared(model, policy, as_checkpointing(activation_checkpointing), as_loss(loss), shared, group=group)
 
 
 def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -24,7 +24,7 @@ from lt_tiled.modules.patch import Patch, get_patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
-from lt_tiled.policies import Checkpointing, Keep
+from lt_tiled.policies import ActivationCheckpointing, Keep
 from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.layout import split_arguments
@@ -116,7 +116,7 @@ class BlockPatch(Patch):
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
         arguments = {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
-        remedy = "leave the block out of Checkpointing(targets=...)"
+        remedy = "leave the block out of ActivationCheckpointing(targets=...)"
         return Observation(type(module).__name__, (module,), remedy, self.history, arguments, generators=True)
 
     def keeps(self, what: Keep) -> Kept:
@@ -177,7 +177,7 @@ def restore_block(module: nn.Module) -> None:
     remove_patch(module, BlockPatch, forward)
 
 
-def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[str, nn.Module]]:
+def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:
     """Return the paths and blocks that the policy names, or with ``"auto"`` the model's repeated layers.
 
     Raises:
@@ -185,12 +185,12 @@ def find_checkpointable(model: nn.Module, policy: Checkpointing) -> list[tuple[s
         NothingFoundError: If ``"auto"`` finds nothing.
     """
     if policy.targets != "auto":
-        return find_named(model, policy.targets, "Checkpointing")
+        return find_named(model, policy.targets, "ActivationCheckpointing")
     found = find_blocks(model)
     if not found:
         raise NothingFoundError(
-            f"Checkpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"
-            " Sequential): name them, as in Checkpointing(targets=['MyBlock']), or set checkpointing=False."
+            f"ActivationCheckpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"
+            " Sequential): name them, as in ActivationCheckpointing(targets=['MyBlock']), or set activation_checkpointing=False."
         )
     return found
 
@@ -275,7 +275,7 @@ def _without_cache(
             raise ValueError(
                 f"{kind} uses activation checkpointing and was given {name} again, which it left out of the call"
                 " before, so it lacks those tokens. Pass use_cache=True to each call, or run all calls with this cache"
-                " under torch.no_grad(), or with checkpointing=False."
+                " under torch.no_grad(), or with activation_checkpointing=False."
             )
     tokens = sum(c.get_seq_length() if hasattr(c, "get_seq_length") else len(c) for c in caches.values())
     wanted = _wants_cache.get() or tokens or not torch.is_grad_enabled()

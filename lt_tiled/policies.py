@@ -73,7 +73,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Checkpointing:
+class ActivationCheckpointing:
     """Which blocks use activation checkpointing, and where their inputs are offloaded until the backward pass.
 
     Raises:
@@ -205,16 +205,18 @@ def as_loss(value: bool | int | None) -> LossShards | None:
     return None if value is None or value is False else "auto" if value is True else value
 
 
-def as_checkpointing(value: bool | Tiers | Checkpointing | None) -> Checkpointing | None:
+def as_checkpointing(value: bool | Tiers | ActivationCheckpointing | None) -> ActivationCheckpointing | None:
     """Return the policy for a short form: ``True`` (the default), a tier, ``False`` or ``None`` (off)."""
-    if value is None or isinstance(value, Checkpointing):
+    if value is None or isinstance(value, ActivationCheckpointing):
         return value
     if value in get_args(Tiers):
-        return Checkpointing(offload=cast(Tiers, value))
+        return ActivationCheckpointing(offload=cast(Tiers, value))
     if not isinstance(value, bool):
         tiers = ", ".join(map(repr, get_args(Tiers)))
-        raise ValueError(f"checkpointing={value!r} is not understood: pass True, False, {tiers} or a Checkpointing.")
-    return Checkpointing() if value else None
+        raise ValueError(
+            f"activation_checkpointing={value!r} is not understood: pass True, False, {tiers} or an ActivationCheckpointing."
+        )
+    return ActivationCheckpointing() if value else None
 
 
 def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParallel | None:

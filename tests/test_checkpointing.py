@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DynamicCache, RecurrentGemmaConfig, RecurrentGemmaForCausalLM, XLMConfig, XLMWithLMHeadModel
 
-from lt_tiled import Checkpointing, TiledSingleDeviceStrategy, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling, prepare
 from lt_tiled.checkpointing import find_checkpointable
 from tests.lit import LitTiny, trainer
 from tests.meters import LiveBytes, flops, peak_bytes
@@ -24,7 +24,7 @@ IDS = torch.arange(2 * 24).view(2, 24) % 32
 
 
 def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
-    return [path for path, _ in find_checkpointable(model, Checkpointing(targets))]
+    return [path for path, _ in find_checkpointable(model, ActivationCheckpointing(targets))]
 
 
 def test_auto_finds_hugging_face_layers() -> None:
@@ -67,9 +67,9 @@ def test_named_blocks() -> None:
 
 def test_nothing_found() -> None:
     """No blocks is an error that says how to name them and how to turn checkpointing off."""
-    with pytest.raises(ValueError, match=r"found no blocks in Block.*targets=.*checkpointing=False"):
+    with pytest.raises(ValueError, match=r"found no blocks in Block.*targets=.*activation_checkpointing=False"):
         found(Block())
-    with pytest.raises(ValueError, match=r"Checkpointing target 'Layer' matches no module of TinyLM"):
+    with pytest.raises(ValueError, match=r"ActivationCheckpointing target 'Layer' matches no module of TinyLM"):
         found(TinyLM(), "Layer")
 
 
@@ -83,7 +83,7 @@ def test_results_are_the_same(tiling: Tiling | None, device: str) -> None:
     torch.manual_seed(0)
     model = TinyLM().double()
     true = reference(model, IDS, loss=lambda logits: lm_loss(logits, IDS))
-    with prepare(model.to(device), checkpointing=Checkpointing(), tiling=tiling):
+    with prepare(model.to(device), activation_checkpointing=ActivationCheckpointing(), tiling=tiling):
         for _ in range(2):
             assert worst(loss(model, device), true) < EXACT
 
@@ -94,7 +94,7 @@ def test_dropout_is_replayed(device: str) -> None:
     x = randn(2, 9, H, dtype=torch.float64)
     torch.manual_seed(3)
     true = gradients(model, x, device=device)
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         torch.manual_seed(3)
         assert worst(gradients(model, x, device=device), true) < 1e-12
 
@@ -105,7 +105,7 @@ def test_only_block_inputs_are_kept() -> None:
     """
     model = nn.Sequential(*(Block() for _ in range(4)))
     x = randn(1, 512, H)
-    with prepare(model, checkpointing=Checkpointing()), LiveBytes() as meter:
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()), LiveBytes() as meter:
         y = model(x)
         held = meter.now
     assert y.requires_grad
@@ -122,7 +122,7 @@ def test_tensors_in_keywords_and_containers_are_packed() -> None:
 
     model = nn.ModuleList([Wrapped(), Wrapped()])
     packed: list[torch.Size] = []
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         x = randn(1, 8, H)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
             y = model[1](pair=(model[0](pair=(x, None)), None))
@@ -144,7 +144,7 @@ def test_lists_and_dictionaries_stay_the_callers() -> None:
     model = nn.ModuleList([Notes(), Notes()])
     notes: dict[str, object] = {}
     losses: list[Tensor] = []
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         x = randn(1, 8, H)
         y = model[1](model[0](x, notes, losses), notes, losses)
         assert notes == {"seen": True}
@@ -157,7 +157,7 @@ def test_no_grad_runs_the_block_as_it_is() -> None:
     model = TinyLM()
     with torch.no_grad():
         plain = peak_bytes(lambda: model(IDS))
-        with prepare(model, checkpointing=Checkpointing()):
+        with prepare(model, activation_checkpointing=ActivationCheckpointing()):
             assert peak_bytes(lambda: model(IDS)) == plain
 
 
@@ -175,7 +175,7 @@ def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureF
     model.gradient_checkpointing_enable()
     theirs = flops(run)
     assert theirs > plain
-    with prepare(model, checkpointing=Checkpointing()) as prepared:
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()) as prepared:
         assert "recomputes its own layers" in caplog.text
         assert flops(run) == theirs
         model.gradient_checkpointing_enable()
@@ -189,7 +189,7 @@ def test_checkpoint_wrapper_keeps_its_blocks(caplog: pytest.LogCaptureFixture) -
     """Blocks inside torch's ``checkpoint_wrapper`` are recomputed once, with a warning."""
     model = TinyLM(2)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    with prepare(model, checkpointing=Checkpointing("Block")) as prepared:
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Block")) as prepared:
         assert "1 of 2 blocks use torch's checkpoint_wrapper" in caplog.text
         assert [row.path for row in prepared.report().blocks] == ["blocks.1"]
 
@@ -207,7 +207,7 @@ def test_the_key_value_cache_is_left_out_in_training() -> None:
         return model(input_ids=ids, labels=ids).loss
 
     true = gradients(model, ids, call=call)
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         assert worst(gradients(model, ids, call=call), true) < MIXED
 
 
@@ -233,7 +233,7 @@ def test_a_cache_is_found_by_position_and_under_any_name(build: Callable[[], nn.
         return model(input_ids=IDS, labels=IDS).loss
 
     true = gradients(model, IDS, call=call)
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         for _ in range(2):
             assert worst(gradients(model, IDS, call=call), true) < 1e-12
 
@@ -261,7 +261,7 @@ def test_gradients_through_a_cache(case: str) -> None:
         return loss + first.logits.square().mean()
 
     true = gradients(model, IDS, call=call)
-    with prepare(model, tiling=4, checkpointing=Checkpointing()):
+    with prepare(model, tiling=4, activation_checkpointing=ActivationCheckpointing()):
         for _ in range(2):
             assert worst(gradients(model, IDS, call=call), true) < MIXED
 
@@ -273,7 +273,7 @@ def test_a_cache_that_was_left_out_is_refused(gradients_on: bool, copies: bool) 
     see the tokens before.
     """
     model = tiny_llama()
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         cache = model(input_ids=IDS[:, :8]).past_key_values
         refused = pytest.raises(
             ValueError, match=r"was given past_key_values again, which it left out.* use_cache=True"
@@ -297,14 +297,16 @@ class DefaultDtype(LitTiny):
         self.net.blocks = nn.ModuleList([Makes(), Makes()])
 
 
-@pytest.mark.parametrize("policies", [{"checkpointing": True, "tiling": None}, {"checkpointing": True, "tiling": 4}])
+@pytest.mark.parametrize(
+    "policies", [{"activation_checkpointing": True, "tiling": None}, {"activation_checkpointing": True, "tiling": 4}]
+)
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_the_default_dtype_of_the_recompute(precision: Any, policies: dict[str, Any]) -> None:
     """Under ``64-true`` and ``bf16-true`` a block that makes tensors of the default dtype trains as without
     checkpointing: bit for bit if it is not tiled.
     """
     weights = []
-    for options in ({"checkpointing": None, "tiling": policies["tiling"]}, policies):
+    for options in ({"activation_checkpointing": None, "tiling": policies["tiling"]}, policies):
         run = trainer(TiledSingleDeviceStrategy(**options), precision=precision, max_steps=2, limit_val_batches=0)
         run.fit(model := DefaultDtype())
         weights.append([p.detach() for p in model.parameters()])
@@ -316,14 +318,14 @@ def test_generation_keeps_its_cache() -> None:
     """Generation, which runs without gradients, uses the cache and gives the plain tokens."""
     model = tiny_llama().eval()
     plain = model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False)
-    with prepare(model, checkpointing=Checkpointing(), tiling=Tiling(2)):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(2)):
         assert torch.equal(model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False), plain)
 
 
 def test_copies_and_pickles() -> None:
     """A deep copy of a checkpointed model uses its own weights; a pickled one comes back plain."""
     model = TinyLM()
-    with prepare(model, checkpointing=Checkpointing(), tiling=Tiling(4)):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(4)):
         twin, back = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         with torch.no_grad():
             for p in twin.parameters():

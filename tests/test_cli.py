@@ -46,25 +46,28 @@ STRATEGY = ("--model=CausalLM", "--data=TextFiles", "--trainer.strategy=TiledDDP
 
 @pytest.mark.slow
 def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    """``tiling: 8`` and ``checkpointing: true`` work as well as the full forms, and both are overridden by
+    """``tiling: 8`` and ``activation_checkpointing: true`` work as well as the full forms, and both are overridden by
     ``tiling.num_shards``.
     """
     Path("short.yaml").write_text(
-        "trainer: {strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: 8, checkpointing: true}}}\n"
+        "trainer: {strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: 8, activation_checkpointing: true}}}\n"
         "model: {class_path: lt_tiled.lm.CausalLM}\ndata: {class_path: lt_tiled.lm.TextFiles}\n"
     )
     short = config(capsys, "--config", "short.yaml")["trainer"]["strategy"]["init_args"]
-    assert (short["tiling"], short["checkpointing"]) == (8, True)
+    assert (short["tiling"], short["activation_checkpointing"]) == (8, True)
     full = config(capsys, "--config", "short.yaml", "--trainer.strategy.tiling.num_shards=4")["trainer"]["strategy"][
         "init_args"
     ]
     assert full["tiling"]["num_shards"] == 4
     full = config(
-        capsys, *STRATEGY, "--trainer.strategy.tiling.tile_tokens=512", "--trainer.strategy.checkpointing.targets=Block"
+        capsys,
+        *STRATEGY,
+        "--trainer.strategy.tiling.tile_tokens=512",
+        "--trainer.strategy.activation_checkpointing.targets=Block",
     )
     init = full["trainer"]["strategy"]["init_args"]
     assert init["tiling"]["tile_tokens"] == 512
-    assert init["checkpointing"]["targets"] == "Block"
+    assert init["activation_checkpointing"]["targets"] == "Block"
     quick = config(capsys, "--config", QUICKSTART, "--trainer.strategy.init_args.tiling.num_shards=4")
     assert quick["trainer"]["strategy"]["init_args"]["tiling"]["num_shards"] == 4
 
@@ -129,7 +132,7 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
         return " ".join(capsys.readouterr().out.split())
 
     text = help_of(f"--trainer.strategy.help=lt_tiled.{name}")
-    for option in ["tiling", "checkpointing", *PARENTS[name]]:
+    for option in ["tiling", "activation_checkpointing", *PARENTS[name]]:
         assert f"--trainer.strategy.{option} " in text
     fields = help_of(f"--trainer.strategy.help=lt_tiled.{name}", "--trainer.strategy.tiling.help")
     assert "tiling.num_shards" in fields
@@ -193,7 +196,7 @@ trainer:
     init_args:
       tiling:
         num_shards: 2
-      checkpointing:
+      activation_checkpointing:
         offload: cpu
   callbacks:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
@@ -215,7 +218,12 @@ def stopped(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
     [
         ("num_shards", "num_shard", 17, "trainer.strategy.tiling: unknown key 'num_shard': did you mean 'num_shards'?"),
         ("tiling", "tilling", 16, "trainer.strategy: unknown key 'tilling': did you mean 'tiling'?"),
-        ("offload", "ofload", 19, "trainer.strategy.checkpointing: unknown key 'ofload': did you mean 'offload'?"),
+        (
+            "offload",
+            "ofload",
+            19,
+            "trainer.strategy.activation_checkpointing: unknown key 'ofload': did you mean 'offload'?",
+        ),
         ("learning_rate", "learning_rat", 5, "model: unknown key 'learning_rat': did you mean 'learning_rate'?"),
         ("seq_len", "seq_ln", 8, "data: unknown key 'seq_ln': did you mean 'seq_len'?"),
         ("max_steps", "max_step", 12, "unknown key 'trainer.max_step': did you mean 'trainer.max_steps'?"),
@@ -232,7 +240,7 @@ def stopped(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
             20,
             "trainer.callbacks: lightning.pytorch.callbacks has no 'ModelCheckpiont': did you mean 'ModelCheckpoint'?",
         ),
-        ("offload: cpu", "offload: ram", 19, "trainer.strategy.checkpointing.offload: 'ram' is none of "),
+        ("offload: cpu", "offload: ram", 19, "trainer.strategy.activation_checkpointing.offload: 'ram' is none of "),
         ("1.0e-3", ".inf", 5, "model.learning_rate: Not of type PositiveFiniteFloat: inf does not conform to "),
         (
             "1.0e-3\n",
@@ -371,7 +379,9 @@ def test_a_mistake_that_the_run_meets(right: str, wrong: str, message: str, caps
     """A value that the parser cannot judge ends the run in its first step or before, with a sentence."""
     Path("a.txt").write_bytes(bytes(range(100)))
     text = RUN.replace("offload: cpu", wrong) if right == "offload: cpu" else RUN.replace(right, wrong, 1)
-    Path("run.yaml").write_text(text.replace("      checkpointing:\n        {", "      checkpointing: {"))
+    Path("run.yaml").write_text(
+        text.replace("      activation_checkpointing:\n        {", "      activation_checkpointing: {")
+    )
     assert stopped(capsys, 1, "--config=run.yaml").startswith(message)
 
 
@@ -483,9 +493,9 @@ def test_offload_configs(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The offload configs differ from the quickstart in where the block inputs go, and each parses to its tiers."""
     names = ("quickstart", f"quickstart_offload_{tier}")
     quick, other = (config(capsys, "--config", str(ROOT / "configs" / f"{name}.yaml")) for name in names)
-    checkpointing = other["trainer"]["strategy"]["init_args"].pop("checkpointing")
-    assert quick["trainer"]["strategy"]["init_args"].pop("checkpointing") is True
-    assert checkpointing["offload"] == tier.replace("_", "+")
+    activation_checkpointing = other["trainer"]["strategy"]["init_args"].pop("activation_checkpointing")
+    assert quick["trainer"]["strategy"]["init_args"].pop("activation_checkpointing") is True
+    assert activation_checkpointing["offload"] == tier.replace("_", "+")
     assert other["model"] == quick["model"]
     assert other["trainer"]["strategy"] == quick["trainer"]["strategy"]
 
@@ -529,7 +539,11 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
     reports once.
     """
     world = world_of(request, path.stem)
-    offload = yaml.safe_load(path.read_text())["trainer"]["strategy"].get("init_args", {}).get("checkpointing", True)
+    offload = (
+        yaml.safe_load(path.read_text())["trainer"]["strategy"]
+        .get("init_args", {})
+        .get("activation_checkpointing", True)
+    )
     tokens = 512 if offload is True else 2048  # smaller inputs are not offloaded
     both = world(
         *(printed_by, os.getcwd(), "fit", "--config", str(path), "--trainer.accelerator=cpu", "--trainer.devices=2"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
 from lt_tiled.report import Report
 from tests.models import GatedMLP, H, TinyLM, lm_loss
 
@@ -25,26 +25,35 @@ def test_release_leaves_the_model_as_it_was() -> None:
     """
     model = TinyLM()
     before = state(model)
-    prepared = prepare(model, tiling=Tiling(4), checkpointing=Checkpointing())
+    prepared = prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing())
     assert state(model) != before
     prepared.release()
     prepared.release()
     assert state(model) == before
-    with pytest.raises(ArithmeticError), prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+    with (
+        pytest.raises(ArithmeticError),
+        prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()),
+    ):
         raise ArithmeticError
     assert state(model) == before
 
 
 @pytest.mark.parametrize(
-    ("tiling", "checkpointing"),
-    [(Tiling(targets="nothing"), None), (None, Checkpointing("nothing")), (Tiling(4), Checkpointing("nothing"))],
+    ("tiling", "activation_checkpointing"),
+    [
+        (Tiling(targets="nothing"), None),
+        (None, ActivationCheckpointing("nothing")),
+        (Tiling(4), ActivationCheckpointing("nothing")),
+    ],
 )
-def test_an_error_leaves_the_model_as_it_was(tiling: Tiling | None, checkpointing: Checkpointing | None) -> None:
+def test_an_error_leaves_the_model_as_it_was(
+    tiling: Tiling | None, activation_checkpointing: ActivationCheckpointing | None
+) -> None:
     """A policy that names what is not there changes nothing."""
     model = TinyLM()
     before = state(model)
     with pytest.raises(ValueError, match="'nothing' matches no module"):
-        prepare(model, tiling=tiling, checkpointing=checkpointing)
+        prepare(model, tiling=tiling, activation_checkpointing=activation_checkpointing)
     assert state(model) == before
 
 
@@ -62,7 +71,7 @@ def test_report() -> None:
     them.
     """
     model = TinyLM()
-    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()) as prepared:
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()) as prepared:
         assert {(row.path, row.tokens, row.tiles) for row in prepared.report().tiled} == {
             ("blocks.0.mlp", 0, 0),
             ("blocks.1.mlp", 0, 0),
@@ -106,7 +115,7 @@ def test_a_module_tiled_by_hand_keeps_its_tiles() -> None:
 def test_a_copied_model_trains_apart() -> None:
     """An EMA copy of a prepared model takes the averages of its own weights while the original trains on."""
     model = TinyLM()
-    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()):
         ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
         ema.update_parameters(model)
         before = copy.deepcopy(ema.module.state_dict())
@@ -126,12 +135,12 @@ def test_containers_are_no_blocks() -> None:
     """
     model = nn.Sequential(nn.Linear(16, 16))
     model.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), GatedMLP()]) for _ in range(2))
-    with pytest.raises(ValueError, match="Checkpointing found no blocks in Sequential"):
-        prepare(model, checkpointing=Checkpointing())
+    with pytest.raises(ValueError, match="ActivationCheckpointing found no blocks in Sequential"):
+        prepare(model, activation_checkpointing=ActivationCheckpointing())
     with pytest.raises(
         ValueError, match=r"'layers.\*' matches layers.0, a ModuleList without a forward: name its parts"
     ):
-        prepare(model, checkpointing=Checkpointing(targets="layers.*"))
+        prepare(model, activation_checkpointing=ActivationCheckpointing(targets="layers.*"))
     with prepare(model, tiling=Tiling(2)) as prepared:
         assert [row.path for row in prepared.report().tiled] == ["layers.0.1", "layers.1.1"]
 
@@ -139,7 +148,7 @@ def test_containers_are_no_blocks() -> None:
 def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
     """Policies have the short forms of strategies, and a second call, which changes nothing, says so."""
     model = TinyLM()
-    with prepare(model, tiling=2, checkpointing=True) as prepared:
+    with prepare(model, tiling=2, activation_checkpointing=True) as prepared:
         model(IDS)
         report = prepared.report()
         assert [row.tiles for row in report.tiled] == [2, 2]
@@ -148,7 +157,7 @@ def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
         assert "2 modules are tiled already, blocks.0.mlp among them, and are not tiled anew" in caplog.text
         model(IDS)
         assert [row.tiles for row in prepared.report().tiled] == [2, 2]
-    with prepare(model, tiling=False, checkpointing=False) as nothing:
+    with prepare(model, tiling=False, activation_checkpointing=False) as nothing:
         assert nothing.report().tiled == ()
     with pytest.raises(
         ValueError, match="tiling='many' is not understood: pass a number of tiles, True, False or a Tiling"

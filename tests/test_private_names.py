@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch, _pytree
-from torch.utils import checkpoint as checkpointing
+from torch.utils import checkpoint as activation_checkpointing
 
 import lt_tiled
 from tests.models import tiny_llama
@@ -250,7 +250,9 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_snapshot": lambda: callable(torch.cuda.memory._snapshot),
     "_subclasses": fake,
     "_checkpoint_hook": checkpoint_hook,
-    "_allowed_determinism_checks_to_fns": lambda: "default" in checkpointing._allowed_determinism_checks_to_fns,
+    "_allowed_determinism_checks_to_fns": lambda: (
+        "default" in activation_checkpointing._allowed_determinism_checks_to_fns
+    ),
     "_get_current_graph_task_keep_graph": keeps_graph,
     "_top_saved_tensors_default_hooks": saved_tensors_hooks,
     "_version": version,

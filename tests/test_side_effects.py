@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled import Checkpointing, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.weights import Substituted
 from tests.models import H
@@ -255,7 +255,7 @@ def test_buffers(kind: type[Base], nested: bool) -> None:
     twin = copy.deepcopy(model)
     true = steps(model)
     targets = ["0", "1", "2", *(f"{i}.0" for i in range(3))] if nested else kind.__name__
-    with prepare(twin, checkpointing=Checkpointing(targets)):
+    with prepare(twin, activation_checkpointing=ActivationCheckpointing(targets)):
         assert same(steps(twin), true)
 
 
@@ -266,7 +266,9 @@ def test_buffers_with_offloading(kind: type[Base]) -> None:
     model = nn.Sequential(*(kind() for _ in range(3)))
     twin = copy.deepcopy(model)
     true = steps(model)
-    with prepare(twin, checkpointing=Checkpointing(kind.__name__, offload="disk", min_bytes=0, keep_last=0)):
+    with prepare(
+        twin, activation_checkpointing=ActivationCheckpointing(kind.__name__, offload="disk", min_bytes=0, keep_last=0)
+    ):
         assert same(steps(twin), true)
 
 
@@ -282,7 +284,7 @@ def test_a_buffer_with_a_graph() -> None:
         return list(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]))
 
     true = run(model)
-    with prepare(twin, checkpointing=Checkpointing("OfAGraph")):
+    with prepare(twin, activation_checkpointing=ActivationCheckpointing("OfAGraph")):
         assert all(torch.equal(a, b) for a, b in zip(run(twin), true, strict=True))
 
 
@@ -299,7 +301,7 @@ def test_a_buffer_that_an_outer_graph_saved() -> None:
     """A graph outside of the block that saved the buffer has its backward pass after the recompute."""
     torch.manual_seed(0)
     model, x = nn.Sequential(InPlace(), InPlace()), randn(2, 5, H)
-    with prepare(model, checkpointing=Checkpointing("InPlace")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("InPlace")):
         y = model(x)
         z = y * model[0].state
         y.sum().backward(retain_graph=True)
@@ -328,7 +330,7 @@ def test_the_recompute_changes_nothing_for_other_threads() -> None:
         found.append(model[0].state.clone())
         seen.set()
 
-    with prepare(model, checkpointing=Checkpointing("Waits")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Waits")):
         y = model[0](randn(2, 5, H))
         after = model[0].state.clone()
         thread = threading.Thread(target=look)
@@ -351,7 +353,7 @@ def test_an_exception_in_the_recompute_restores_buffers() -> None:
             return x
 
     model = nn.ModuleList([Fails()])
-    with prepare(model, checkpointing=Checkpointing("Fails")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Fails")):
         y = model[0](randn(2, 5, H))
         state = model[0].state
         with pytest.raises(KeyboardInterrupt):
@@ -378,12 +380,12 @@ def test_large_buffers() -> None:
     """A large buffer that changes in the first call is copied; one that begins to change later raises by name."""
     model = nn.ModuleList([Large()])
     x = randn(2, 5, H)
-    with prepare(model, checkpointing=Checkpointing("Large")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Large")):
         for call in range(3):
             model[0](x).sum().backward()
             assert model[0].table[0] == 2 ** (call + 1)
     model[0].begins = model[0].calls + 1
-    with prepare(model, checkpointing=Checkpointing("Large")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Large")):
         model[0](x)
         with pytest.raises(RuntimeError, match=r"Large: its forward pass changed the buffer Large.table of shape"):
             model[0](x)
@@ -403,7 +405,7 @@ def test_batch_norm_that_begins_to_train() -> None:
         return {**net.state_dict(), **{name: p.grad for name, p in net.named_parameters()}}
 
     true = run(model)
-    with prepare(twin, checkpointing=Checkpointing("BatchNorm")):
+    with prepare(twin, activation_checkpointing=ActivationCheckpointing("BatchNorm")):
         assert same(run(twin), true)
 
 
@@ -419,7 +421,7 @@ def test_blocks_without_changes_save_nothing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Observation, "end_forward", lambda self: (real(self), made.append(self))[0])
     monkeypatch.setattr(Substituted, "__enter__", None)
     model = nn.Sequential(Constant(), Constant())
-    with prepare(model, checkpointing=Checkpointing("Constant")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Constant")):
         for _ in range(2):
             y = model(randn(2, 5, H))
             assert not any(observation._copies for observation in made)
@@ -442,7 +444,7 @@ def test_a_compiled_part() -> None:
     (true,) = torch.autograd.grad(model[0](x).sum(), x)
     after = model[0].state.clone()
     model[0].state = start
-    with prepare(model, checkpointing=Checkpointing("Compiled")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Compiled")):
         assert torch.allclose(torch.autograd.grad(model[0](x).sum(), x)[0], true)
         assert torch.allclose(model[0].state, after)
 
@@ -485,7 +487,7 @@ CHANGES: dict[str, tuple[Callable[[Scaled], object], str]] = {
 def test_changes_before_the_recompute(change: Callable[[Scaled], object], message: str, frozen: bool) -> None:
     """What the recompute would read differently, because others changed its values, raises with its name."""
     model, x = nn.ModuleList([Scaled()]).requires_grad_(not frozen), randn(2, 5, H)
-    with prepare(model, checkpointing=Checkpointing("Scaled")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Scaled")):
         for _ in range(2):
             model[0](x)
             model[0](x).sum().backward()
@@ -520,7 +522,7 @@ def test_blocks_that_are_odd(kind: type[Base]) -> None:
     """A part that is lazy, and a training mode that changes inside of the forward pass, are as they were."""
     model, x = nn.ModuleList([kind()]), randn(2, 5, H)
     (true,) = torch.autograd.grad(model[0](x).sum(), x)
-    with prepare(model, checkpointing=Checkpointing(kind.__name__)):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(kind.__name__)):
         assert torch.equal(torch.autograd.grad(model[0](x).sum(), x)[0], true)
     assert all(part.training for part in model.modules())
 
@@ -540,7 +542,7 @@ class HooksItself(Base):
 def test_hooks_are_registered_once() -> None:
     """A block that registers a hook and notes in an attribute that it did has one hook after the recompute."""
     model, x = nn.ModuleList([HooksItself()]), randn(2, 5, H)
-    with prepare(model, checkpointing=Checkpointing("HooksItself")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("HooksItself")):
         found = [torch.autograd.grad(model[0](x).sum(), x)[0] for _ in range(2)]
     (true,) = torch.autograd.grad(model[0](x).sum(), x)
     assert all(torch.equal(gradient, true) for gradient in found)
@@ -558,10 +560,10 @@ class LazyLast(Base):
 def test_lazy_weights_that_are_frozen_between_the_passes() -> None:
     """Weights that a part got in the forward pass may be frozen before the recompute, as without checkpointing."""
     found = []
-    for checkpointing in (False, Checkpointing("LazyLast")):
+    for activation_checkpointing in (False, ActivationCheckpointing("LazyLast")):
         torch.manual_seed(0)
         model, x = nn.ModuleList([LazyLast()]), randn(2, 5, H).requires_grad_()
-        with prepare(model, checkpointing=checkpointing, tiling=False):
+        with prepare(model, activation_checkpointing=activation_checkpointing, tiling=False):
             y = model[0](x)
             model[0].b.requires_grad_(False)
             y.sum().backward()
@@ -587,11 +589,11 @@ RESTORED: dict[str, Callable[[Scaled], object]] = {
 def test_changes_that_the_recompute_does_not_see(change: Callable[[Scaled], object]) -> None:
     """What others set between the passes changes no gradient, and is there afterwards."""
     found = []
-    for checkpointing in (False, Checkpointing("Scaled")):
+    for activation_checkpointing in (False, ActivationCheckpointing("Scaled")):
         torch.manual_seed(0)
         model, x = nn.ModuleList([Scaled()]), randn(2, 5, H).requires_grad_()
         weights = [x, *model.parameters()]
-        with prepare(model, checkpointing=checkpointing, tiling=False):
+        with prepare(model, activation_checkpointing=activation_checkpointing, tiling=False):
             y = model[0](x)
             change(model[0])
             y.square().sum().backward()
@@ -729,14 +731,14 @@ def test_python_state_changes_once(kind: type[Base]) -> None:
     with two forward passes before the first backward pass.
     """
     found = []
-    for checkpointing in (False, Checkpointing(kind.__name__)):
+    for activation_checkpointing in (False, ActivationCheckpointing(kind.__name__)):
         LOG.clear()
         Shared.calls, Shared.reads.mean = 0, 0.0
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
         model = nn.Sequential(kind(), kind())
-        with prepare(model, checkpointing=checkpointing, tiling=False):
+        with prepare(model, activation_checkpointing=activation_checkpointing, tiling=False):
             result = steps(model)
         kept = [{name: v for name, v in vars(b).items() if name in ("log", "calls", "ema")} for b in model]
         found.append((result, str(kept), list(LOG), Shared.calls, Shared.reads.mean, random.random(), np.random.rand()))
@@ -756,10 +758,10 @@ def test_a_list_among_the_arguments() -> None:
             return super().forward(x)
 
     found = []
-    for checkpointing in (False, Checkpointing("Notes")):
+    for activation_checkpointing in (False, ActivationCheckpointing("Notes")):
         torch.manual_seed(0)
         model = nn.ModuleList([Notes(), Notes()])
-        with prepare(model, checkpointing=checkpointing, tiling=False):
+        with prepare(model, activation_checkpointing=activation_checkpointing, tiling=False):
             for _ in range(3):
                 x, notes, names = randn(2, 5, H), [], {}
                 for block in model:

@@ -125,7 +125,9 @@ def test_other_mlps(mlp: type[GatedMLP], verdict: str, device: str) -> None:
     for block in net.blocks:
         block.mlp = mlp()
     net.eval()
-    chosen = TiledSingleDeviceStrategy(tiling=Tiling(targets=mlp.__name__, self_check=False), checkpointing=True)
+    chosen = TiledSingleDeviceStrategy(
+        tiling=Tiling(targets=mlp.__name__, self_check=False), activation_checkpointing=True
+    )
     on = {"accelerator": accelerator(device), "devices": 1}
     assert verdict in verify(net.to(device), IDS, step=step, strategy=chosen, **on).verdict
 
@@ -171,7 +173,7 @@ def test_models_that_amplify_rounding() -> None:
 
 def test_nothing_to_tile() -> None:
     """A run without tiles passes, and says that no tiling was verified."""
-    chosen = TiledSingleDeviceStrategy(tiling=False, checkpointing=True)
+    chosen = TiledSingleDeviceStrategy(tiling=False, activation_checkpointing=True)
     result = verify(TinyLM(), IDS, step=step, strategy=chosen)
     assert (result.passed, result.tiles) == (True, None)
     assert "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing" in result.verdict
@@ -310,7 +312,7 @@ def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert net.blocks[0].norm1.calls == 0
     net.blocks[0].norm1 = Counting()
     monkeypatch.setattr(Observation, "restored", lambda self, until: nullcontext())  # each recompute counts, too
-    result = verify(net, IDS, step=step, strategy=TiledSingleDeviceStrategy(checkpointing=True))
+    result = verify(net, IDS, step=step, strategy=TiledSingleDeviceStrategy(activation_checkpointing=True))
     assert not {row.path: row.passed for row in result.rows}["blocks.*.norm1.calls"]
 
 
@@ -503,7 +505,8 @@ def test_the_model_stays(tmp_path: Path) -> None:
     net.register_buffer("count", torch.zeros(1))
     before, state = {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
     chosen = TiledSingleDeviceStrategy(
-        tiling=7, checkpointing=lt_tiled.Checkpointing(offload="disk", directory=str(tmp_path), keep_last=0)
+        tiling=7,
+        activation_checkpointing=lt_tiled.ActivationCheckpointing(offload="disk", directory=str(tmp_path), keep_last=0),
     )
     result = verify(net, IDS, step=step, strategy=chosen)
     assert (result.passed, result.tiles) == (True, 7)
@@ -806,7 +809,7 @@ model: tests.lit.LitTiny
 trainer:
   accelerator: cpu
   devices: 1
-  strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: {tile_tokens: 4096}, checkpointing: cpu}}
+  strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: {tile_tokens: 4096}, activation_checkpointing: cpu}}
   max_epochs: 3
   fast_dev_run: true
 """

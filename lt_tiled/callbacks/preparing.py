@@ -13,7 +13,7 @@ from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.cli.numbers import PositiveInt
-from lt_tiled.policies import Checkpointing, Tiers, Tiling
+from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.deepspeed import adapt_tiles
@@ -26,8 +26,10 @@ class PreparingCallback(AppliesPolicies, Callback):
     model must go through ``fabric.setup``, and :meth:`release` restores it.
     """
 
-    def __init__(self, tiling: Any = None, checkpointing: Any = None, loss: bool | int | None = None) -> None:
-        self.set_policies(tiling, checkpointing, loss)
+    def __init__(
+        self, tiling: Any = None, activation_checkpointing: Any = None, loss: bool | int | None = None
+    ) -> None:
+        self.set_policies(tiling, activation_checkpointing, loss)
 
     @property
     def prepared(self) -> Prepared | None:
@@ -88,11 +90,11 @@ class OffloadedCheckpointing(PreparingCallback):
 
     Args:
         offload: Where the block inputs go; ``None`` keeps them on the device.
-        checkpointing: The other fields of :class:`~lt_tiled.policies.Checkpointing`.
+        activation_checkpointing: The other fields of :class:`~lt_tiled.policies.ActivationCheckpointing`.
     """
 
-    def __init__(self, offload: Tiers | None = "cpu", **checkpointing: Any) -> None:
-        super().__init__(checkpointing=Checkpointing(offload=offload, **checkpointing))
+    def __init__(self, offload: Tiers | None = "cpu", **activation_checkpointing: Any) -> None:
+        super().__init__(activation_checkpointing=ActivationCheckpointing(offload=offload, **activation_checkpointing))
         self._log = OffloadLog()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:

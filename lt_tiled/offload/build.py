@@ -13,10 +13,10 @@ import torch.distributed as dist
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.spill import SpillFile
 from lt_tiled.offload.tiers import CPUTier, DiskTier
-from lt_tiled.policies import Checkpointing, parse_bytes
+from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
 
-def build_offloader(policy: Checkpointing, ranks_per_node: int | None = None) -> Offloader:
+def build_offloader(policy: ActivationCheckpointing, ranks_per_node: int | None = None) -> Offloader:
     """Open the tiers of a policy.
 
     Args:

@@ -19,7 +19,7 @@ from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
 from lt_tiled.offload.spill import WAIT_SECONDS
 from lt_tiled.offload.stats import OffloadStats, StallClock
 from lt_tiled.offload.tiers import CPUTier, DiskTier
-from lt_tiled.policies import Checkpointing, parse_bytes
+from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
 IN_FLIGHT, BYTES_IN_FLIGHT = 2, 4 * 2**30
 """The most tensors, and the most bytes of two, that are being stored at once. The next one waits for the oldest. One
@@ -40,7 +40,7 @@ class Offloader:
         disk: The disk tier, if there is one; with both, it takes the tensors that exceed the CPU budget.
     """
 
-    def __init__(self, policy: Checkpointing, cpu: CPUTier | None, disk: DiskTier | None) -> None:
+    def __init__(self, policy: ActivationCheckpointing, cpu: CPUTier | None, disk: DiskTier | None) -> None:
         self.policy, self.cpu, self.disk = policy, cpu, disk
         self._tiers = [tier for tier in (cpu, disk) if tier is not None]
         self.min_bytes = parse_bytes(policy.min_bytes, "min_bytes")

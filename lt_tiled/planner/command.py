@@ -18,7 +18,7 @@ from lt_tiled.cli.numbers import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
 from lt_tiled.planner.search import Plan, cheapest, ladder, longest, plan
-from lt_tiled.policies import Checkpointing, SequenceParallel, Tiling, parse_bytes
+from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling, parse_bytes
 
 
 def run_plan(
@@ -102,9 +102,9 @@ def _search(job: Job, find: str | None, limit: int | None, seq: int | None, tell
 
 def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:
     """Plot the memory of a step with the settings of a plan, and with activation checkpointing alone."""
-    policy = found.settings.checkpointing
-    plain = Checkpointing(targets=policy.targets) if policy else None
-    without = replace(found.settings, tiling=None, checkpointing=plain, loss=None, sequence_parallel=None)
+    policy = found.settings.activation_checkpointing
+    plain = ActivationCheckpointing(targets=policy.targets) if policy else None
+    without = replace(found.settings, tiling=None, activation_checkpointing=plain, loss=None, sequence_parallel=None)
     with progress(f"Drawing {path}"):
         alone = plan(job, found.tokens, without, full_logits=True, whole=True)
         tiled = plan(job, found.tokens, found.settings, whole=True)
@@ -143,7 +143,7 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     init["tiling"] = _fields(found.settings.tiling)
     loss = found.settings.loss
     init["loss"] = loss is not None if loss is None or loss == "auto" else loss
-    init["checkpointing"] = _fields(found.settings.checkpointing) or False
+    init["activation_checkpointing"] = _fields(found.settings.activation_checkpointing) or False
     init["sequence_parallel"] = _fields(found.settings.sequence_parallel)
     chosen = {"class_path": f"lt_tiled.{engine.strategy}", "init_args": init}
     result: dict[str, Any] = {"trainer": {"strategy": chosen}}
@@ -153,7 +153,7 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     return result
 
 
-def _fields(policy: Tiling | Checkpointing | SequenceParallel | None) -> dict[str, Any] | None:
+def _fields(policy: Tiling | ActivationCheckpointing | SequenceParallel | None) -> dict[str, Any] | None:
     if policy is None:
         return None
     fields = asdict(policy)

@@ -24,7 +24,7 @@ from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.where import Whereabouts
-from lt_tiled.policies import Checkpointing, parse_bytes
+from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 from lt_tiled.training_step.step import nothing
 
 aten = torch.ops.aten
@@ -153,7 +153,9 @@ class _FakeTier:
     free_buffers = close = nothing
 
 
-def fake_offloader(name: Callable[[Tensor], None], policy: Checkpointing, ranks_per_node: int | None) -> Offloader:
+def fake_offloader(
+    name: Callable[[Tensor], None], policy: ActivationCheckpointing, ranks_per_node: int | None
+) -> Offloader:
     """Return an offloader with the tiers and budgets of a policy that moves nothing. ``name`` names what it loads."""
 
     def tier(tier_name: str, budget: int | str | None) -> Any:

@@ -157,7 +157,7 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
         dtype, autocast = autocast, None
     return Settings(
         tiling=first("tiling"),
-        checkpointing=first("checkpointing"),
+        activation_checkpointing=first("activation_checkpointing"),
         loss=first("loss"),
         sequence_parallel=shared,
         engine=engine,

@@ -17,7 +17,7 @@ from lt_tiled.memory import gib
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
-from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
+from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
 from lt_tiled.training_step.step import nothing
@@ -100,7 +100,7 @@ class Plan:
 
 def describe(settings: Settings) -> str:
     """Return the settings as one line."""
-    engine, tiling, policy = settings.engine, settings.tiling, settings.checkpointing
+    engine, tiling, policy = settings.engine, settings.tiling, settings.activation_checkpointing
     parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else ""), "no tiling"]
     shared = settings.sequence_parallel
     if tiling is not None:
@@ -253,15 +253,15 @@ def ladder(job: Job) -> dict[str, Settings]:
     loss: LossShards | None = None
     with suppress(NothingFoundError):
         loss = "auto" if find_losses(job.module) else None
-    plain = replace(job.settings, tiling=None, checkpointing=None, loss=None, sequence_parallel=None)
+    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None, sequence_parallel=None)
     tiled = replace(plain, loss=loss, tiling=Tiling())
     return {
         "without lt_tiled": plain,
         **({} if loss is None else {"tiled loss": replace(plain, loss=loss)}),
-        "+ activation checkpointing": replace(plain, loss=loss, checkpointing=Checkpointing()),
-        "+ tiled MLP": replace(tiled, checkpointing=Checkpointing()),
-        "+ offload to CPU memory": replace(tiled, checkpointing=Checkpointing(offload="cpu")),
-        "+ offload to disk": replace(tiled, checkpointing=Checkpointing(offload="disk")),
+        "+ activation checkpointing": replace(plain, loss=loss, activation_checkpointing=ActivationCheckpointing()),
+        "+ tiled MLP": replace(tiled, activation_checkpointing=ActivationCheckpointing()),
+        "+ offload to CPU memory": replace(tiled, activation_checkpointing=ActivationCheckpointing(offload="cpu")),
+        "+ offload to disk": replace(tiled, activation_checkpointing=ActivationCheckpointing(offload="disk")),
     }
 
 

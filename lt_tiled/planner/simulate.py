@@ -23,7 +23,7 @@ from lt_tiled.planner.fake import FakeGroup, FakeLedger, fake_offloader, fake_we
 from lt_tiled.planner.ledger import Allocation, Ledger
 from lt_tiled.planner.repeats import Repeats
 from lt_tiled.planner.where import Whereabouts
-from lt_tiled.policies import Checkpointing, LossShards, SequenceParallel, Tiling
+from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
 from lt_tiled.training_step.step import stepped_on, tensors_of
@@ -47,7 +47,7 @@ class Settings:
     """
 
     tiling: Tiling | None = None
-    checkpointing: Checkpointing | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
     loss: LossShards | None = None
     sequence_parallel: SequenceParallel | None = None
     engine: Engine = field(default_factory=Engine)
@@ -117,7 +117,7 @@ def simulate(
         ValueError: If the policies do not fit the model.
     """
     kept = settings.sequence_parallel is not None and settings.sequence_parallel.keep is not None
-    if not whole and not kept and getattr(settings.checkpointing, "activations", "") != "all":
+    if not whole and not kept and getattr(settings.activation_checkpointing, "activations", "") != "all":
         try:
             return _simulate(model, step, make_optimizer, settings, whole=False)
         except Exception as error:  # also what blocks raise that miss what another one did; a user's error comes again
@@ -190,7 +190,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: FakeLedger) -> Prepar
     return Prepared(
         model,
         tiling and replace(tiling, self_check=False, compile=False),
-        settings.checkpointing,
+        settings.activation_checkpointing,
         settings.loss,
         shared and replace(shared, self_check=False, batch="trust"),
         group=group,

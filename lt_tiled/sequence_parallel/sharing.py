@@ -112,6 +112,6 @@ class Sharing:
             raise RuntimeError(
                 f"{name} is recomputed in the backward pass by its own activation checkpointing, and {len(found)}"
                 " forward passes with sequence parallelism may have saved it. Use lt_tiled's activation checkpointing"
-                " (checkpointing=True), or run the backward pass of one before the next forward pass."
+                " (activation_checkpointing=True), or run the backward pass of one before the next forward pass."
             )
         return found[0]

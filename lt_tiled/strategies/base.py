@@ -15,7 +15,7 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.policies import Checkpointing, SequenceParallel, Tiers, Tiling
+from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiers, Tiling
 from lt_tiled.sequence_parallel.groups import Groups, remember
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
@@ -46,7 +46,7 @@ class TiledStrategy(Base):
     Args:
         tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``None`` and ``False`` turn
             tiling off.
-        checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are offloaded. ``True``
+        activation_checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are offloaded. ``True``
             is the default policy; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns
             activation checkpointing off.
         loss: Whether transformers models compute their loss in tiles: ``True``, or the number of tiles.
@@ -57,13 +57,13 @@ class TiledStrategy(Base):
         self,
         *args: Any,
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
-        checkpointing: bool | Tiers | Checkpointing | None = True,
+        activation_checkpointing: bool | Tiers | ActivationCheckpointing | None = True,
         loss: bool | PositiveInt | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.set_policies(tiling, checkpointing, loss, sequence_parallel)
+        self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self._groups: Groups | None = None
         self.prepared = self._models
         """The models that the policies were applied to."""

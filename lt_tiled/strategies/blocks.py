@@ -11,20 +11,22 @@ from lt_tiled._log import warn
 from lt_tiled.checkpointing import find_checkpointable
 from lt_tiled.modules.find import find_blocks, unwrapped
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.policies import Checkpointing
+from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.tiling.patched import NeighborPatch, tiled_patches
 from lt_tiled.tiling.state import TiledPatch
 
 
-def blocks_to_shard(model: nn.Module, checkpointing: Checkpointing | None) -> list[tuple[str, nn.Module]]:
+def blocks_to_shard(
+    model: nn.Module, activation_checkpointing: ActivationCheckpointing | None
+) -> list[tuple[str, nn.Module]]:
     """Return the blocks of a model with their paths, each of which becomes an FSDP unit by default."""
     blocks = find_blocks(model)
-    if not blocks and checkpointing is not None and checkpointing.targets != "auto":
-        blocks = find_checkpointable(model, checkpointing)
+    if not blocks and activation_checkpointing is not None and activation_checkpointing.targets != "auto":
+        blocks = find_checkpointable(model, activation_checkpointing)
     if not blocks:
         warn(
             f"{type(model).__name__} has no recognizable blocks and becomes one FSDP unit, so all its weights are"
-            " all-gathered at once: name its blocks in Checkpointing(targets=...), or shard it yourself"
+            " all-gathered at once: name its blocks in ActivationCheckpointing(targets=...), or shard it yourself"
             " (auto_wrap_policy, fully_shard)."
         )
     return blocks

@@ -72,11 +72,14 @@ class _DeepSpeed(TiledStrategy):
         self._hooks: list[Any] = []
         self._leaves: list[tuple[str, nn.Module]] = []
         self._filter: Any = None
-        if self.config.get("activation_checkpointing", {}).get("cpu_checkpointing") and self.checkpointing is not None:
+        if (
+            self.config.get("activation_checkpointing", {}).get("cpu_checkpointing")
+            and self.activation_checkpointing is not None
+        ):
             raise ValueError(
-                f"{type(self).__name__} was given cpu_checkpointing and checkpointing={self.checkpointing!r}, which"
-                " both offload the same activations. Leave cpu_checkpointing out and pass checkpointing='cpu', or pass"
-                " checkpointing=False."
+                f"{type(self).__name__} was given cpu_checkpointing and activation_checkpointing={self.activation_checkpointing!r}, which"
+                " both offload the same activations. Leave cpu_checkpointing out and pass activation_checkpointing='cpu', or pass"
+                " activation_checkpointing=False."
             )
 
         if self.sequence_parallel is not None and "sequence_parallel_size" in self.config:
@@ -194,7 +197,7 @@ class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy
 
     Raises:
         ModuleNotFoundError: If deepspeed is not installed.
-        ValueError: If ``cpu_checkpointing`` and ``checkpointing`` are both given.
+        ValueError: If ``cpu_checkpointing`` and ``activation_checkpointing`` are both given.
     """
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -46,10 +46,10 @@ class _FSDP(TiledStrategy):
         # The parent would warn that it ignores the policy on a model that is wrapped already.
         self.auto_wrap_policy = self.fsdp_options.pop("auto_wrap_policy", None)
         names = ("activation_checkpointing", "activation_checkpointing_policy")
-        if self.checkpointing is not None and (name := next(filter(kwargs.get, names), None)):
+        if self.activation_checkpointing is not None and (name := next(filter(kwargs.get, names), None)):
             raise ValueError(
-                f"{type(self).__name__} was given {name} and checkpointing={self.checkpointing!r}, which would"
-                f" recompute blocks twice. Leave {name} out, or pass checkpointing=False."
+                f"{type(self).__name__} was given {name} and activation_checkpointing={self.activation_checkpointing!r}, which would"
+                f" recompute blocks twice. Leave {name} out, or pass activation_checkpointing=False."
             )
 
     @property
@@ -104,7 +104,9 @@ class _FSDP(TiledStrategy):
             if {weight for unit in wrapped for weight in unit.parameters()}.issuperset(model.parameters()):
                 return model
         elif policy is None:
-            policy = CustomPolicy({block for _, block in blocks_to_shard(model, self.checkpointing)}.__contains__)
+            policy = CustomPolicy(
+                {block for _, block in blocks_to_shard(model, self.activation_checkpointing)}.__contains__
+            )
         return FullyShardedDataParallel(model, **(self.unit_arguments() | {"auto_wrap_policy": policy}))
 
 
@@ -115,7 +117,7 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
     ``test`` or ``predict``. Gradients can be clipped by their norm over all ranks.
 
     Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``checkpointing`` are both given; at setup, if a tiled
+        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` are both given; at setup, if a tiled
             module contains FSDP units.
     """
 

@@ -68,7 +68,7 @@ class _FSDP2(TiledStrategy):
                 " yourself (in configure_model, or parallelize_fn for Fabric), or pass tensor_parallel_size=1 to shard"
                 " the model by blocks."
             )
-        blocks = blocks_to_shard(model, self.checkpointing)
+        blocks = blocks_to_shard(model, self.activation_checkpointing)
         if shared := next(shared_weights(model, blocks), None):
             first, second, weight = shared
             raise ValueError(

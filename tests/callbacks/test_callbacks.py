@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lt_tiled import Checkpointing, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP, TilingReport
 from tests.lit import LitTiny, replaced, trainer
 from tests.parity import near
@@ -68,7 +68,9 @@ def test_offloaded_checkpointing(tmp_path: Path) -> None:
 
 def test_report_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
     """The table at the end tells what was offloaded per step, how it came back, and what it means for an SSD."""
-    strategy = TiledSingleDeviceStrategy(tiling=4, checkpointing=Checkpointing(offload="disk", min_bytes=0))
+    strategy = TiledSingleDeviceStrategy(
+        tiling=4, activation_checkpointing=ActivationCheckpointing(offload="disk", min_bytes=0)
+    )
     trainer(strategy, callbacks=[TilingReport()]).fit(LitTiny())
     printed = " ".join(capsys.readouterr().out.split())
     assert "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk" in printed

@@ -12,7 +12,7 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.pytorch.loggers import CSVLogger
 
 import lt_tiled
-from lt_tiled import Checkpointing, TiledDDPStrategy, TiledSingleDeviceStrategy
+from lt_tiled import ActivationCheckpointing, TiledDDPStrategy, TiledSingleDeviceStrategy
 from lt_tiled.callbacks import MemoryMonitor
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import LitTiny, accelerator, trainer
@@ -86,11 +86,11 @@ def test_fabric(tmp_path: Path) -> None:
     """With Fabric the same figures are logged at each step of the optimizer, with the tokens that went into the model
     and the bytes that went to the disk.
     """
-    policy = Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
+    policy = ActivationCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
     monitor = MemoryMonitor()
     fabric = Fabric(
         accelerator="cpu",
-        strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(tiling=3, checkpointing=policy),
+        strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(tiling=3, activation_checkpointing=policy),
         callbacks=[monitor],
         loggers=FabricCSVLogger(tmp_path, flush_logs_every_n_steps=1),
     )

@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import Checkpointing, Tiling
+from lt_tiled import ActivationCheckpointing, Tiling
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import TinyLM, lm_loss, loss_of
 
@@ -42,12 +42,14 @@ class Ran:
 
 def policies(mode: str, directory: str, shards: int = 4) -> dict[str, Any]:
     """The two arguments of a strategy. The self-check runs where tiling is all there is."""
-    checkpointing: Any = {"untiled": None, "tiled": None, "checkpointed": True}.get(mode)
+    activation_checkpointing: Any = {"untiled": None, "tiled": None, "checkpointed": True}.get(mode)
     if mode in ("disk", "loss"):
-        checkpointing = Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
+        activation_checkpointing = ActivationCheckpointing(
+            offload="disk", directory=directory, min_bytes=0, keep_last=0
+        )
     return {
         "tiling": None if mode == "untiled" else Tiling(shards, self_check=mode == "tiled"),
-        "checkpointing": checkpointing,
+        "activation_checkpointing": activation_checkpointing,
     }
 
 

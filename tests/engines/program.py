@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_tiled
-from lt_tiled import Checkpointing
+from lt_tiled import ActivationCheckpointing
 from tests.engines.cells import strategy
 from tests.lit import LitTiny, trainer
 
@@ -77,9 +77,9 @@ def kill_this(after: Path | Literal[False]) -> None:
 
 def trainer_of(args: argparse.Namespace, engine: str) -> pl.Trainer:
     spill = args.directory / "spill"
-    policy = Checkpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
+    policy = ActivationCheckpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
     return trainer(
-        strategy(lt_tiled, engine, tiling=4, checkpointing=policy),
+        strategy(lt_tiled, engine, tiling=4, activation_checkpointing=policy),
         devices=args.devices,
         num_nodes=args.nodes,
         callbacks=[Tell(args.directory / engine)],

@@ -227,7 +227,7 @@ class Twice(TinyLM):
 def run_twice(engine: str, tiled: bool, own: bool) -> list[float]:
     """The losses; ``own`` makes the MLPs leaf modules of ZeRO-3 instead of the blocks."""
     leaves = {"zero3_leaf_modules": False} if own else {}
-    chosen = strategy(lt_tiled.fabric, engine, tiling=4 if tiled else None, checkpointing=None, **leaves)
+    chosen = strategy(lt_tiled.fabric, engine, tiling=4 if tiled else None, activation_checkpointing=None, **leaves)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
     fabric.launch()
     torch.manual_seed(0)

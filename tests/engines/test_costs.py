@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lt_tiled
-from lt_tiled import Checkpointing, Tiling
+from lt_tiled import ActivationCheckpointing, Tiling
 from lt_tiled.planner.ledger import Flops
 from tests.engines.cells import ENGINES, draw, set_up, strategy
 from tests.engines.conftest import OnRanks
@@ -26,7 +26,12 @@ READ = "aten::_local_scalar_dense"
 def operations(engine: str, shards: int | None, checkpointed: bool, calls: int = 1) -> dict[str, int]:
     """Collectives, and reads of a value by the host, in the forward passes and the backward of a settled step."""
     tiling = None if shards is None else Tiling(shards, self_check=False)
-    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing() if checkpointed else None)
+    chosen = strategy(
+        lt_tiled.fabric,
+        engine,
+        tiling=tiling,
+        activation_checkpointing=ActivationCheckpointing() if checkpointed else None,
+    )
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
     torch.manual_seed(0)
@@ -65,7 +70,7 @@ def flops(engine: str, shards: int | None) -> int:
     net = TinyLM()
     net.blocks = nn.ModuleList([Block(), Block(), NormAfter(), NormAfter()])
     tiling = None if shards is None else Tiling(shards, self_check=False)
-    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing())
+    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, activation_checkpointing=ActivationCheckpointing())
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
     model, optimizer = set_up(fabric, net, engine)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lt_tiled
-from lt_tiled import Checkpointing, TiledDDPStrategy, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, TiledDDPStrategy, Tiling, prepare
 from lt_tiled.callbacks import TiledMLP
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import TinyLM, lm_loss
@@ -69,7 +69,9 @@ def ddp_error(
         p.grad /= dist.get_world_size()
 
     prepared = prepare(
-        net, tiling=Tiling(shards[dist.get_rank()]), checkpointing=Checkpointing() if checkpointed else None
+        net,
+        tiling=Tiling(shards[dist.get_rank()]),
+        activation_checkpointing=ActivationCheckpointing() if checkpointed else None,
     )
     wrapped = DistributedDataParallel(net, **options)
     worst = 0.0
@@ -125,7 +127,7 @@ def ddp_offload(directory: str | None, steps: int = 20) -> tuple[list[float], li
     torch.manual_seed(0)
     net = TinyLM(4)
     offload = {} if directory is None else {"offload": "disk", "directory": directory, "min_bytes": 0}
-    with prepare(net, tiling=Tiling(3), checkpointing=Checkpointing(**offload)) as prepared:
+    with prepare(net, tiling=Tiling(3), activation_checkpointing=ActivationCheckpointing(**offload)) as prepared:
         wrapped = DistributedDataParallel(net)
         optimizer, losses = torch.optim.AdamW(wrapped.parameters(), 1e-2), []
         for step in range(steps):
@@ -172,8 +174,8 @@ def share_of_the_budget(strategy: Any) -> int:
 
 
 def strategy_share(directory: str) -> int:
-    policy = Checkpointing(offload="disk", disk_budget="8MiB", directory=directory)
-    return share_of_the_budget(TiledDDPStrategy(tiling=4, checkpointing=policy))
+    policy = ActivationCheckpointing(offload="disk", disk_budget="8MiB", directory=directory)
+    return share_of_the_budget(TiledDDPStrategy(tiling=4, activation_checkpointing=policy))
 
 
 def test_ranks_share_the_nodes_budget(world: World, tmp_path: Path) -> None:
@@ -197,7 +199,10 @@ def fit_plain(**kwargs: Any) -> tuple[list[float], list[float], set[int], int]:
 
 
 def fit_tiled(options: dict[str, Any], **kwargs: Any) -> tuple[list[float], list[float], set[int], int]:
-    return fit(TiledDDPStrategy(tiling=Tiling(num_shards=4), checkpointing=Checkpointing(), **options), **kwargs)
+    return fit(
+        TiledDDPStrategy(tiling=Tiling(num_shards=4), activation_checkpointing=ActivationCheckpointing(), **options),
+        **kwargs,
+    )
 
 
 def fit_named() -> tuple[list[float], list[float], set[int], int]:

@@ -134,7 +134,7 @@ def losses(engine: str, model: type[OfBlocks], kind: type[Block], frozen: bool =
     options: dict[str, Any] = {"zero3_leaf_modules": not own}
     if engine == "ddp":
         options = {"find_unused_parameters": True, "tiling": None}
-    chosen = strategy(lt_tiled.fabric, engine, **{"tiling": 4, "checkpointing": None} | options)
+    chosen = strategy(lt_tiled.fabric, engine, **{"tiling": 4, "activation_checkpointing": None} | options)
     if engine == "zero3":  # else a bucket may still have the weight whose gradient arrives late
         chosen.config["zero_optimization"]["reduce_bucket_size"] = 1
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)

@@ -62,7 +62,7 @@ class Layers(nn.Module):
 
 def train(engine: str, norms: bool, lengths: tuple[int, int], tiled: bool) -> tuple[list[float], list[list[str]]]:
     """Three steps; the losses, and the names of the weights as the gradients of each step arrived."""
-    policies = {} if tiled else {"tiling": None, "checkpointing": None}
+    policies = {} if tiled else {"tiling": None, "activation_checkpointing": None}
     chosen = strategy(lt_tiled.fabric, engine, **policies)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()

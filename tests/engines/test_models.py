@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import lt_tiled
-from lt_tiled import Checkpointing, Tiling
+from lt_tiled import ActivationCheckpointing, Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.patched import tiled_patches
 from tests.architectures import ARCHITECTURES
@@ -44,7 +44,9 @@ def losses(
     were compiled.
     """
     rank = dist.get_rank()
-    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, checkpointing=Checkpointing(), loss=loss)
+    chosen = strategy(
+        lt_tiled.fabric, engine, tiling=tiling, activation_checkpointing=ActivationCheckpointing(), loss=loss
+    )
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
     fabric.launch()
     net = built(kind, tied=engine == "ddp")
@@ -108,7 +110,9 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
             "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == image, 7),
             "labels": inputs["labels"],
         }
-    chosen = lt_tiled.fabric.TiledDDPStrategy(tiling=tiling, checkpointing=Checkpointing(), find_unused_parameters=True)
+    chosen = lt_tiled.fabric.TiledDDPStrategy(
+        tiling=tiling, activation_checkpointing=ActivationCheckpointing(), find_unused_parameters=True
+    )
     fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
     fabric.launch()
     model = fabric.setup_module(net)

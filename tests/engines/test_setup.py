@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import lt_tiled
-from lt_tiled import Checkpointing
+from lt_tiled import ActivationCheckpointing
 from lt_tiled.callbacks import TiledMLP
 from tests.engines.cells import ENGINES, draw, in_fabric, in_trainer, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
@@ -178,7 +178,7 @@ def test_fabric_refuses_units_inside(engine: str, options: dict[str, Any], world
 
 def callback_refused(engine: str) -> tuple[str, str, int]:
     module = LitTiny()
-    chosen = strategy(lt_tiled, engine, tiling=None, checkpointing=None)
+    chosen = strategy(lt_tiled, engine, tiling=None, activation_checkpointing=None)
     run = trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(num_shards=4)])
     return *error_of(lambda: run.fit(module)), replaced(module)
 
@@ -193,7 +193,7 @@ def test_callback_under_zero3(deepspeed_world: World) -> None:
 
 def with_callback(engine: str, tiled: bool) -> list[float]:
     module = LitTiny()
-    chosen = strategy(lt_tiled, engine, tiling=None, checkpointing=None)
+    chosen = strategy(lt_tiled, engine, tiling=None, activation_checkpointing=None)
     trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(num_shards=4)] if tiled else []).fit(module)
     assert module.forwards_replaced == ({6} if tiled else {0})
     return module.losses
@@ -471,8 +471,8 @@ def test_tiled_loss_of_a_tensor_parallel_plan(head: str, world: World) -> None:
     """With any plan for the head and the norms, ``loss=True`` has the loss and gradients of the same plan untiled: in
     tiles where the plan leaves the head whole, from full logits elsewhere.
     """
-    untiled = partial(tensor_parallel_gradients, tiling=False, checkpointing=False)
-    tiled = partial(tensor_parallel_gradients, tiling=4, checkpointing=True, loss=5)
+    untiled = partial(tensor_parallel_gradients, tiling=False, activation_checkpointing=False)
+    tiled = partial(tensor_parallel_gradients, tiling=4, activation_checkpointing=True, loss=5)
     for (true, _), (found, logits) in zip(world(untiled, head), world(tiled, head), strict=True):
         assert max(errors(found, true).values()) <= MIXED
         assert (logits == "AbsentLogits") is (head == "whole")
@@ -536,10 +536,10 @@ class Watches(LitTiny):
 
 
 def save_while_training(engine: str, directory: str) -> tuple[list[int], list[bool]]:
-    offload = Checkpointing(offload="cpu", cpu_budget="4MiB", min_bytes=0, keep_last=0)
+    offload = ActivationCheckpointing(offload="cpu", cpu_budget="4MiB", min_bytes=0, keep_last=0)
     plugins = [] if engine.startswith(("zero", "fsdp2")) else [SlowToWrite()]
     run = trainer(
-        strategy(lt_tiled, engine, tiling=4, checkpointing=offload),
+        strategy(lt_tiled, engine, tiling=4, activation_checkpointing=offload),
         devices=dist.get_world_size(),
         plugins=plugins,
         default_root_dir=directory,

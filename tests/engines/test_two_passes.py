@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import Checkpointing
+from lt_tiled import ActivationCheckpointing
 from tests.engines.cells import ENGINES, draw, set_up, step_on, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss
@@ -89,10 +89,10 @@ IN_PLACE, OTHER, SHARDED = (
 FREEZES = ("ddp", "fsdp", "fsdp2")
 """The engines that let weights be frozen between two forward passes."""
 POLICIES: dict[str, dict[str, Any]] = {
-    "untiled": {"tiling": None, "checkpointing": None},
-    "tiles": {"tiling": 4, "checkpointing": None},
-    "checkpointing": {"tiling": None, "checkpointing": Checkpointing()},
-    "both": {"tiling": 4, "checkpointing": Checkpointing()},
+    "untiled": {"tiling": None, "activation_checkpointing": None},
+    "tiles": {"tiling": 4, "activation_checkpointing": None},
+    "activation_checkpointing": {"tiling": None, "activation_checkpointing": ActivationCheckpointing()},
+    "both": {"tiling": 4, "activation_checkpointing": ActivationCheckpointing()},
 }
 
 
@@ -129,7 +129,7 @@ def switched(engine: str, policies: str) -> dict[str, list[float] | str]:
 
 
 @pytest.mark.table("(ddp|fsdp2|zero2|zero3)-both|fsdp-checkpointing|zero1-tiles")
-@pytest.mark.parametrize("policies", ["tiles", "checkpointing", "both"])
+@pytest.mark.parametrize("policies", ["tiles", "activation_checkpointing", "both"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_change_between_two_forward_passes(engine: str, policies: str, on_ranks: OnRanks) -> None:
     """The losses are those of the untiled run on the same engine. Refused by name are, with checkpointing, a buffer
@@ -190,7 +190,7 @@ def calls(engine: str, policies: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.table("tiles|both")
-@pytest.mark.parametrize("policies", ["untiled", "tiles", "checkpointing", "both"])
+@pytest.mark.parametrize("policies", ["untiled", "tiles", "activation_checkpointing", "both"])
 def test_several_calls_under_zero3(policies: str, on_ranks: OnRanks) -> None:
     """The losses are those of DDP whichever calls of a model the backward pass goes through."""
     plain, found = on_ranks.once(calls, "ddp", "untiled"), on_ranks(calls, "zero3", policies)
@@ -207,7 +207,7 @@ def by_hand(tiled: bool) -> list[float]:
     net = TinyLM()
     set_z3_leaf_modules(net, [Block])
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
-    with lt_tiled.prepare(net, tiling=4, checkpointing=True) if tiled else nullcontext():
+    with lt_tiled.prepare(net, tiling=4, activation_checkpointing=True) if tiled else nullcontext():
         losses = train(fabric, model, optimizer, [draw((2, 24), step) for step in range(3)])
     fabric.strategy.release()
     return losses
@@ -245,7 +245,7 @@ def adapters(engine: str, policies: str) -> list[float]:
 
 
 @pytest.mark.table("(ddp|zero2)-both")
-@pytest.mark.parametrize("policies", ["tiles", "checkpointing", "both"])
+@pytest.mark.parametrize("policies", ["tiles", "activation_checkpointing", "both"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2"])
 def test_another_adapter_in_the_second_forward_pass(engine: str, policies: str, on_ranks: OnRanks) -> None:
     """The losses are those of the untiled run where PEFT's active adapter changes between two forward passes."""

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from lt_tiled import Checkpointing, Tiling, _log, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, _log, prepare
 from lt_tiled.loss.logits import DeferredLogits
 from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.planner.ledger import Flops
@@ -61,7 +61,7 @@ def test_architectures(name: str) -> None:
     model = architecture.build()
     inputs = architecture.feed(model)
     true = run(model, inputs)
-    with prepare(model, **LOSS, checkpointing=Checkpointing()):
+    with prepare(model, **LOSS, activation_checkpointing=ActivationCheckpointing()):
         found = run(model, inputs)
         assert isinstance(model(**inputs).logits, Tensor) is (name in WHOLE)
     assert found.keys() == true.keys()
@@ -79,7 +79,7 @@ def test_costs_no_more_flops_and_less_memory() -> None:
     costs = []
     step = partial(run, model, {"input_ids": ids, "labels": ids})
     for loss in (False, True):
-        with prepare(model, loss=loss, checkpointing=Checkpointing()):
+        with prepare(model, loss=loss, activation_checkpointing=ActivationCheckpointing()):
             with Flops() as counted:  # FlopCounterMode uses the logits
                 step()
             costs.append((counted.flops, peak_bytes(step)))
@@ -777,7 +777,9 @@ def test_generation_and_signature() -> None:
     signature = inspect.signature(model.forward)
     prompt = torch.tensor([[0, 0, 0, 20, 63], [7, 8, 9, 20, 63]])
     plain = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    with prepare(model, tiling=Tiling(3, self_check=False), checkpointing=Checkpointing(), loss=True):
+    with prepare(
+        model, tiling=Tiling(3, self_check=False), activation_checkpointing=ActivationCheckpointing(), loss=True
+    ):
         assert inspect.signature(model.forward) == signature
         assert inspect.signature(model.model.layers[0].mlp.forward) == inspect.signature(
             type(model.model.layers[0].mlp)(model.config).forward

@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from lt_tiled import Checkpointing, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 from lt_tiled.offload import calls
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
@@ -19,7 +19,7 @@ from tests.processes import LIMIT
 
 
 def offloader(directory: str) -> Offloader:
-    return build_offloader(Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0))
+    return build_offloader(ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0))
 
 
 def write_for_ever(directory: str) -> None:
@@ -75,7 +75,10 @@ def wait_for_a_dead_disk(directory: str) -> None:
     reader, _ = os.pipe()
     calls.CLOSE_SECONDS = 0.5
     model, ids = TinyLM(6), torch.arange(24).view(1, 24)
-    with prepare(model, checkpointing=Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)):
+    with prepare(
+        model,
+        activation_checkpointing=ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0),
+    ):
         os.pwritev = lambda *_: print("waiting", flush=True) or os.read(reader, 1)
         lm_loss(model(ids), ids).backward()
 

@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError, Prepared, TiledDDPStrategy, Tiling, prepare
+from lt_tiled import (
+    ActivationCheckpointing,
+    OffloadDiskFullError,
+    OffloadError,
+    Prepared,
+    TiledDDPStrategy,
+    Tiling,
+    prepare,
+)
 from tests.meters import LiveBytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
@@ -34,18 +42,18 @@ TIERS: list[dict[str, Any]] = [
 ]
 
 
-def policy(**fields: Any) -> Checkpointing:
-    return Checkpointing(min_bytes=0, **fields)
+def policy(**fields: Any) -> ActivationCheckpointing:
+    return ActivationCheckpointing(min_bytes=0, **fields)
 
 
 def train(
-    checkpointing: Checkpointing | None, tiling: Tiling | None = None, steps: int = 10
+    activation_checkpointing: ActivationCheckpointing | None, tiling: Tiling | None = None, steps: int = 10
 ) -> tuple[list[float], list[Tensor], Prepared]:
     """Train with accumulation over two micro-batches of different lengths, and a validation every fifth."""
     torch.manual_seed(0)
     model = TinyLM(5)
     optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
-    with prepare(model, checkpointing=checkpointing, tiling=tiling) as prepared:
+    with prepare(model, activation_checkpointing=activation_checkpointing, tiling=tiling) as prepared:
         for step in range(steps):
             for ids in (IDS, IDS[:1, : 8 + step % 7]):
                 loss = lm_loss(model(ids), ids)
@@ -66,7 +74,7 @@ def train(
 
 @cache
 def _without(everything: bool, tiling: Tiling | None) -> tuple[list[float], list[Tensor]]:
-    return train(None if everything else Checkpointing(), tiling)[:2]
+    return train(None if everything else ActivationCheckpointing(), tiling)[:2]
 
 
 @pytest.mark.table(".*-plain|{'offload': 'cpu'}-tiled")
@@ -86,7 +94,7 @@ def test_one_tensor_for_each_block() -> None:
     """With a tiled MLP in the block, exactly one tensor of each block is offloaded: its hidden states."""
     packed: list[torch.Size] = []
     model = TinyLM(4)
-    with prepare(model, checkpointing=policy(offload="disk", keep_last=0), tiling=Tiling(4)) as prepared:
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0), tiling=Tiling(4)) as prepared:
         real = prepared.offloader.pack
         prepared.offloader.pack = lambda t, block: packed.append((block, t.shape)) or real(t, block)
         for _ in range(2):
@@ -99,7 +107,7 @@ def test_hugging_face_moves_hidden_states_only() -> None:
     """The hidden states of Llama layers are offloaded; the mask and rotary tables, which the layers share, are not."""
     model, shapes = tiny_llama(num_hidden_layers=3), []
     ids = IDS[:, :16]
-    with prepare(model, checkpointing=policy(offload="disk")) as prepared:
+    with prepare(model, activation_checkpointing=policy(offload="disk")) as prepared:
         real = prepared.offloader.pack
         prepared.offloader.pack = lambda t, block: shapes.append(t.shape) or real(t, block)
         model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
@@ -113,7 +121,7 @@ def inputs_alive(blocks: int, prefetch: int) -> tuple[int, int]:
     def peak(count: int) -> int:
         model = nn.Sequential(*(Block() for _ in range(count)))
         cp = policy(offload="disk", prefetch=prefetch, targets=[str(i) for i in range(count)])
-        with prepare(model, checkpointing=cp):
+        with prepare(model, activation_checkpointing=cp):
             for _ in range(2):
                 gradients = {id(p): torch.zeros_like(p) for p in model.parameters()}  # theirs are not what is measured
                 for p in model.parameters():
@@ -138,7 +146,7 @@ def test_memory_is_flat_in_the_number_of_blocks(blocks: int) -> None:
 def test_rounded_inputs_are_no_change() -> None:
     """Blocks with tiles, recomputed from compressed inputs, are not taken for blocks that read something else."""
     model, x = nn.Sequential(*(Block() for _ in range(4))), randn(2, 40, H)
-    with prepare(model, tiling=4, checkpointing=policy(offload="cpu", compress=True, keep_last=0)):
+    with prepare(model, tiling=4, activation_checkpointing=policy(offload="cpu", compress=True, keep_last=0)):
         model(x).sum().backward()
     assert x.grad is not None
 
@@ -148,21 +156,21 @@ def test_gradients_of_part_of_a_graph() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     x = randn(1, 16, H)
 
-    def grads(cp: Checkpointing | None) -> list[Tensor]:
-        with prepare(model, checkpointing=cp):
+    def grads(cp: ActivationCheckpointing | None) -> list[Tensor]:
+        with prepare(model, activation_checkpointing=cp):
             inner = model[:2](x)
             out = model[2:](inner).square().sum()
             (first,) = torch.autograd.grad(out, inner, retain_graph=True)
             return [first, *torch.autograd.grad(out, [x, model[0].mlp.up.weight])]
 
-    plain = grads(Checkpointing())
+    plain = grads(ActivationCheckpointing())
     assert all(torch.equal(a, b) for a, b in zip(grads(policy(offload="disk", keep_last=0)), plain, strict=True))
 
 
 def test_retain_graph() -> None:
     """Two backward passes through one graph each load the block inputs."""
     model, x = nn.Sequential(*(Block() for _ in range(3))), randn(1, 16, H)
-    with prepare(model, checkpointing=policy(offload="disk", keep_last=0)):
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)):
         out = model(x).square().sum()
         out.backward(retain_graph=True)
         once = x.grad.clone()
@@ -175,12 +183,12 @@ def test_two_forwards_then_two_backwards() -> None:
     model = nn.Sequential(*(Block() for _ in range(3)))
     xs = [randn(1, 16, H, seed=i) for i in range(2)]
 
-    def grads(cp: Checkpointing) -> list[Tensor]:
-        with prepare(model, checkpointing=cp):
+    def grads(cp: ActivationCheckpointing) -> list[Tensor]:
+        with prepare(model, activation_checkpointing=cp):
             outs = [model(x).square().sum() for x in xs]
             return [torch.autograd.grad(out, x)[0] for out, x in zip(outs, xs, strict=True)]
 
-    plain = grads(Checkpointing())
+    plain = grads(ActivationCheckpointing())
     assert all(torch.equal(a, b) for a, b in zip(grads(policy(offload="disk")), plain, strict=True))
 
 
@@ -197,9 +205,9 @@ def test_one_block_called_twice() -> None:
             return self.block(self.block(self.block(x)))
 
     model = Loop()
-    with prepare(model, checkpointing=Checkpointing("block")):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("block")):
         (plain,) = torch.autograd.grad(model(x).square().sum(), x)
-    with prepare(model, checkpointing=policy(targets="block", offload="disk", keep_last=0)):
+    with prepare(model, activation_checkpointing=policy(targets="block", offload="disk", keep_last=0)):
         (found,) = torch.autograd.grad(model(x).square().sum(), x)
     assert torch.equal(found, plain)
 
@@ -217,7 +225,7 @@ def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseE
         lm_loss(model(IDS), IDS).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         plain = step()
     fail_at, calls = (after + 1 if moment == "forward" else 4 + after + 1), itertools.count(1)  # no data to restore
 
@@ -225,7 +233,7 @@ def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseE
         if next(calls) == fail_at:
             raise kind("stumbled")
 
-    with prepare(model, checkpointing=policy(offload="disk", keep_last=0)) as prepared:
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)) as prepared:
         handles = [block.attention.register_forward_pre_hook(stumble) for block in model.blocks]
         with pytest.raises(kind, match="stumbled"):
             step()
@@ -257,9 +265,9 @@ def test_a_failing_disk_ends_the_step_and_not_the_run(function: str, fault: obje
         lm_loss(model(IDS), IDS).backward()
         return model.embed.weight.grad.clone()
 
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         plain = step()
-    with prepare(model, checkpointing=policy(offload="disk", keep_last=0)):
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)):
         with (
             nth_call(function, 1, fault),
             pytest.raises(kind, match=r"step 1, block blocks\.\d, \[2, 24, 16\] float32"),
@@ -275,7 +283,7 @@ def test_full_disk_before_training(tmp_path: Path) -> None:
         nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
         pytest.raises(OffloadDiskFullError, match="cannot reserve"),
     ):
-        prepare(model, checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
+        prepare(model, activation_checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
@@ -286,7 +294,7 @@ def test_release_gives_disk_and_descriptors_back(tmp_path: Path) -> None:
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         model = TinyLM(3)
-        with prepare(model, checkpointing=policy(offload="disk", directory=str(tmp_path))):
+        with prepare(model, activation_checkpointing=policy(offload="disk", directory=str(tmp_path))):
             lm_loss(model(IDS), IDS).backward()
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
@@ -304,8 +312,8 @@ def test_select(select: list[str | int]) -> None:
     model, x = nn.ModuleList(TwoArguments() for _ in range(3)), randn(1, 8, H)
     extras = [randn(1, 8, H, seed=i + 1) * 2 for i in range(3)]
 
-    def run(cp: Checkpointing) -> Tensor:
-        with prepare(model, checkpointing=cp) as prepared:
+    def run(cp: ActivationCheckpointing) -> Tensor:
+        with prepare(model, activation_checkpointing=cp) as prepared:
             y = x * 1
             for block, extra in zip(model, extras, strict=True):
                 y = block(y, extra)
@@ -315,7 +323,7 @@ def test_select(select: list[str | int]) -> None:
         return gradient
 
     moves: list[int] = []
-    plain = run(Checkpointing())
+    plain = run(ActivationCheckpointing())
     assert torch.equal(run(policy(offload="disk", keep_last=0, select=select)), plain)
     assert moves[1] == 3 * len(select) * 8 * H * 4
 
@@ -331,21 +339,23 @@ def test_select_of_a_missing_argument() -> None:
     """
     message = "select='hidden' is no argument of"
     with pytest.raises(ValueError, match=message):
-        prepare(model := nn.Sequential(Block(), Block()), checkpointing=policy(offload="disk", select=["hidden"]))
+        prepare(
+            model := nn.Sequential(Block(), Block()), activation_checkpointing=policy(offload="disk", select=["hidden"])
+        )
     assert all("forward" not in vars(block) for block in model)
     for kind, select, text in (
         (AnyArguments, "hidden", message),
         (Block, 3, "select=3: Block was .* use a position"),
     ):
         model = nn.Sequential(kind(), kind())
-        prepared = prepare(model, checkpointing=policy(offload="disk", select=[select]))
+        prepared = prepare(model, activation_checkpointing=policy(offload="disk", select=[select]))
         with prepared, pytest.raises(ValueError, match=text):
             model(randn(1, 8, H))
 
 
 def test_select_of_a_second_model() -> None:
     """A second model without the selected argument raises, and does not train without its policy."""
-    strategy = TiledDDPStrategy(tiling=False, checkpointing=policy(offload="cpu", select=["extra"]))
+    strategy = TiledDDPStrategy(tiling=False, activation_checkpointing=policy(offload="cpu", select=["extra"]))
     strategy._models.add(nn.Sequential(TwoArguments(), TwoArguments()), strategy, 1)
     with strategy._models[0], pytest.raises(ValueError, match="select='extra' is no argument of Block"):
         strategy._models.add(nn.Sequential(Block(), Block()), strategy, 1)
@@ -383,7 +393,7 @@ def test_select_of_a_second_model() -> None:
 def test_bad_fields(fields: dict[str, Any], message: str) -> None:
     """Values out of bounds, and settings of a tier that is not used, raise when the policy is created."""
     with pytest.raises(ValueError, match=message):
-        Checkpointing(**fields)
+        ActivationCheckpointing(**fields)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +411,7 @@ def test_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """``~`` in a directory is the user's home directory."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "scratch").mkdir()
-    with prepare(TinyLM(), checkpointing=policy(offload="disk", directory="~/scratch")) as prepared:
+    with prepare(TinyLM(), activation_checkpointing=policy(offload="disk", directory="~/scratch")) as prepared:
         assert prepared.offloader.disk.spill.directory == str(tmp_path / "scratch")
 
 
@@ -410,7 +420,7 @@ def test_everything_mode_never_moves_weights() -> None:
     model = nn.Sequential(GatedMLP(), GatedMLP())
     model = nn.ModuleList([model[0], model[1]])
     x, shapes = randn(1, 32, H), []
-    with prepare(model, checkpointing=policy(offload="disk", activations="all", keep_last=0)) as prepared:
+    with prepare(model, activation_checkpointing=policy(offload="disk", activations="all", keep_last=0)) as prepared:
         real = prepared.offloader.pack
         prepared.offloader.pack = lambda t, block: shapes.append(tuple(t.shape)) or real(t, block)
         y = model[1](model[0](x))
@@ -423,7 +433,7 @@ def test_everything_mode_never_moves_weights() -> None:
 def test_everything_mode_frees_graphs_without_backward(fields: dict[str, Any]) -> None:
     """Saved outputs (of a sigmoid) form no cycle with their graph: forward passes that are dropped leak nothing."""
     model = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Sigmoid()) for _ in range(5))
-    with prepare(model, checkpointing=policy(activations="all", **fields)) as prepared:
+    with prepare(model, activation_checkpointing=policy(activations="all", **fields)) as prepared:
         for _ in range(3):
             y = randn(1, 32, H)
             for block in model:
@@ -437,10 +447,10 @@ def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
     """A second policy that has nothing to offload, because all blocks are checkpointed already, raises."""
     model = TinyLM()
     with (
-        prepare(model, checkpointing=Checkpointing()),
+        prepare(model, activation_checkpointing=ActivationCheckpointing()),
         pytest.raises(ValueError, match="offload='disk' has no effect: all 2 blocks use activation checkpointing"),
     ):
-        prepare(model, checkpointing=policy(offload="disk"))
+        prepare(model, activation_checkpointing=policy(offload="disk"))
 
 
 def two_tensor() -> Tensor:
@@ -497,7 +507,7 @@ def test_what_cannot_be_moved_stays(kind: str, select: Any) -> None:
     fields = {"activations": "all"} if select == "all" else {"select": select}
     (plain,) = torch.autograd.grad(model(other, x).sum(), x)
     for tier in ("disk", "cpu", "cpu+disk"):
-        with prepare(model, checkpointing=policy(offload=tier, keep_last=0, **fields)) as prepared:
+        with prepare(model, activation_checkpointing=policy(offload=tier, keep_last=0, **fields)) as prepared:
             assert torch.equal(torch.autograd.grad(model(other, x).sum(), x)[0], plain)
             moved = prepared.offloader.so_far()
         expected = x.nbytes if select != "all" else 0
@@ -518,7 +528,7 @@ def test_nested_hidden_states_stay(fields: dict[str, Any]) -> None:
         return x.grad.values()
 
     plain = gradient()
-    with prepare(model, checkpointing=policy(offload="disk", keep_last=0, **fields)):
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0, **fields)):
         assert torch.equal(gradient(), plain)
 
 
@@ -537,7 +547,7 @@ def test_sparse_weights_of_the_model() -> None:
     model, x = nn.Sequential(Graph(), Graph()), randn(8, H)
     (plain,) = torch.autograd.grad(model(x).sum(), x)
     for fields in ({}, {"activations": "all"}):
-        with prepare(model, checkpointing=policy(offload="disk", keep_last=0, **fields)):
+        with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0, **fields)):
             assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], plain)
 
 
@@ -546,5 +556,5 @@ def test_tensors_of_vmap_stay(fields: dict[str, Any]) -> None:
     """Under ``torch.func.vmap`` nothing is offloaded, and nothing raises."""
     model, x = nn.Sequential(Block(), Block()), randn(2, 1, 8, H)
     plain = torch.func.vmap(model)(x)
-    with prepare(model, checkpointing=policy(offload="disk", keep_last=0, **fields)):
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0, **fields)):
         assert torch.equal(torch.func.vmap(model)(x), plain)

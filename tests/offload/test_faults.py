@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
+from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, OffloadError
 from lt_tiled.offload import calls
 from lt_tiled.offload import spill as spilling
 from lt_tiled.offload.build import build_offloader
@@ -40,7 +40,7 @@ def offloader(tmp_path: Path) -> Iterator[Offloader]:
 
 def disk(tmp_path: Path, **fields: Any) -> Offloader:
     fields = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields}
-    return build_offloader(Checkpointing(**fields))
+    return build_offloader(ActivationCheckpointing(**fields))
 
 
 def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bool:

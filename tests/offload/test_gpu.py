@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lt_tiled import Checkpointing, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 from lt_tiled.offload.build import build_offloader
 from tests.models import TinyLM, lm_loss
 from tests.offload.test_offloader import TIERS, settle
@@ -50,7 +50,7 @@ def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: d
     if "disk" in offload:
         fields = {"directory": str(tmp_path), **fields}
     offloader = build_offloader(
-        Checkpointing(**{"offload": offload, "min_bytes": 0, "keep_last": 0, "cpu_budget": None, **fields})
+        ActivationCheckpointing(**{"offload": offload, "min_bytes": 0, "keep_last": 0, "cpu_budget": None, **fields})
     )
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
@@ -77,12 +77,12 @@ def test_bit_identical_on_a_device(fields: dict[str, Any], device: str) -> None:
     tokens, blocks, hidden = (512, 6, 64) if device == "cuda" else (24, 3, 16)
     ids = (torch.arange(2 * tokens) % 32).view(2, tokens).to(device)
     results = []
-    plain = None if "activations" in fields else Checkpointing()
-    for policy in (plain, Checkpointing(**fields, min_bytes=0, keep_last=0)):
+    plain = None if "activations" in fields else ActivationCheckpointing()
+    for policy in (plain, ActivationCheckpointing(**fields, min_bytes=0, keep_last=0)):
         torch.manual_seed(0)
         model = TinyLM(blocks, hidden, 3 * hidden).to(device)
         optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        with sdpa_kernel(SDPBackend.MATH), prepare(model, checkpointing=policy) as prepared:
+        with sdpa_kernel(SDPBackend.MATH), prepare(model, activation_checkpointing=policy) as prepared:
             for _ in range(3):
                 loss = lm_loss(model(ids), ids)
                 loss.backward()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_tiled import Checkpointing, OffloadDiskFullError, OffloadError
+from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, OffloadError
 from lt_tiled.errors import Origin
 from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
@@ -41,7 +41,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         if "disk" in offload:
             fields.setdefault("directory", str(tmp_path))
         fields = {"min_bytes": 0, "keep_last": 0, **fields}
-        made.append(build_offloader(Checkpointing(offload=offload, **fields)))
+        made.append(build_offloader(ActivationCheckpointing(offload=offload, **fields)))
         made[-1].wait_seconds = LIMIT
         return made[-1]
 
@@ -408,7 +408,7 @@ def test_tiers_in_order(make: Make) -> None:
 
 def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node's budgets are divided by its ranks: the given number, or torchrun's."""
-    policy = Checkpointing(offload="cpu+disk", cpu_budget="1MiB", disk_budget="2MiB", directory=str(tmp_path))
+    policy = ActivationCheckpointing(offload="cpu+disk", cpu_budget="1MiB", disk_budget="2MiB", directory=str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for ranks, shares in ((None, 4), (2, 2)):
         offloader = build_offloader(policy, ranks)

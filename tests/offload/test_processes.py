@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt_tiled import Checkpointing, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 from tests.forks import Forked
 from tests.models import TinyLM, lm_loss
 from tests.processes import Script, finish
@@ -100,13 +100,15 @@ def test_two_processes_in_one_directory(scratch: Path) -> None:
     other = fork("write_for_ever", scratch)
     other.wait_for("writing")
     model = TinyLM(4)
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         lm_loss(model(IDS), IDS).backward()
     plain = model.embed.weight.grad.clone()
     model.zero_grad()
     with prepare(
         model,
-        checkpointing=Checkpointing(offload="disk", directory=str(scratch), min_bytes=0, keep_last=0, checksum=True),
+        activation_checkpointing=ActivationCheckpointing(
+            offload="disk", directory=str(scratch), min_bytes=0, keep_last=0, checksum=True
+        ),
     ):
         loss = lm_loss(model(IDS), IDS)
         os.kill(other.process.pid, signal.SIGKILL)
@@ -119,13 +121,16 @@ def test_two_processes_in_one_directory(scratch: Path) -> None:
 def test_two_models_in_one_process(tmp_path: Path) -> None:
     """Two prepared models in one process and one directory train side by side, each with its own file."""
     models = [TinyLM(4), TinyLM(4)]
-    policy = Checkpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
+    policy = ActivationCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
     plain = []
     for model in models:
         lm_loss(model(IDS), IDS).backward()
         plain.append(model.embed.weight.grad.clone())
         model.zero_grad()
-    with prepare(models[0], checkpointing=policy) as a, prepare(models[1], checkpointing=policy) as b:
+    with (
+        prepare(models[0], activation_checkpointing=policy) as a,
+        prepare(models[1], activation_checkpointing=policy) as b,
+    ):
         losses = [lm_loss(model(IDS), IDS) for model in models]
         for loss in losses:
             loss.backward()

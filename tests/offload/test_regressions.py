@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, OffloadDiskFullError, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, Tiling, prepare
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.pinned import SLAB, CPUMemory
@@ -28,7 +28,9 @@ IDS, CPU = torch.arange(2 * 24).view(2, 24) % 32, torch.device("cpu")
 
 def disk(tmp_path: Path, **fields: object) -> Offloader:
     return build_offloader(
-        Checkpointing(**{"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields})
+        ActivationCheckpointing(
+            **{"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields}
+        )
     )
 
 
@@ -162,7 +164,10 @@ def test_a_weight_is_not_taken_for_an_activation(disguise: object) -> None:
     model, shapes = nn.ModuleList([UsesWeight(), UsesWeight()]), []
     model.shared = nn.Linear(H, H)
     with prepare(
-        model, checkpointing=Checkpointing("UsesWeight", offload="disk", min_bytes=0, select=["weight", "x"])
+        model,
+        activation_checkpointing=ActivationCheckpointing(
+            "UsesWeight", offload="disk", min_bytes=0, select=["weight", "x"]
+        ),
     ) as prepared:
         real = prepared.offloader.pack
         prepared.offloader.pack = lambda t, block: shapes.append(t.shape) or real(t, block)
@@ -182,7 +187,9 @@ def test_keyword_hidden_states_are_found() -> None:
 
     model = nn.ModuleList([Keyword(), Keyword()])
     mask = torch.ones(8, dtype=torch.bool)
-    with prepare(model, checkpointing=Checkpointing(offload="disk", min_bytes=0, keep_last=0)) as prepared:
+    with prepare(
+        model, activation_checkpointing=ActivationCheckpointing(offload="disk", min_bytes=0, keep_last=0)
+    ) as prepared:
         x = randn(1, 8, H)
         model[1](mask=mask, hidden_states=model[0](mask=mask, hidden_states=x)).sum().backward()
         assert prepared.offloader.so_far().disk_bytes == 2 * x.nbytes
@@ -194,7 +201,7 @@ def test_a_hook_around_the_backward_sees_no_tile() -> None:
     packed: list[tuple[int, ...]] = []
     model = TinyLM(3)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t)
-    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()), hooks:
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()), hooks:
         lm_loss(model(IDS), IDS).backward()
     assert packed.count((2, 24, H)) >= 3
     assert not any(48 in shape[-1:] for shape in packed)  # intermediate_size

@@ -32,7 +32,11 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints the parts of the peak, where it occurs, the FLOPs, and whether it fits."""
     text = planned(
-        capsys, "--seq=8192", "--memory=1GiB", "--trainer.strategy.init_args.checkpointing=disk", "--tflops=1"
+        capsys,
+        "--seq=8192",
+        "--memory=1GiB",
+        "--trainer.strategy.init_args.activation_checkpointing=disk",
+        "--tflops=1",
     )
     for expected in (
         "LlamaForCausalLM, 8192 tokens",
@@ -90,7 +94,7 @@ def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None
     strategy = (
         "--trainer.strategy=TiledSingleDeviceStrategy",
         "--trainer.strategy.tiling=8",
-        "--trainer.strategy.checkpointing=true",
+        "--trainer.strategy.activation_checkpointing=true",
     )
     planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", *strategy, "--output=own.yaml")
     plain, own = (
@@ -140,7 +144,7 @@ def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixtur
     """
     Path("first.yaml").write_text(
         "trainer: {accelerator: cpu, strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: "
-        "{tiling: {tile_tokens: 512}, checkpointing: {offload: disk, keep_last: 3}}}}\n"
+        "{tiling: {tile_tokens: 512}, activation_checkpointing: {offload: disk, keep_last: 3}}}}\n"
     )
     planned(
         *(capsys, "--config", "first.yaml", SMALL, "--seq=8192", "--memory=80MiB"),
@@ -150,7 +154,7 @@ def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixtur
         "strategy"
     ]["init_args"]
     assert init["tiling"]["tile_tokens"] is None
-    assert (init["checkpointing"]["offload"], init["checkpointing"]["keep_last"]) == (None, 1)
+    assert (init["activation_checkpointing"]["offload"], init["activation_checkpointing"]["keep_last"]) == (None, 1)
     named = (
         SMALL,
         "--trainer.strategy=ddp_find_unused_parameters_true",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.longest import ON_GPU as LLAMA_8B
-from lt_tiled import Checkpointing, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import MemoryMonitor
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import make_job
@@ -20,7 +20,11 @@ from tests.lit import trainer
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_four_layers_of_llama_8b(tokens: int, offload: Any) -> None:
     """``max_memory_allocated`` of real steps is within 5 % of the prediction."""
-    policies: dict[str, Any] = {"tiling": Tiling(), "checkpointing": Checkpointing(offload=offload), "loss": True}
+    policies: dict[str, Any] = {
+        "tiling": Tiling(),
+        "activation_checkpointing": ActivationCheckpointing(offload=offload),
+        "loss": True,
+    }
     data, monitor = TextFiles(seq_len=tokens), MemoryMonitor()
     with torch.device("meta"):
         planned = CausalLM(LLAMA_8B.model)

@@ -14,7 +14,13 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
-from lt_tiled import Checkpointing, TiledDDPStrategy, TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import (
+    ActivationCheckpointing,
+    TiledDDPStrategy,
+    TiledDeepSpeedStrategy,
+    TiledSingleDeviceStrategy,
+    Tiling,
+)
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.engines import engine_of
@@ -72,10 +78,10 @@ def test_features_lower_the_part_that_they_are_for() -> None:
 
     plain, loss = held("loss", full_logits=True), held("loss", loss=8)
     assert loss[0] <= plain[0] / 2
-    assert held("attention", checkpointing=Checkpointing())[0] <= held("attention")[0] * 2 / 3
+    assert held("attention", activation_checkpointing=ActivationCheckpointing())[0] <= held("attention")[0] * 2 / 3
     recompute, tiled = (
-        held("MLP", checkpointing=Checkpointing()),
-        held("MLP", checkpointing=Checkpointing(), tiling=Tiling(8)),
+        held("MLP", activation_checkpointing=ActivationCheckpointing()),
+        held("MLP", activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(8)),
     )
     assert tiled[0] <= recompute[0] / 4
     assert plain[1] > recompute[1] > tiled[1]
@@ -85,8 +91,12 @@ def test_flops_are_exact() -> None:
     """Recompute adds one forward of the blocks to the FLOPs, tiles and a tiled loss nothing."""
     base = job()
     plain, recompute, tiled = (
-        plan(base, 2048, base.settings.__class__(tiling=t, checkpointing=c, loss=n)).simulation.flops
-        for t, c, n in ((None, None, None), (None, Checkpointing(), None), (Tiling(8), Checkpointing(), 4))
+        plan(base, 2048, base.settings.__class__(tiling=t, activation_checkpointing=c, loss=n)).simulation.flops
+        for t, c, n in (
+            (None, None, None),
+            (None, ActivationCheckpointing(), None),
+            (Tiling(8), ActivationCheckpointing(), 4),
+        )
     )
     head = 3 * 2 * 2048 * LLAMA["hidden_size"] * LLAMA["vocab_size"]
     layers = PLANNED["num_hidden_layers"]
@@ -109,7 +119,9 @@ def test_offloaded_bytes_and_bandwidth() -> None:
     """A tier gets exactly the bytes of the block inputs, and the bandwidth that hides it follows from the forward's
     FLOPs.
     """
-    found = plan(job(TiledSingleDeviceStrategy(checkpointing=Checkpointing(offload="disk", min_bytes=0))))
+    found = plan(
+        job(TiledSingleDeviceStrategy(activation_checkpointing=ActivationCheckpointing(offload="disk", min_bytes=0)))
+    )
     moved = found.simulation.offloaded
     assert moved is not None
     assert moved.disk_bytes == (PLANNED["num_hidden_layers"] - 1) * 2048 * LLAMA["hidden_size"] * 4
@@ -156,19 +168,23 @@ def test_cheapest() -> None:
     """
     base, tokens = job(), 8192
     needed = [
-        plan(base, tokens, base.settings.__class__(tiling=t, checkpointing=c)).peak
-        for t, c in ((None, None), (None, Checkpointing()))
+        plan(base, tokens, base.settings.__class__(tiling=t, activation_checkpointing=c)).peak
+        for t, c in ((None, None), (None, ActivationCheckpointing()))
     ]
     lavish, tight = (cheapest(base, memory, tokens) for memory in (needed[0], needed[1] * 3 // 4))
-    assert (lavish.settings.tiling, lavish.settings.checkpointing) == (None, None)
+    assert (lavish.settings.tiling, lavish.settings.activation_checkpointing) == (None, None)
     assert tight.settings.tiling is not None
-    assert tight.settings.checkpointing == Checkpointing()
+    assert tight.settings.activation_checkpointing == ActivationCheckpointing()
     assert tight.peak <= needed[1] * 3 // 4
     fewer = tight.settings.tiling.num_shards // 2
     if fewer > 1:
         assert (
             plan(
-                base, tokens, tight.settings.__class__(tiling=Tiling(fewer), checkpointing=Checkpointing(), loss="auto")
+                base,
+                tokens,
+                tight.settings.__class__(
+                    tiling=Tiling(fewer), activation_checkpointing=ActivationCheckpointing(), loss="auto"
+                ),
             ).peak
             > needed[1] * 3 // 4
         )
@@ -186,7 +202,9 @@ def test_found_settings_hold_in_a_run() -> None:
     found = cheapest(job(module=lambda: CausalLM(SMALL)), memory, tokens)
     assert found.settings.tiling is not None
     chosen = partial(
-        TiledSingleDeviceStrategy, tiling=found.settings.tiling, checkpointing=found.settings.checkpointing or False
+        TiledSingleDeviceStrategy,
+        tiling=found.settings.tiling,
+        activation_checkpointing=found.settings.activation_checkpointing or False,
     )
     assert measured(chosen, tokens=tokens, config=SMALL) <= memory * 1.02
 
@@ -360,7 +378,7 @@ def test_the_picture_ends_where_the_parts_do(found: Plan) -> None:
 
 def test_the_line_of_settings() -> None:
     """The settings are described in a line."""
-    base = job(TiledDDPStrategy(tiling=4, checkpointing="disk"), devices=2)
+    base = job(TiledDDPStrategy(tiling=4, activation_checkpointing="disk"), devices=2)
     assert (
         describe(base.settings)
         == "ddp over 2 ranks, num_shards=4, activation checkpointing, block inputs offloaded to disk except the last 1"

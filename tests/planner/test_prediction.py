@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lt_tiled
-from lt_tiled import Checkpointing, SequenceParallel, TiledDDPStrategy, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import ActivationCheckpointing, SequenceParallel, TiledDDPStrategy, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.lm import CausalLM
 from tests.engines.cells import strategy
 from tests.engines.conftest import OnRanks
@@ -20,11 +20,14 @@ pytestmark = pytest.mark.slow
 NEAR = 0.02
 TILES = Tiling(3, self_check=False)
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"tiling": None, "checkpointing": False}, {"tiled_loss": False}),
+    "plain": ({"tiling": None, "activation_checkpointing": False}, {"tiled_loss": False}),
     "activation checkpointing": ({"tiling": None}, {"tiled_loss": False}),
     "tiled": ({"tiling": TILES}, {"tiled_loss": False}),
     "tiled loss": ({"tiling": TILES}, {"tiled_loss": 3}),
-    "disk": ({"tiling": TILES, "checkpointing": Checkpointing(offload="disk", min_bytes=0)}, {"tiled_loss": 3}),
+    "disk": (
+        {"tiling": TILES, "activation_checkpointing": ActivationCheckpointing(offload="disk", min_bytes=0)},
+        {"tiled_loss": 3},
+    ),
 }
 
 
@@ -46,7 +49,7 @@ def test_single_device(name: str) -> None:
 )
 def test_kinds_of_models(module: type[CausalLM], config: dict[str, Any], tiled: bool) -> None:
     """The same holds for an adapter on frozen weights, and for a mixture of experts, plain and tiled."""
-    given = {"tiling": TILES} if tiled else {"tiling": None, "checkpointing": False}
+    given = {"tiling": TILES} if tiled else {"tiling": None, "activation_checkpointing": False}
     made = partial(TiledSingleDeviceStrategy, **given)
     arguments = {"config": config, "tiled_loss": 3 if tiled else False}
     assert predicted(made, 1, module, **arguments) == pytest.approx(measured(made, module, **arguments), rel=NEAR)
@@ -57,7 +60,12 @@ def made(engine: str, tiled: bool, **options: Any) -> Any:
     chosen = strategy(
         lt_tiled,
         engine,
-        **({"tiling": TILES, "checkpointing": True} if tiled else {"tiling": None, "checkpointing": False}) | options,
+        **(
+            {"tiling": TILES, "activation_checkpointing": True}
+            if tiled
+            else {"tiling": None, "activation_checkpointing": False}
+        )
+        | options,
     )
     if engine.startswith("zero"):
         chosen.config["zero_optimization"] |= {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
@@ -95,7 +103,9 @@ def other(engine: str, settings: str) -> Any:
     if engine == "single":
         options, _ = ALONE[settings]
         return TiledSingleDeviceStrategy(**options)
-    disk = {"checkpointing": Checkpointing(offload="disk", min_bytes=0)} if settings == "disk" else {}
+    disk = (
+        {"activation_checkpointing": ActivationCheckpointing(offload="disk", min_bytes=0)} if settings == "disk" else {}
+    )
     return made(engine, settings != "plain", **disk)
 
 

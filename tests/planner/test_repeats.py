@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import (
-    Checkpointing,
+    ActivationCheckpointing,
     TiledDeepSpeedStrategy,
     TiledModelParallelStrategy,
     TiledSingleDeviceStrategy,
@@ -48,18 +48,22 @@ def figures(run: Simulation) -> Any:
 
 CASES: dict[str, Any] = {
     "plain, autocast": lambda: job(
-        TiledSingleDeviceStrategy(tiling=None, checkpointing=False),
+        TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=False),
         partial(CausalLM, LAYERS, tiled_loss=False),
         precision="bf16-mixed",
     ),
     "FSDP2, LoRA, inputs kept": lambda: job(
-        TiledModelParallelStrategy(tiling=4, checkpointing=Checkpointing(offload="cpu", keep_last=3, min_bytes=0)),
+        TiledModelParallelStrategy(
+            tiling=4, activation_checkpointing=ActivationCheckpointing(offload="cpu", keep_last=3, min_bytes=0)
+        ),
         partial(Adapted, LAYERS),
         2,
     ),
     "ZeRO-3, budget": lambda: job(
         TiledDeepSpeedStrategy(
-            stage=3, tiling=4, checkpointing=Checkpointing(offload="cpu", cpu_budget=2 * 512 * 64 * 2, min_bytes=0)
+            stage=3,
+            tiling=4,
+            activation_checkpointing=ActivationCheckpointing(offload="cpu", cpu_budget=2 * 512 * 64 * 2, min_bytes=0),
         ),
         partial(CausalLM, LAYERS),
         2,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled import Checkpointing, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 WIDTH = 6
@@ -127,7 +127,7 @@ def result(case: Case, offload: bool) -> list[Any]:
         fields |= {name: getattr(case, name) for name in names}
         fields |= {"cpu_budget": case.cpu_budget} if case.cpu_budget and "cpu" in case.offload else {}
     found: list[Any] = []
-    with prepare(model, checkpointing=Checkpointing(**fields)):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(**fields)):
         torch.manual_seed(1)
         for step in range(2):
             y = model(x)

@@ -128,7 +128,7 @@ def _causal(layers: int, options: dict[str, Any]) -> tuple[Any, Any, dict[str, A
     group = Groups.of_size(2).group
     model = causal("llama", num_hidden_layers=layers)()
     policy = SequenceParallel(2, self_check=False, batch="trust", **options)
-    prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, checkpointing=True, loss=True)
+    prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, activation_checkpointing=True, loss=True)
     return prepared, model, CASES["llama"].inputs()
 
 
@@ -150,7 +150,7 @@ def reads(name: str) -> list[int]:
     for size in (1, 2):
         model, inputs = CASES[name].build(), CASES[name].inputs()
         policy = SequenceParallel(2, batch="trust") if size > 1 else None  # batches are compared on the host
-        with lt_tiled.prepare(model, sequence_parallel=policy, checkpointing=True, tiling=3):
+        with lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True, tiling=3):
             step(model, inputs)  # learns, and checks
             with Counts() as counts:
                 value_of(model(**inputs)).backward()

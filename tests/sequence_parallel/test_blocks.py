@@ -155,7 +155,7 @@ def own_checkpointing() -> str:
 def test_gradient_checkpointing_of_transformers(world: World) -> None:
     """Activation checkpointing of transformers, which would recompute attention alone, is refused with the remedy."""
     for message in world(own_checkpointing):
-        assert re.search(r"checkpointing=True\) in place of gradient_checkpointing_enable\(\)", message)
+        assert re.search(r"activation_checkpointing=True\) in place of gradient_checkpointing_enable\(\)", message)
 
 
 class Averaged(Block):

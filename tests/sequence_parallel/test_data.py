@@ -190,7 +190,7 @@ def test_dropout_before_the_blocks(world: World) -> None:
 
 def comparisons() -> int:
     model = causal("llama")()
-    with lt_tiled.prepare(model, sequence_parallel=2, checkpointing=True):
+    with lt_tiled.prepare(model, sequence_parallel=2, activation_checkpointing=True):
         for _ in range(3):
             model(input_ids=ids(2, 24), labels=ids(2, 24)).loss.backward()
         return model._lt_tiled_shared.sharing.same_batch.compared
@@ -288,7 +288,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def with_option(name: str, chosen: Any) -> tuple[list[float], list[float], Tensor]:
     lit = (Adapted if name == "LoRA" else Lit)("llama")
     if isinstance(chosen, str) and chosen != "auto":
-        chosen = strategy(lt_tiled, chosen, sequence_parallel=2, tiling=3, checkpointing=True, loss=True)
+        chosen = strategy(lt_tiled, chosen, sequence_parallel=2, tiling=3, activation_checkpointing=True, loss=True)
     run = fit(
         chosen, lit, DataLoader(torch.cat(batches(4)), batch_size=2), use_distributed_sampler=False, **OPTIONS[name]
     )

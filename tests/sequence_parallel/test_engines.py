@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import lt_tiled
-from lt_tiled import Checkpointing, SequenceParallel, Tiling
+from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling
 from tests.engines.cells import ENGINES, set_up, sgd, step_on, strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
@@ -76,13 +76,13 @@ class Lit(pl.LightningModule):
 
 
 def policies(mode: str, directory: str) -> dict[str, Any]:
-    offload = Checkpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
+    offload = ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
     if mode == "plain":  # with the self-check
-        return {"tiling": None, "checkpointing": None, "sequence_parallel": 2}
+        return {"tiling": None, "activation_checkpointing": None, "sequence_parallel": 2}
     heads = {"head_tiles": 2, "keep": "attention"} if mode == "heads" else {}
     return {
         "tiling": Tiling(3, self_check=False),
-        "checkpointing": offload if mode == "disk" else True,
+        "activation_checkpointing": offload if mode == "disk" else True,
         "sequence_parallel": SequenceParallel(2, self_check=False, **heads),
         "loss": True,
     }
@@ -192,7 +192,9 @@ HYBRID = {
 
 def hybrid(engine: str) -> list[float]:
     """The losses of three steps of four ranks on the same batches, in groups of two."""
-    chosen = strategy(lt_tiled.fabric, engine, tiling=3, checkpointing=True, sequence_parallel=2, **HYBRID[engine])
+    chosen = strategy(
+        lt_tiled.fabric, engine, tiling=3, activation_checkpointing=True, sequence_parallel=2, **HYBRID[engine]
+    )
     fabric = Fabric(accelerator="cpu", devices=4, strategy=chosen)
     fabric.launch()
     model, optimizer = set_up(fabric, MODELS["llama"](), engine)

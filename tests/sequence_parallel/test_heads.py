@@ -30,7 +30,7 @@ NAMES = ["llama", "llama 8/8", "llama 6/3", "packed", "gemma 3", "qwen 3", "mixt
 )
 def test_gradients(name: str, options: dict[str, Any], size: int, four_ranks: World) -> None:
     """Loss and gradients are those of all heads at once."""
-    for found in four_ranks(errors, [name], size, options, {"checkpointing": True}):
+    for found in four_ranks(errors, [name], size, options, {"activation_checkpointing": True}):
         assert found[name] < CASES[name].error
 
 
@@ -73,7 +73,7 @@ def test_blocks_that_are_attention(keep: Any) -> None:
     torch.manual_seed(0)
     module, x, found = HeadsOnly(64, 4).double(), torch.randn(1, 8, 64, dtype=torch.float64), []
     policy = SequenceParallel(1, head_tiles=2, keep=keep)
-    for policies in ({}, {"checkpointing": True, "sequence_parallel": policy}):
+    for policies in ({}, {"activation_checkpointing": True, "sequence_parallel": policy}):
         with lt_tiled.prepare(module, **policies) if policies else nullcontext():
             found.append(torch.autograd.grad(module(x).square().sum(), list(module.parameters())))
     torch.testing.assert_close(found[1], found[0])

@@ -15,8 +15,8 @@ from tests.world import World
 LAYERS = 3
 
 
-CHECKPOINTED: dict[str, Any] = {"checkpointing": True}
-EVERYTHING: dict[str, Any] = {"checkpointing": "disk", "tiling": Tiling(3, self_check=False)}
+CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}
+EVERYTHING: dict[str, Any] = {"activation_checkpointing": "disk", "tiling": Tiling(3, self_check=False)}
 
 
 @pytest.mark.table("llama-.*-attention|(gemma 3|packed)-.*-exchange")
@@ -55,7 +55,7 @@ def frozen_below() -> float:
         part.requires_grad_(False)
     policy = SequenceParallel(2, keep="attention")
     for policies in ({}, {"sequence_parallel": policy}):
-        with lt_tiled.prepare(model, checkpointing=True, **policies):
+        with lt_tiled.prepare(model, activation_checkpointing=True, **policies):
             found.append(step(model, CASES["llama"].inputs()))
     return worst(found[1], found[0])
 

@@ -21,7 +21,7 @@ from tests.world import World
 )
 def test_a_quarter_of_the_tokens(options: dict[str, Any], most: float, four_ranks: World) -> None:
     """A rank of four that share a sequence has the peak of one rank with a quarter of the tokens."""
-    policies = {"checkpointing": True, "tiling": True, "loss": True}
+    policies = {"activation_checkpointing": True, "tiling": True, "loss": True}
     for shared, alone in four_ranks(peaks, 2048, options, policies):
         assert shared <= most * alone
 

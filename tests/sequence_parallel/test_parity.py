@@ -24,9 +24,9 @@ def test_plain(name: str, size: int, four_ranks: World) -> None:
 
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "checkpointed": {"checkpointing": True},
-    "tiled": {"tiling": Tiling(3, self_check=False), "checkpointing": True},
-    "disk": {"checkpointing": "disk"},
+    "checkpointed": {"activation_checkpointing": True},
+    "tiled": {"tiling": Tiling(3, self_check=False), "activation_checkpointing": True},
+    "disk": {"activation_checkpointing": "disk"},
 }
 
 

@@ -13,7 +13,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lt_tiled
-from lt_tiled import Checkpointing
+from lt_tiled import ActivationCheckpointing
 from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
@@ -126,7 +126,9 @@ def test_offload(tmp_path: Path) -> None:
     """
     plain, _, _ = train(TiledSingleDeviceStrategy(tiling=None))
     policy = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0}
-    by_strategy, _, fabric = train(TiledSingleDeviceStrategy(tiling=None, checkpointing=Checkpointing(**policy)))
+    by_strategy, _, fabric = train(
+        TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=ActivationCheckpointing(**policy))
+    )
     callback = OffloadedCheckpointing(**policy)
     by_callback, _, _ = train("auto", callbacks=[callback])
     assert by_strategy == by_callback == plain

@@ -17,7 +17,7 @@ from torch import nn
 
 import lt_tiled
 from lt_tiled import (
-    Checkpointing,
+    ActivationCheckpointing,
     TiledDDPStrategy,
     TiledDeepSpeedStrategy,
     TiledFSDPStrategy,
@@ -31,7 +31,7 @@ from tests.parity import near
 
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
-    return TiledSingleDeviceStrategy(**{"tiling": 4, "checkpointing": True, **kwargs})
+    return TiledSingleDeviceStrategy(**{"tiling": 4, "activation_checkpointing": True, **kwargs})
 
 
 def test_losses_are_the_stock_strategys() -> None:
@@ -81,27 +81,38 @@ def test_short_forms() -> None:
     assert TiledDDPStrategy(tiling=8).tiling == Tiling(8)
     assert TiledDDPStrategy(tiling=None).tiling is TiledDDPStrategy(tiling=False).tiling is None
     assert TiledDDPStrategy(tiling=True).tiling == Tiling()
-    assert TiledDDPStrategy(checkpointing=True).checkpointing == Checkpointing()
-    assert TiledDDPStrategy(checkpointing=False).checkpointing is None
-    assert (TiledDDPStrategy().tiling, TiledDDPStrategy().checkpointing) == (Tiling(), Checkpointing())
+    assert TiledDDPStrategy(activation_checkpointing=True).activation_checkpointing == ActivationCheckpointing()
+    assert TiledDDPStrategy(activation_checkpointing=False).activation_checkpointing is None
+    assert (TiledDDPStrategy().tiling, TiledDDPStrategy().activation_checkpointing) == (
+        Tiling(),
+        ActivationCheckpointing(),
+    )
 
 
 def test_two_ways_to_checkpoint_are_refused() -> None:
     """A parent's own activation checkpointing beside ours is refused with the remedy, and allowed with
-    ``checkpointing=False``.
+    ``activation_checkpointing=False``.
     """
     for home in (lt_tiled, lt_tiled.fabric):
-        with pytest.raises(ValueError, match=r"given activation_checkpointing_policy .* pass checkpointing=False"):
+        with pytest.raises(
+            ValueError, match=r"given activation_checkpointing_policy .* pass activation_checkpointing=False"
+        ):
             home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear})
         assert (
-            home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, checkpointing=False).checkpointing
+            home.TiledFSDPStrategy(
+                activation_checkpointing_policy={nn.Linear}, activation_checkpointing=False
+            ).activation_checkpointing
             is None
         )
         with pytest.raises(
-            ValueError, match=r"given cpu_checkpointing .* pass checkpointing='cpu', or pass checkpointing=False"
+            ValueError,
+            match=r"given cpu_checkpointing .* pass activation_checkpointing='cpu', or pass activation_checkpointing=False",
         ):
             home.TiledDeepSpeedStrategy(cpu_checkpointing=True)
-        assert home.TiledDeepSpeedStrategy(cpu_checkpointing=True, checkpointing=False).checkpointing is None
+        assert (
+            home.TiledDeepSpeedStrategy(cpu_checkpointing=True, activation_checkpointing=False).activation_checkpointing
+            is None
+        )
         with pytest.raises(ValueError, match="cpu_checkpointing"):
             home.TiledDeepSpeedStrategy(config={"activation_checkpointing": {"cpu_checkpointing": True}})
 
@@ -120,7 +131,7 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kwargs", "message"),
     [
         ({"tiling": 0}, "tiling=0 is not understood: pass a number of tiles, True, False or a Tiling"),
-        ({"checkpointing": "disc"}, "checkpointing='disc' is not understood"),
+        ({"activation_checkpointing": "disc"}, "activation_checkpointing='disc' is not understood"),
         ({"find_unused": True}, "find_unused"),
     ],
 )
@@ -264,14 +275,14 @@ def test_offload_through_a_strategy(tmp_path: Path) -> None:
     before.
     """
     losses, logs = [], []
-    for checkpointing in (
-        Checkpointing(),
-        Checkpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0),
+    for activation_checkpointing in (
+        ActivationCheckpointing(),
+        ActivationCheckpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0),
     ):
         (tmp_path / "scratch").mkdir(exist_ok=True)
         model = LitTiny()
         logger = pl.loggers.CSVLogger(tmp_path, name=str(len(losses)))
-        trainer(tiled(checkpointing=checkpointing), logger=logger, log_every_n_steps=1).fit(model)
+        trainer(tiled(activation_checkpointing=activation_checkpointing), logger=logger, log_every_n_steps=1).fit(model)
         losses.append(model.losses)
         logs.append(
             (Path(logger.log_dir) / "metrics.csv").read_text()
@@ -293,9 +304,13 @@ def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
     Lightning's rows are.
     """
     logger = pl.loggers.CSVLogger(tmp_path)
-    checkpointing = Checkpointing(offload="disk", min_bytes=0)
+    activation_checkpointing = ActivationCheckpointing(offload="disk", min_bytes=0)
     run = trainer(
-        tiled(checkpointing=checkpointing), logger=logger, log_every_n_steps=1, accumulate_grad_batches=2, max_steps=2
+        tiled(activation_checkpointing=activation_checkpointing),
+        logger=logger,
+        log_every_n_steps=1,
+        accumulate_grad_batches=2,
+        max_steps=2,
     )
     run.fit(LitTiny())
     header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
@@ -305,10 +320,12 @@ def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("short", ["cpu", "disk", "cpu+disk"])
 def test_offload_by_its_short_form(short: Any) -> None:
-    """``checkpointing="disk"`` offloads by the default policy."""
-    assert TiledSingleDeviceStrategy(checkpointing=short).checkpointing == Checkpointing(offload=short)
+    """``activation_checkpointing="disk"`` offloads by the default policy."""
+    assert TiledSingleDeviceStrategy(
+        activation_checkpointing=short
+    ).activation_checkpointing == ActivationCheckpointing(offload=short)
     model = LitTiny()
-    trainer(tiled(checkpointing=short)).fit(model)
+    trainer(tiled(activation_checkpointing=short)).fit(model)
     assert len(model.losses) == 3
 
 
@@ -316,7 +333,9 @@ def test_a_missing_directory_stops_before_the_first_step() -> None:
     """A directory that is not there stops the run before its first step, and leaves the model as it was."""
     model = LitTiny()
     with pytest.raises(lt_tiled.OffloadError, match=r"No such file or directory.*/not/there"):
-        trainer(tiled(checkpointing=Checkpointing(offload="disk", directory="/not/there"))).fit(model)
+        trainer(tiled(activation_checkpointing=ActivationCheckpointing(offload="disk", directory="/not/there"))).fit(
+            model
+        )
     assert model.losses == []
     assert replaced(model) == 0
 

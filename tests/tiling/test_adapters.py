@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.models import Block, H, tiny_llama
@@ -62,7 +62,7 @@ def test_parity(name: str, after: bool) -> None:
     base = tiny_llama().double()
     true = run(adapted(copy.deepcopy(base), **ADAPTERS[name]))
     model = base if after else adapted(base, **ADAPTERS[name])
-    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         model = adapted(base, **ADAPTERS[name]) if after else model
         assert worst(run(model), true) <= MIXED
         assert all(row.tiles > 1 for row in Report.of(model).tiled if "original_module" not in row.path)
@@ -75,8 +75,8 @@ def change(model: Any, how: str) -> None:
 
 POLICIES: dict[str, dict[str, Any]] = {
     "tiles": {"tiling": TILES},
-    "checkpointing": {"checkpointing": Checkpointing()},
-    "both": {"tiling": TILES, "checkpointing": Checkpointing()},
+    "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing()},
+    "both": {"tiling": TILES, "activation_checkpointing": ActivationCheckpointing()},
 }
 
 
@@ -116,7 +116,7 @@ def test_adapters_in_a_method() -> None:
     base, halves = architecture.build(), ["intermediate.dense", "output.dense"]
     true = run(adapted(copy.deepcopy(base), target_modules=halves, task_type=None), architecture.feed(base))
     model = adapted(base, target_modules=halves, task_type=None)
-    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         assert worst(run(model, architecture.feed(base)), true) <= MIXED
         assert {(row.kind, row.tiles > 1) for row in Report.of(model).tiled} == {("BertLayer.feed_forward_chunk", True)}
 
@@ -136,7 +136,7 @@ def test_dropout_of_adapters_is_replayed() -> None:
         torch.manual_seed(5)
         return spread(model(x))
 
-    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         loss().backward()
         assert weight.grad is not None
         with torch.no_grad():
@@ -157,7 +157,7 @@ def test_quantised_base(after: bool) -> None:
     quantize_(base, Int8WeightOnlyConfig(), filter_fn=lambda module, path: path.endswith("proj"))
     true = run(adapted(copy.deepcopy(base), target_modules=MLP))
     model = base if after else adapted(base, target_modules=MLP)
-    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         model = adapted(base, target_modules=MLP) if after else model
         assert worst(run(model), {name: value.double() for name, value in true.items()}) <= 1e-5
         assert all(row.tiles > 1 for row in Report.of(model).tiled)
@@ -168,6 +168,6 @@ def test_frozen_model_of_which_one_part_trains() -> None:
     model = tiny_llama().double().requires_grad_(False)
     model.model.layers[0].post_attention_layernorm.weight.requires_grad_()
     true = run(model)
-    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         assert worst(run(model), true) <= MIXED
     assert len(true) == 2

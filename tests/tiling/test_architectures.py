@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.report import Report, pattern
@@ -64,7 +64,7 @@ def test_no_mlp(name: str) -> None:
     model = ARCHITECTURES[name].build()
     before = [set(vars(m)) for m in model.modules()]
     with pytest.raises(NothingFoundError, match=rf"Tiling found no MLP in {type(model).__name__}.*tiling=False"):
-        prepare(model, tiling=TILES, checkpointing=Checkpointing())
+        prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing())
     assert [set(vars(m)) for m in model.modules()] == before
 
 
@@ -77,9 +77,9 @@ def test_tiled(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     true = run(model, architecture)
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         untiled = costs(model, architecture)
-    with prepare(model, tiling=TILES, checkpointing=Checkpointing()) as prepared:
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()) as prepared:
         assert found_in(model) == architecture.finds
         tiled = run(model, architecture)
         assert all(row.tiles > 1 for row in prepared.report().tiled)
@@ -115,7 +115,7 @@ def test_layer_drop(seed: int) -> None:
     model = architecture.build()
     torch.manual_seed(seed)
     true = run(model, architecture)
-    with prepare(model, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         torch.manual_seed(seed)
         compare(run(model, architecture), true, architecture.error)
 

@@ -633,7 +633,7 @@ def test_inside_a_selective_checkpoint(policy: str, early_stop: bool) -> None:
         return gradients(model, call=lambda: checkpoint(lambda: model(ids, labels=ids).loss, **options), loss=torch.sum)
 
     true = step()
-    with prepare(model, tiling=3, checkpointing=False, loss=3), set_checkpoint_early_stop(early_stop):
+    with prepare(model, tiling=3, activation_checkpointing=False, loss=3), set_checkpoint_early_stop(early_stop):
         assert all(worst(step(), true) < MIXED for _ in range(2))
     assert sum(products) == 2  # the output projections of the two attentions, which are not tiled
 
@@ -762,7 +762,7 @@ def test_recorded_router_logits() -> None:
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from lt_tiled import Checkpointing, Tiling, prepare
+    from lt_tiled import ActivationCheckpointing, Tiling, prepare
 
     torch.manual_seed(0)
     sizes = {
@@ -784,7 +784,7 @@ def test_recorded_router_logits() -> None:
         return out.loss
 
     true = gradients(model, ids, call=call)
-    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()):
         for _ in range(2):
             assert worst(gradients(model, ids, call=call), true) < MIXED
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers import LlamaConfig
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile, untile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.recompute import differ
@@ -191,7 +191,9 @@ def test_a_change_that_no_observation_sees(name: str, policy: str, calls: str) -
     """
     tiling = Tiling(4, targets=["Odd"]) if policy == "tiles" else None
     model, x = nn.Sequential(Odd()), randn(2, 40, H)
-    with prepare(model, tiling=tiling, checkpointing=None if tiling else Checkpointing(targets=["Odd"])):
+    with prepare(
+        model, tiling=tiling, activation_checkpointing=None if tiling else ActivationCheckpointing(targets=["Odd"])
+    ):
         for _ in range(0 if calls == "first" else 3):
             model(x).sum().backward()
         y = model(x).sum()
@@ -228,7 +230,7 @@ class Ends(GatedMLP):
 def test_small_saved_tensors_are_compared(end: Callable[[Tensor], Tensor]) -> None:
     """A block that saves only numbers, vectors or flags of what changed is refused by name."""
     model, x = nn.Sequential(Ends(end)), randn(2, 40, H)
-    with prepare(model, checkpointing=Checkpointing(targets=["Ends"])):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(targets=["Ends"])):
         y = model(x).sum()
         VARIABLE.set(3.0)
         y = y + model(x).sum()
@@ -242,7 +244,9 @@ def test_the_last_of_several_calls_is_compared(policy: str) -> None:
     """A change for the third call alone, which is undone before the backward pass, is refused in each step."""
     tiling = Tiling(4, targets=["Odd"]) if policy == "tiles" else None
     model, x = nn.Sequential(Odd()), randn(2, 40, H)
-    with prepare(model, tiling=tiling, checkpointing=None if tiling else Checkpointing(targets=["Odd"])):
+    with prepare(
+        model, tiling=tiling, activation_checkpointing=None if tiling else ActivationCheckpointing(targets=["Odd"])
+    ):
         for step in range(3):
             y = model(x).sum() + model(x).sum()
             VARIABLE.set(3.0 if step == 2 else 1.5)
@@ -274,14 +278,14 @@ def test_a_number_that_is_no_longer_zero_is_checked() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_data_of_weights(checkpointing: bool, tokens: int) -> None:
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_data_of_weights(activation_checkpointing: bool, tokens: int) -> None:
     """Weights whose data changed, of which torch keeps no version, are noticed where the module ran again, in
     evaluation or on few tokens too, where it runs by itself and not together with its norm.
     """
     model, ids = tiny_llama(), torch.randint(32, (2, 40))
     model.model.layers[0].mlp.gate_proj.requires_grad_(False)
-    with prepare(model, tiling=4, checkpointing=checkpointing):
+    with prepare(model, tiling=4, activation_checkpointing=activation_checkpointing):
         for _ in range(3):
             model(input_ids=ids, labels=ids).loss.backward()
         loss = model(input_ids=ids, labels=ids).loss
@@ -328,7 +332,7 @@ def test_statistics_that_change_after_they_were_saved() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Statistics()), randn(4, H, H)
     true = gradients(copy.deepcopy(model), x)
-    with prepare(model, tiling=None, checkpointing=Checkpointing(targets=["Statistics"])):
+    with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(targets=["Statistics"])):
         assert worst(gradients(model, x), true) < EXACT
 
 

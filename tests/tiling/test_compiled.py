@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
 from lt_tiled.tiling.patched import tiled_patches
 from tests.models import GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import gradients, less_accurate, randn, reference, spread, toggled_gradients, worst
@@ -126,7 +126,7 @@ def test_a_whole_model() -> None:
         with prepare(
             model,
             tiling=Tiling(tile_tokens=16, targets="mlp", compile={"backend": graphs}),
-            checkpointing=Checkpointing(),
+            activation_checkpointing=ActivationCheckpointing(),
         ):
             dtype = torch.bfloat16 if autocast else torch.float32
             assert less_accurate(run(model, autocast), untiled, true, dtype) == {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
 from tests.meters import LiveBytes, flops, peak_bytes, profiled_peak_bytes
 from tests.models import Block, GatedMLP, PlainMLP, TinyLM, lm_loss, tiny_llama
 from tests.parity import randn
@@ -46,9 +46,9 @@ def test_hugging_face_model_costs_nothing_more() -> None:
     def run() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
 
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         untiled = flops(run)
-    with prepare(model, checkpointing=Checkpointing(), tiling=Tiling(4, self_check=False)):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(4, self_check=False)):
         assert flops(run) == untiled
 
 
@@ -155,7 +155,7 @@ def test_profiler_sees_the_same_peaks_of_a_model() -> None:
     model, ids = TinyLM(), torch.arange(256).view(2, 128) % 32
     peaks = []
     for tiling in (None, Tiling(4, self_check=False)):
-        with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+        with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing()):
             for meter in (flops, flops, peak_bytes, profiled_peak_bytes):  # the first two calls are compared
                 model.zero_grad(set_to_none=True)
                 peaks.append(meter(lambda: lm_loss(model(ids), ids).backward()))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.tiling.deferred import Deferred
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
@@ -104,7 +104,7 @@ USES: dict[str, Use] = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_whatever_the_block_does_with_the_outputs(use: Use) -> None:
     """Whatever uses the output of a deferred module gets its value: loss and gradients are the untiled ones."""
-    for options in ({}, {"checkpointing": Checkpointing()}):
+    for options in ({}, {"activation_checkpointing": ActivationCheckpointing()}):
         net, x = model(use), tokens(batch=2)
         true = reference(net, x)
         with prepare(net, tiling=TILES, **options) as prepared:
@@ -123,9 +123,11 @@ def test_architectures_cost_nothing_more(name: str) -> None:
     def run() -> None:
         net(**architecture.feed(net)).loss.backward()
 
-    with prepare(net, checkpointing=Checkpointing()):
+    with prepare(net, activation_checkpointing=ActivationCheckpointing()):
         untiled = flops(run)
-    with prepare(net, checkpointing=Checkpointing(), tiling=Tiling(num_shards=4, self_check=False)):
+    with prepare(
+        net, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(num_shards=4, self_check=False)
+    ):
         assert [flops(run) for _ in range(2)] == [untiled] * 2
 
 
@@ -178,7 +180,7 @@ def test_a_norm_that_is_not_position_wise_runs_by_itself() -> None:
         for block in net:
             setattr(block, name, MixingNorm())
         true = reference(net, x)
-        with prepare(net, tiling=TILES, checkpointing=Checkpointing()):
+        with prepare(net, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
             for _ in range(2):
                 assert worst(gradients(net, x), true) <= ERROR
 
@@ -200,7 +202,7 @@ def test_dropout_is_drawn_once(use: str) -> None:
 
     torch.manual_seed(1)
     true = gradients(net, x, call=plainly)
-    for options in ({}, {"checkpointing": Checkpointing(targets=["0"])}):
+    for options in ({}, {"activation_checkpointing": ActivationCheckpointing(targets=["0"])}):
         with prepare(net, tiling=Tiling(num_shards=4, self_check=False), **options):
             torch.manual_seed(1)
             assert worst(gradients(net, x), true) <= ERROR
@@ -221,7 +223,9 @@ def test_a_recompute_that_joins_other_modules_is_noticed() -> None:
             return x + self.mlp(h)
 
     net = nn.Sequential(Looks(use)).double()
-    with prepare(net, tiling=Tiling(4, self_check=False), checkpointing=Checkpointing(targets=["0"])):
+    with prepare(
+        net, tiling=Tiling(4, self_check=False), activation_checkpointing=ActivationCheckpointing(targets=["0"])
+    ):
         y = net(tokens())
         with pytest.raises(RuntimeError, match="Looks: its recompute computes other values"):
             y.sum().backward()
@@ -302,7 +306,7 @@ def test_copies_pickles_and_release() -> None:
     """A deep copy uses its own weights and learns by itself, a pickled one comes back plain, release leaves nothing."""
     net, x = model(), tokens()
     before = [set(vars(m)) for m in net.modules()]
-    with prepare(net, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(net, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         gradients(net, x)
         clone = copy.deepcopy(net)
         patches = [m[0].mlp.__dict__["_lt_tiled_tiling"] for m in (net, clone)]
@@ -404,7 +408,7 @@ def test_layers_in_the_blocks_own_code(between: Callable[[], nn.Module]) -> None
     true = reference(net, x)
     with pytest.raises(ValueError, match="Tiling found no MLP"):
         prepare(net, tiling=TILES)
-    with prepare(net, checkpointing=Checkpointing()):
+    with prepare(net, activation_checkpointing=ActivationCheckpointing()):
         assert worst(gradients(net, x), true) <= ERROR
 
 
@@ -487,7 +491,7 @@ def test_first_read_without_gradients(mode: Any) -> None:
 
     net, x = model(use), tokens()
     true = reference(net, x)
-    with prepare(net, tiling=TILES, checkpointing=Checkpointing()):
+    with prepare(net, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         assert worst(gradients(net, x), true) <= ERROR
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.models import GatedMLP, H, RoutedMLP
@@ -39,7 +39,7 @@ def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.build(torch.float32, experts)
     true = run(model, architecture.feed(model))
-    with prepare(model, tiling=Tiling(tile_tokens=24), checkpointing=Checkpointing()):
+    with prepare(model, tiling=Tiling(tile_tokens=24), activation_checkpointing=ActivationCheckpointing()):
         found = run(model, architecture.feed(model))
     assert found.keys() == true.keys()
     scale = max(float(value.norm()) for value in true.values())
@@ -57,7 +57,7 @@ def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.Log
     inputs = architecture.feed(model)
     true = run(model, inputs, output_router_logits=True)
     assert "router 0" in true
-    with prepare(model, tiling=Tiling(tile_tokens=24), checkpointing=Checkpointing()):
+    with prepare(model, tiling=Tiling(tile_tokens=24), activation_checkpointing=ActivationCheckpointing()):
         for _ in range(2):
             found = run(model, inputs, output_router_logits=True)
             assert found.keys() == true.keys()
@@ -148,7 +148,7 @@ def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.Lo
     with prepare(
         model,
         tiling=Tiling(num_shards=4),
-        checkpointing=Checkpointing() if checkpointed and kind != "kept loss" else None,
+        activation_checkpointing=ActivationCheckpointing() if checkpointed and kind != "kept loss" else None,
     ):
         with torch.no_grad():  # a validation before the first step
             model.eval()(x)
@@ -200,7 +200,7 @@ def test_capacity_and_norms_behind_mixtures(name: str) -> None:
         config.decoder_start_token_id = 0
         model, inputs = SwitchTransformersForConditionalGeneration(config).double(), {"input_ids": ids, "labels": ids}
     true = run(model, inputs)
-    with prepare(model, tiling=Tiling(tile_tokens=5), checkpointing=Checkpointing()):
+    with prepare(model, tiling=Tiling(tile_tokens=5), activation_checkpointing=ActivationCheckpointing()):
         found = run(model, inputs)
     assert found.keys() == true.keys()
     scale = max(float(value.norm()) for value in true.values())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
-from lt_tiled import Checkpointing, Tiling, prepare, tile, untile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
 from lt_tiled.tiling.backward import Backward, LastLinear
 from lt_tiled.tiling.skip import LastProjectionSkip
 from lt_tiled.tiling.state import TiledPatch
@@ -127,7 +127,7 @@ def test_no_operation_of_a_llama_meets_a_mode(monkeypatch: pytest.MonkeyPatch) -
     """From the second step on the last projections of MLPs and those behind norms are left out without a mode."""
     architecture, entered = ARCHITECTURES["Llama"], []
     net = architecture.build(torch.float32)
-    with prepare(net, tiling=Tiling(num_shards=4), checkpointing=Checkpointing()):
+    with prepare(net, tiling=Tiling(num_shards=4), activation_checkpointing=ActivationCheckpointing()):
         net(**architecture.feed(net)).loss.backward()
         monkeypatch.setattr(LastProjectionSkip, "__enter__", entered.append)
         net(**architecture.feed(net)).loss.backward()

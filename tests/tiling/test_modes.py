@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
 from tests.models import GatedMLP, tiny_llama
 from tests.parity import SPREADS, gradients, less_accurate, randn, reference, spread_of, worst
 from tests.tiling.test_compiled import compiled
@@ -28,8 +28,8 @@ COMPILERS = [
 @contextmanager
 def tiled(model: nn.Module) -> Iterator[nn.Module]:
     """A model with all features, in tiles of a few tokens."""
-    offloaded = Checkpointing(offload="cpu", min_bytes=0, keep_last=0)
-    with prepare(model, tiling=Tiling(tile_tokens=16), checkpointing=offloaded, loss=3):
+    offloaded = ActivationCheckpointing(offload="cpu", min_bytes=0, keep_last=0)
+    with prepare(model, tiling=Tiling(tile_tokens=16), activation_checkpointing=offloaded, loss=3):
         yield model
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import lt_tiled
-from lt_tiled import Checkpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from tests.architectures import ARCHITECTURES
 
 PACKAGE = Path(lt_tiled.__file__).parent
@@ -47,7 +47,7 @@ def test_a_step_is_read_in_few_files() -> None:
     """
     architecture = ARCHITECTURES["Llama"]
     net = architecture.build(torch.float32)
-    with prepare(net, tiling=Tiling(num_shards=4), checkpointing=Checkpointing()):
+    with prepare(net, tiling=Tiling(num_shards=4), activation_checkpointing=ActivationCheckpointing()):
         net(**architecture.feed(net)).loss.backward()
         losses: list[torch.Tensor] = []
         forward = entered(lambda: losses.append(net(**architecture.feed(net)).loss)) - AROUND

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lt_tiled import Checkpointing, Tiling, prepare, tile, untile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
 from lt_tiled.report import Report
 from tests.meters import flops, peak_bytes
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
@@ -156,9 +156,13 @@ def test_the_rest_of_the_block() -> None:
         model.zero_grad(set_to_none=True)
         return {"loss": loss.detach(), **found}
 
-    with prepare(model, checkpointing=Checkpointing()):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
         true, untiled = run(), flops(run)
-    with prepare(model, tiling=Tiling(4, targets=["auto", *REST], self_check=False), checkpointing=Checkpointing()):
+    with prepare(
+        model,
+        tiling=Tiling(4, targets=["auto", *REST], self_check=False),
+        activation_checkpointing=ActivationCheckpointing(),
+    ):
         assert worst(run(), true) <= 1e-6
         assert len(paths(model)) == 2 * (1 + 2 + 4) + 1
         assert rows(model)
@@ -176,7 +180,9 @@ def test_memory_of_the_rest_of_the_block() -> None:
     peaks = []
     for targets in ("mlp", "auto"):
         with prepare(
-            model, tiling=Tiling(tile_tokens=64, targets=targets, self_check=False), checkpointing=Checkpointing()
+            model,
+            tiling=Tiling(tile_tokens=64, targets=targets, self_check=False),
+            activation_checkpointing=ActivationCheckpointing(),
         ):
             layer = model.model.layers[0]
 
@@ -234,7 +240,7 @@ def test_plain_transformer_encoder(norm_first: bool) -> None:
 
     costs = []
     for tiling in (None, Tiling(8, self_check=False)):
-        with prepare(model, tiling=tiling, checkpointing=Checkpointing()):
+        with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing()):
             assert worst(gradients(model, x), true) <= 1e-10
             costs.append((flops(run), peak_bytes(run)))
             assert len(paths(model)) == (0 if tiling is None else 2)
@@ -260,7 +266,7 @@ def test_hand_written_gpt() -> None:
     """A hand-written GPT: ``auto`` finds its MLPs, and the gradients are the untiled ones."""
     model = TinyLM().double()
     true = gradients(model, loss=lambda y: lm_loss(y, IDS), call=lambda: model(IDS))
-    with prepare(model, tiling=Tiling(4), checkpointing=Checkpointing()):
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()):
         assert worst(gradients(model, loss=lambda y: lm_loss(y, IDS), call=lambda: model(IDS)), true) <= 1e-10
         assert paths(model) == ["blocks.0.mlp", "blocks.1.mlp"]
         assert rows(model)
