@@ -13,7 +13,6 @@ from lt_tiled.errors import (
 from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.attention import shared_attention
-from lt_tiled.sequence_parallel.groups import data_rank, data_world_size
 from lt_tiled.strategies import (
     TiledDDPStrategy,
     TiledDeepSpeedStrategy,
@@ -45,8 +44,6 @@ __all__ = [
     "Tiling",
     "Verification",
     "callbacks",
-    "data_rank",
-    "data_world_size",
     "fabric",
     "prepare",
     "shared_attention",

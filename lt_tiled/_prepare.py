@@ -29,11 +29,11 @@ from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import (
     ActivationCheckpointing,
+    Checkpoints,
     LossShards,
     SequenceParallel,
-    Tiers,
     Tiling,
-    as_checkpointing,
+    as_activation_checkpointing,
     as_loss,
     as_sequence_parallel,
     as_tiling,
@@ -90,9 +90,10 @@ class Prepared(AbstractContextManager["Prepared"]):
             if activation_checkpointing is not None and activation_checkpointing.offload is not None:
                 if not unpatched:
                     raise ValueError(
-                        f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use activation"
-                        f" checkpointing already. Pass activation_checkpointing={activation_checkpointing.offload!r} to the strategy, or"
-                        " activation_checkpointing=False to the strategy and keep this one."
+                        f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use"
+                        " activation checkpointing already. Pass activation_checkpointing="
+                        f"{activation_checkpointing.offload!r} to the strategy, or activation_checkpointing=False to"
+                        " the strategy and keep this one."
                     )
                 self.offloader = build(activation_checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
@@ -182,24 +183,22 @@ class AppliesPolicies:
         Raises:
             ValueError: If one is not understood.
         """
-        self.tiling, self.activation_checkpointing, self.loss = (
-            as_tiling(tiling),
-            as_checkpointing(activation_checkpointing),
-            as_loss(loss),
-        )
+        self.tiling, self.loss = as_tiling(tiling), as_loss(loss)
+        self.activation_checkpointing = as_activation_checkpointing(activation_checkpointing)
         self.sequence_parallel = as_sequence_parallel(sequence_parallel)
-        self._models = PreparedModels()
+        self.prepared = PreparedModels()
+        """The models that the policies were applied to."""
 
     def release(self) -> None:
         """Restore every model."""
-        self._models.release()
+        self.prepared.release()
 
 
 def prepare(
     model: nn.Module,
     *,
     tiling: Tiling | bool | int | None = None,
-    activation_checkpointing: ActivationCheckpointing | bool | Tiers | None = None,
+    activation_checkpointing: Checkpoints | None = None,
     loss: bool | int | None = None,
     sequence_parallel: SequenceParallel | int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -209,8 +208,8 @@ def prepare(
     Args:
         model: Any module. Its ``state_dict`` keys, classes and results do not change.
         tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
-        activation_checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, or where their inputs are
-            offloaded to; ``None`` for none.
+        activation_checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, where their
+            inputs are offloaded to, or what Lightning's ``activation_checkpointing_policy`` takes; ``None`` for none.
         loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
         sequence_parallel: How the ranks of ``group`` share each sequence: a policy or their number; ``None`` if they do
             not. All of them call the model with the same inputs, and gradients are averaged over all ranks.
@@ -232,7 +231,9 @@ def prepare(
         )
     shared = as_sequence_parallel(sequence_parallel)
     group = _group_of(shared, group) if shared else None
-    return Prepared(model, policy, as_checkpointing(activation_checkpointing), as_loss(loss), shared, group=group)
+    return Prepared(
+        model, policy, as_activation_checkpointing(activation_checkpointing), as_loss(loss), shared, group=group
+    )
 
 
 def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -190,7 +190,8 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
     if not found:
         raise NothingFoundError(
             f"ActivationCheckpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"
-            " Sequential): name them, as in ActivationCheckpointing(targets=['MyBlock']), or set activation_checkpointing=False."
+            " Sequential): name them, as in ActivationCheckpointing(targets=['MyBlock']), or set"
+            " activation_checkpointing=False."
         )
     return found
 

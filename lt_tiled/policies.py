@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 
 import torch
 
@@ -146,6 +147,13 @@ class ActivationCheckpointing:
             raise ValueError(f"directory={self.directory!r} has a NUL byte, which no path may have: remove it.")
 
 
+if TYPE_CHECKING:
+    Checkpoints = bool | Tiers | ActivationCheckpointing | type | Collection[type] | Callable[[Any, bool, int], bool]
+else:
+    Checkpoints = bool | Tiers | ActivationCheckpointing  # what YAML can hold
+"""The short forms of an :class:`ActivationCheckpointing`."""
+
+
 @dataclass(frozen=True)
 class SequenceParallel:
     """How the ranks of a group share each sequence.
@@ -205,18 +213,34 @@ def as_loss(value: bool | int | None) -> LossShards | None:
     return None if value is None or value is False else "auto" if value is True else value
 
 
-def as_checkpointing(value: bool | Tiers | ActivationCheckpointing | None) -> ActivationCheckpointing | None:
-    """Return the policy for a short form: ``True`` (the default), a tier, ``False`` or ``None`` (off)."""
+def as_activation_checkpointing(value: Checkpoints | None) -> ActivationCheckpointing | None:
+    """Return the policy for a short form.
+
+    Args:
+        value: ``True`` (the default), a tier, ``False`` or ``None`` (off), or what Lightning calls an activation
+            checkpointing policy: classes of blocks, or a function of a module, of whether to look inside of it, and of
+            its number of weights.
+    """
     if value is None or isinstance(value, ActivationCheckpointing):
         return value
+    classes = [value] if isinstance(value, type) else value
+    if isinstance(classes, set | frozenset | list | tuple) and all(isinstance(cls, type) for cls in classes):
+        return ActivationCheckpointing(targets=[cls.__name__ for cls in classes])
+    if callable(value):
+        return ActivationCheckpointing(targets=partial(_chooses, value))
     if value in get_args(Tiers):
         return ActivationCheckpointing(offload=cast(Tiers, value))
     if not isinstance(value, bool):
         tiers = ", ".join(map(repr, get_args(Tiers)))
         raise ValueError(
-            f"activation_checkpointing={value!r} is not understood: pass True, False, {tiers} or an ActivationCheckpointing."
+            f"activation_checkpointing={value!r} is not understood: pass True, False, {tiers}, an"
+            " ActivationCheckpointing, or classes of blocks."
         )
     return ActivationCheckpointing() if value else None
+
+
+def _chooses(policy: Callable[[Any, bool, int], bool], path: str, module: Any) -> bool:
+    return policy(module, False, sum(p.numel() for p in module.parameters()))
 
 
 def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParallel | None:

@@ -50,7 +50,8 @@ def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     ``tiling.num_shards``.
     """
     Path("short.yaml").write_text(
-        "trainer: {strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: 8, activation_checkpointing: true}}}\n"
+        "trainer: {strategy: {class_path: lt_tiled.TiledDDPStrategy,"
+        " init_args: {tiling: 8, activation_checkpointing: true}}}\n"
         "model: {class_path: lt_tiled.lm.CausalLM}\ndata: {class_path: lt_tiled.lm.TextFiles}\n"
     )
     short = config(capsys, "--config", "short.yaml")["trainer"]["strategy"]["init_args"]

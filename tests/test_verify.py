@@ -809,7 +809,9 @@ model: tests.lit.LitTiny
 trainer:
   accelerator: cpu
   devices: 1
-  strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: {tiling: {tile_tokens: 4096}, activation_checkpointing: cpu}}
+  strategy:
+    class_path: lt_tiled.TiledDDPStrategy
+    init_args: {tiling: {tile_tokens: 4096}, activation_checkpointing: cpu}
   max_epochs: 3
   fast_dev_run: true
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
-from lt_tiled._prepare import AppliesPolicies, Prepared
+from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
-from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
+from lt_tiled.policies import ActivationCheckpointing, Checkpoints, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.deepspeed import adapt_tiles
@@ -27,14 +27,12 @@ class PreparingCallback(AppliesPolicies, Callback):
     """
 
     def __init__(
-        self, tiling: Any = None, activation_checkpointing: Any = None, loss: bool | int | None = None
+        self,
+        tiling: bool | int | Tiling | None = None,
+        activation_checkpointing: Checkpoints | None = None,
+        loss: bool | int | None = None,
     ) -> None:
         self.set_policies(tiling, activation_checkpointing, loss)
-
-    @property
-    def prepared(self) -> Prepared | None:
-        """The model that was prepared last, until it is released."""
-        return self._models[-1] if self._models else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._prepare(pl_module, trainer.strategy, trainer.num_devices)
@@ -53,14 +51,14 @@ class PreparingCallback(AppliesPolicies, Callback):
         self._prepare(module, fabric.strategy, len(devices))
 
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
-        before = len(self._models)
-        self._models.add(model, self, ranks_per_node)
+        before = len(self.prepared)
+        self.prepared.add(model, self, ranks_per_node)
         try:
             if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
                 adapt_tiles(strategy, model)
             adapt_to_fsdp_units(model)
         except BaseException:
-            self._models.release(keep=before)
+            self.prepared.release(keep=before)
             raise
 
 
@@ -68,19 +66,12 @@ class TiledMLP(PreparingCallback):
     """Tiles modules under any strategy, for ``Trainer(callbacks=...)`` and ``Fabric(callbacks=...)``.
 
     Args:
-        num_shards: Tiles per call, or ``"auto"``.
+        tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``False`` tiles only the loss.
         loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
-        tiling: The other fields of :class:`~lt_tiled.policies.Tiling`. ``targets=[]`` tiles only the loss.
     """
 
-    def __init__(
-        self,
-        num_shards: PositiveInt | Literal["auto"] = "auto",
-        loss: bool | PositiveInt | None = None,
-        **tiling: Any,
-    ) -> None:
-        only_loss = loss and tiling.get("targets") == []
-        super().__init__(tiling=None if only_loss else Tiling(num_shards, **tiling), loss=loss)
+    def __init__(self, tiling: bool | PositiveInt | Tiling = True, loss: bool | PositiveInt | None = None) -> None:
+        super().__init__(tiling, loss=loss)
 
 
 class OffloadedCheckpointing(PreparingCallback):
@@ -89,12 +80,11 @@ class OffloadedCheckpointing(PreparingCallback):
     With a Trainer, the figures of each step go to the loggers of the run as ``lt_tiled/offload_...``.
 
     Args:
-        offload: Where the block inputs go; ``None`` keeps them on the device.
-        activation_checkpointing: The other fields of :class:`~lt_tiled.policies.ActivationCheckpointing`.
+        activation_checkpointing: Where block inputs are offloaded, or a policy; ``True`` keeps them on the device.
     """
 
-    def __init__(self, offload: Tiers | None = "cpu", **activation_checkpointing: Any) -> None:
-        super().__init__(activation_checkpointing=ActivationCheckpointing(offload=offload, **activation_checkpointing))
+    def __init__(self, activation_checkpointing: bool | Tiers | ActivationCheckpointing = "cpu") -> None:
+        super().__init__(activation_checkpointing=activation_checkpointing)
         self._log = OffloadLog()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
@@ -103,8 +93,8 @@ class OffloadedCheckpointing(PreparingCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.prepared is not None and self.prepared.offloader is not None:
-            self._log.step(trainer, self.prepared.offloader)
+        if self.prepared and self.prepared[-1].offloader is not None:
+            self._log.step(trainer, self.prepared[-1].offloader)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._models.free_buffers()  # the last checkpoint of the run may need the memory
+        self.prepared.free_buffers()  # the last checkpoint of the run may need the memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -57,39 +56,11 @@ def check_size(size: int, ranks: int) -> None:
         raise ValueError(f"sequence_parallel={size} does not divide the {ranks} ranks: choose one of {possible}.")
 
 
-_latest: Groups | None = None
-_FOR_WORKERS = "LT_TILED_DATA_RANK"
-"""The environment variable that tells what spawned workers of data loaders, which have no process group, would ask."""
-
-
-def remember(groups: Groups | None) -> None:
-    """Make these the groups that :func:`data_rank` tells."""
-    global _latest
-    _latest = groups
-    os.environ[_FOR_WORKERS] = "{} {}".format(*_place()) if groups or _started() else "0 1"
-
-
-def data_rank() -> int:
-    """Return the place of this rank's data: the ranks of a group that shares its sequences read the same data.
-
-    It is the global rank without sequence parallelism. Use it, with :func:`data_world_size`, wherever data depends on
-    the rank, as in an ``IterableDataset``.
-    """
-    return _place()[0]
-
-
-def data_world_size() -> int:
-    """Return the number of ranks, or of groups that share their sequences, that read different data."""
-    return _place()[1]
-
-
-def _place() -> tuple[int, int]:
-    if _latest is not None:
-        return _latest.index, _latest.count
-    if _started():
-        return dist.get_rank(), dist.get_world_size()
-    rank, count = os.environ.get(_FOR_WORKERS, "0 1").split()
-    return int(rank), int(count)
+def data_place(groups: Groups | None) -> tuple[int, int]:
+    """Return which part of the data this rank reads, and the number of parts: ranks of a group read the same part."""
+    if groups is not None:
+        return groups.index, groups.count
+    return (dist.get_rank(), dist.get_world_size()) if _started() else (0, 1)
 
 
 def _started() -> bool:

@@ -145,7 +145,8 @@ class Region:
             raise RuntimeError(
                 f"{self.owner} uses activation checkpointing inside of its blocks, around attention. With sequence"
                 " parallelism its recompute would see the tokens of one rank. Use lt_tiled's activation checkpointing"
-                " (activation_checkpointing=True) in place of gradient_checkpointing_enable(), or checkpoint whole blocks."
+                " (activation_checkpointing=True) in place of gradient_checkpointing_enable(), or checkpoint whole"
+                " blocks."
             )
 
 

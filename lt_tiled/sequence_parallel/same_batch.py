@@ -76,8 +76,8 @@ class SameBatch:
             raise ValueError(
                 f"{self.owner} was given a batch on rank {rank} of a group that shares each sequence, and another on"
                 f" rank 0 ({how}). All {self.size} ranks of a group need the same batch. Let Lightning set the sampler"
-                " (use_distributed_sampler=True), or give yours num_replicas=lt_tiled.data_world_size() and"
-                " rank=lt_tiled.data_rank() and the same seed on all ranks. If they are the same and random numbers"
+                " (use_distributed_sampler=True), or give yours num_replicas=strategy.data_world_size,"
+                " rank=strategy.data_rank and the same seed on all ranks. If they are the same and random numbers"
                 " change them in the model, set SequenceParallel(batch='trust')."
             )
 

@@ -15,8 +15,8 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiers, Tiling
-from lt_tiled.sequence_parallel.groups import Groups, remember
+from lt_tiled.policies import Checkpoints, SequenceParallel, Tiling
+from lt_tiled.sequence_parallel.groups import Groups, data_place
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
@@ -46,9 +46,10 @@ class TiledStrategy(Base):
     Args:
         tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``None`` and ``False`` turn
             tiling off.
-        activation_checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are offloaded. ``True``
-            is the default policy; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns
-            activation checkpointing off.
+        activation_checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are
+            offloaded. ``True`` is the default policy; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs;
+            ``False`` turns activation checkpointing off. Classes of blocks, or a policy function, choose blocks as in
+            Lightning's ``activation_checkpointing_policy``.
         loss: Whether transformers models compute their loss in tiles: ``True``, or the number of tiles.
         sequence_parallel: How many ranks share each sequence, or a ``SequenceParallel``.
     """
@@ -57,7 +58,7 @@ class TiledStrategy(Base):
         self,
         *args: Any,
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
-        activation_checkpointing: bool | Tiers | ActivationCheckpointing | None = True,
+        activation_checkpointing: Checkpoints | None = True,
         loss: bool | PositiveInt | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
         **kwargs: Any,
@@ -65,8 +66,6 @@ class TiledStrategy(Base):
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self._groups: Groups | None = None
-        self.prepared = self._models
-        """The models that the policies were applied to."""
         self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
         end_with_launcher()
 
@@ -89,7 +88,6 @@ class TiledStrategy(Base):
         if policy is not None and policy.size > 1 and self._groups is None:
             self._groups = Groups.of_size(policy.size)
             self.sequence_group = self._groups.group
-        remember(self._groups)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -97,6 +95,20 @@ class TiledStrategy(Base):
         if self._groups is None:
             return super().distributed_sampler_kwargs  # type: ignore[misc,no-any-return]
         return {"num_replicas": self._groups.count, "rank": self._groups.index}
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank's data: the ranks of a group that shares its sequences read the same data.
+
+        It is the global rank without sequence parallelism. Use it, with :attr:`data_world_size`, wherever data depends
+        on the rank, as in an ``IterableDataset``.
+        """
+        return data_place(self._groups)[0]
+
+    @property
+    def data_world_size(self) -> int:
+        """The number of ranks, or of groups that share their sequences, that read different data."""
+        return data_place(self._groups)[1]
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""

@@ -77,8 +77,9 @@ class _DeepSpeed(TiledStrategy):
             and self.activation_checkpointing is not None
         ):
             raise ValueError(
-                f"{type(self).__name__} was given cpu_checkpointing and activation_checkpointing={self.activation_checkpointing!r}, which"
-                " both offload the same activations. Leave cpu_checkpointing out and pass activation_checkpointing='cpu', or pass"
+                f"{type(self).__name__} was given cpu_checkpointing and"
+                f" activation_checkpointing={self.activation_checkpointing!r}, which both offload the same activations."
+                " Leave cpu_checkpointing out and pass activation_checkpointing='cpu', or pass"
                 " activation_checkpointing=False."
             )
 

@@ -42,15 +42,18 @@ class _FSDP(TiledStrategy):
     _state_dict_type: Any  # Lightning has no public name for it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        ours, policy = kwargs.get("activation_checkpointing", True), kwargs.get("activation_checkpointing_policy")
+        if policy is not None and ours is True:
+            kwargs["activation_checkpointing"] = kwargs.pop("activation_checkpointing_policy")
+        elif policy is not None and ours:
+            raise ValueError(
+                f"{type(self).__name__} was given activation_checkpointing_policy and"
+                f" activation_checkpointing={ours!r}, which would recompute blocks twice. Leave one out, or choose the"
+                " blocks with ActivationCheckpointing(targets=...)."
+            )
         super().__init__(*args, **kwargs)
         # The parent would warn that it ignores the policy on a model that is wrapped already.
         self.auto_wrap_policy = self.fsdp_options.pop("auto_wrap_policy", None)
-        names = ("activation_checkpointing", "activation_checkpointing_policy")
-        if self.activation_checkpointing is not None and (name := next(filter(kwargs.get, names), None)):
-            raise ValueError(
-                f"{type(self).__name__} was given {name} and activation_checkpointing={self.activation_checkpointing!r}, which would"
-                f" recompute blocks twice. Leave {name} out, or pass activation_checkpointing=False."
-            )
 
     @property
     def fsdp_options(self) -> dict[str, Any]:
@@ -113,12 +116,14 @@ class _FSDP(TiledStrategy):
 class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
     """Tiling and activation checkpointing under FSDP1, with all arguments of :class:`FSDPStrategy`.
 
-    Without ``auto_wrap_policy`` each block is an FSDP unit. A model stays wrapped from ``fit`` to ``validate``,
-    ``test`` or ``predict``. Gradients can be clipped by their norm over all ranks.
+    ``activation_checkpointing_policy`` chooses the blocks that ``activation_checkpointing`` recomputes. With
+    ``activation_checkpointing=False`` Lightning wraps them instead. Without ``auto_wrap_policy`` each block is an FSDP
+    unit. A model stays wrapped from ``fit`` to ``validate``, ``test`` or ``predict``. Gradients can be clipped by their
+    norm over all ranks.
 
     Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` are both given; at setup, if a tiled
-            module contains FSDP units.
+        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` both choose blocks; at
+            setup, if a tiled module contains FSDP units.
     """
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -19,7 +19,7 @@ def test_losses_are_the_same_and_it_is_undone() -> None:
     """
     plain, model = LitTiny(), LitTiny()
     trainer("auto").fit(plain)
-    callback = TiledMLP(num_shards=4)
+    callback = TiledMLP(4)
     run = trainer("auto", callbacks=[callback])
     run.fit(model)
     assert model.losses == near(plain.losses)
@@ -35,19 +35,18 @@ def test_it_is_undone_after_an_exception() -> None:
     """An exception in a step leaves the model plain."""
     model = LitTiny(steps_fail_at=1)
     with pytest.raises(ArithmeticError, match="the step failed"):
-        trainer("auto", callbacks=[TiledMLP(num_shards=4)]).fit(model)
+        trainer("auto", callbacks=[TiledMLP(4)]).fit(model)
     assert model.forwards_replaced == {6}
     assert replaced(model) == 0
 
 
 def test_arguments() -> None:
-    """The callback takes the policy's fields, and refuses what the policy refuses."""
-    assert TiledMLP(8, targets="MLP", accumulate="param").tiling == Tiling(8, targets="MLP", accumulate="param")
-    assert TiledMLP(tile_tokens=512).tiling == Tiling(tile_tokens=512)
-    with pytest.raises(ValueError, match="num_shards=0"):
+    """The callback takes a policy or its short form, and refuses what a strategy refuses."""
+    policy = Tiling(8, targets="MLP", accumulate="param")
+    assert TiledMLP(policy).tiling == policy
+    assert TiledMLP().tiling == Tiling()
+    with pytest.raises(ValueError, match="tiling=0"):
         TiledMLP(0)
-    with pytest.raises(TypeError, match="shards"):
-        TiledMLP(shards=3)
 
 
 def test_offloaded_checkpointing(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_offloaded_checkpointing(tmp_path: Path) -> None:
     plain, model = LitTiny(), LitTiny()
     trainer("tiled", callbacks=[]).fit(plain)
     logger = CSVLogger(tmp_path, name="logs")
-    callback = OffloadedCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0)
+    callback = OffloadedCheckpointing(ActivationCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0))
     trainer("auto", callbacks=[callback], logger=logger, log_every_n_steps=1).fit(model)
     assert model.losses == plain.losses
     assert replaced(model) == 0

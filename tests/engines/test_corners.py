@@ -167,7 +167,7 @@ class Sharded(LitTiny):
 def stock_fsdp2(tiled: bool) -> list[float]:
     module = Sharded()
     chosen = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trainer(chosen, devices=2, callbacks=[TiledMLP(num_shards=4)] if tiled else []).fit(module)
+    trainer(chosen, devices=2, callbacks=[TiledMLP(4)] if tiled else []).fit(module)
     assert module.forwards_replaced == ({6} if tiled else {0})
     return module.losses
 

@@ -165,7 +165,7 @@ def share_of_the_budget(strategy: Any) -> int:
 
     class Look(pl.Callback):
         def on_train_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-            prepared = getattr(run.strategy, "prepared", None) or [run.callbacks[0].prepared]
+            prepared = getattr(run.strategy, "prepared", None) or run.callbacks[0].prepared
             budgets.append(prepared[0].offloader.disk.spill.budget)
 
     run.callbacks.append(Look())
@@ -210,7 +210,7 @@ def fit_named() -> tuple[list[float], list[float], set[int], int]:
 
 
 def fit_callback() -> tuple[list[float], list[float], set[int], int]:
-    return fit("ddp", callbacks=[TiledMLP(num_shards=4)])
+    return fit("ddp", callbacks=[TiledMLP(4)])
 
 
 def in_trainer(case: str, kwargs: dict[str, Any]) -> tuple[list[float], list[float], set[int], int]:

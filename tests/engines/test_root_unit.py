@@ -147,7 +147,7 @@ def steps(strategy: Any, devices: int, method: str, **kwargs: Any) -> tuple[list
 
 def in_fabric(method: str, by_callback: bool) -> tuple[list[float], list[float], Tensor]:
     chosen = lt_tiled.fabric.TiledModelParallelStrategy(tiling=None if by_callback else 4)
-    return steps(chosen, 2, method, callbacks=[TiledMLP(num_shards=4)] if by_callback else [])
+    return steps(chosen, 2, method, callbacks=[TiledMLP(4)] if by_callback else [])
 
 
 @pytest.mark.parametrize(("method", "by_callback"), [("loss", False), ("training_step", False), ("loss", True)])

@@ -179,7 +179,7 @@ def test_fabric_refuses_units_inside(engine: str, options: dict[str, Any], world
 def callback_refused(engine: str) -> tuple[str, str, int]:
     module = LitTiny()
     chosen = strategy(lt_tiled, engine, tiling=None, activation_checkpointing=None)
-    run = trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(num_shards=4)])
+    run = trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(4)])
     return *error_of(lambda: run.fit(module)), replaced(module)
 
 
@@ -194,7 +194,7 @@ def test_callback_under_zero3(deepspeed_world: World) -> None:
 def with_callback(engine: str, tiled: bool) -> list[float]:
     module = LitTiny()
     chosen = strategy(lt_tiled, engine, tiling=None, activation_checkpointing=None)
-    trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(num_shards=4)] if tiled else []).fit(module)
+    trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(4)] if tiled else []).fit(module)
     assert module.forwards_replaced == ({6} if tiled else {0})
     return module.losses
 

@@ -124,7 +124,7 @@ def test_a_strategy_says_how_many_tiles(data: TextFiles) -> None:
     """
     model, report = CausalLM(LLAMA), TilingReport()
     fifth = TiledSingleDeviceStrategy(loss=5)
-    ways = [(fifth, [], 5), ("tiled", [], 1), ("auto", [TiledMLP(targets=[], loss=2)], 2)]
+    ways = [(fifth, [], 5), ("tiled", [], 1), ("auto", [TiledMLP(tiling=False, loss=2)], 2)]
     for strategy, callbacks, tiles in ways:
         trainer(strategy, callbacks=[report, *callbacks], limit_val_batches=0).fit(model, datamodule=data)
         (row,) = report.report.losses

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,7 +21,6 @@ import lt_tiled
 from lt_tiled import SequenceParallel
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.sequence_parallel import groups
 from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
@@ -49,10 +49,13 @@ def fit(chosen: Any, lit: Any, data: Any, **options: Any) -> pl.Trainer:
 
 
 class Numbered(IterableDataset[Tensor]):
-    """Rows for groups of ranks: each takes every ``count``-th row."""
+    """Rows for groups of ranks: each takes every ``data_world_size``-th row."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.cat(batches(4))[lt_tiled.data_rank() :: lt_tiled.data_world_size()]
+        yield from torch.cat(batches(4))[self.strategy.data_rank :: self.strategy.data_world_size]
 
 
 def read_by_trainer(iterable: bool) -> list[int]:
@@ -63,8 +66,8 @@ def read_by_trainer(iterable: bool) -> list[int]:
             seen.append(int(x.sum()))
             return super().training_step(x, index)
 
-    data = Numbered() if iterable else torch.cat(batches(4))
     chosen = strategy(lt_tiled, "ddp", sequence_parallel=2)
+    data = Numbered(chosen) if iterable else torch.cat(batches(4))
     fit(chosen, Noting("llama"), DataLoader(data, batch_size=2), max_steps=-1, max_epochs=1)
     return seen
 
@@ -73,7 +76,7 @@ def read_by_fabric(iterable: bool) -> list[int]:
     chosen = strategy(lt_tiled.fabric, "ddp", sequence_parallel=2)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
     fabric.launch()
-    data = Numbered() if iterable else torch.cat(batches(4))
+    data = Numbered(chosen) if iterable else torch.cat(batches(4))
     return [int(x.sum()) for x in fabric.setup_dataloaders(DataLoader(data, batch_size=2))]
 
 
@@ -86,23 +89,6 @@ def test_ranks_of_a_group_read_the_same(read: Any, iterable: bool, four_ranks: W
     assert seen[2] == seen[3]
     assert len(seen[0]) == len(seen[2]) == 2
     assert sum(seen[0]) + sum(seen[2]) == int(torch.cat(batches(4)).sum())
-
-
-def told_a_worker() -> tuple[int, int]:
-    """What a new process, which inherits the environment and has no process group, is told about its data."""
-    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy(lt_tiled.fabric, "ddp", sequence_parallel=2))
-    fabric.launch()
-    known, started = groups._latest, groups._started
-    groups._latest, groups._started = None, lambda: False
-    try:
-        return lt_tiled.data_rank(), lt_tiled.data_world_size()
-    finally:
-        groups._latest, groups._started = known, started
-
-
-def test_spawned_workers(four_ranks: World) -> None:
-    """Workers of a data loader that are new processes read what their rank would."""
-    assert four_ranks(told_a_worker) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 # The check that they do
@@ -132,7 +118,7 @@ def test_another_batch(change: str, world: World) -> None:
     for message in world(different, "llama", change, "check"):
         assert "was given a batch on rank 1" in message
         assert "use_distributed_sampler=True" in message
-        assert "lt_tiled.data_rank()" in message
+        assert "rank=strategy.data_rank" in message
 
 
 @pytest.mark.parametrize("change", ["values", "length"])
@@ -384,7 +370,14 @@ def test_resumed_in_an_epoch(
 # The command line
 
 
-def trained_by(folder: str, value: str) -> tuple[str, list[int]]:
+class PrintsItsData(Callback):
+    """Prints which part of the data a rank reads."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        print(f"data {trainer.strategy.data_rank} of {trainer.strategy.data_world_size}")
+
+
+def trained_by(folder: str, value: str) -> str:
     from tests.test_cli import printed_by
 
     os.chdir(folder)
@@ -399,19 +392,20 @@ trainer:
   limit_val_batches: 1
   logger: false
   enable_checkpointing: false
+  callbacks: [{{class_path: tests.sequence_parallel.test_data.PrintsItsData}}]
 model: {{class_path: lt_tiled.lm.CausalLM, init_args: {{config: {LLAMA}}}}}
 data: {{class_path: lt_tiled.lm.TextFiles, init_args: {{paths: a.txt, seq_len: 32}}}}
 """
     )
-    return printed_by(folder, "fit", "--config", "run.yaml"), [lt_tiled.data_rank(), lt_tiled.data_world_size()]
+    return printed_by(folder, "fit", "--config", "run.yaml")
 
 
 @pytest.mark.table(".size: 2.")
 @pytest.mark.parametrize("value", ["2", "{size: 2}"])
 def test_command_line(value: str, world: World, tmp_path: Path) -> None:
     """``lt-tiled fit`` takes the number or the fields of the policy from YAML."""
-    for _, data in world(trained_by, str(tmp_path), value):
-        assert data == [0, 1]
+    for printed in world(trained_by, str(tmp_path), value):
+        assert "data 0 of 1" in printed
 
 
 def test_command_line_refuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,18 +99,17 @@ def test_the_device_follows_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> 
 def test_callback() -> None:
     """``Fabric(callbacks=[TiledMLP()])`` tiles what ``fabric.setup`` is given, and ``release`` undoes it."""
     plain, _, _ = train("auto")
-    callback = TiledMLP(num_shards=4)
+    callback = TiledMLP(4)
     losses, net, _ = train("auto", callbacks=[callback])
     assert losses == near(plain)
-    assert callback.prepared is not None
-    assert [row.tiles for row in callback.prepared.report().tiled] == [4, 4]
+    assert [row.tiles for row in callback.prepared[0].report().tiled] == [4, 4]
     callback.release()
     assert replaced(net) == 0
 
 
 def test_callback_with_several_models() -> None:
     """Two models that go through one callback are both tiled until it releases them."""
-    callback = TiledMLP(num_shards=4)
+    callback = TiledMLP(4)
     fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback])
     models = [TinyLM(), TinyLM()]
     for model in models:
@@ -129,12 +128,11 @@ def test_offload(tmp_path: Path) -> None:
     by_strategy, _, fabric = train(
         TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=ActivationCheckpointing(**policy))
     )
-    callback = OffloadedCheckpointing(**policy)
+    callback = OffloadedCheckpointing(ActivationCheckpointing(**policy))
     by_callback, _, _ = train("auto", callbacks=[callback])
     assert by_strategy == by_callback == plain
-    assert (
-        fabric.strategy.prepared[0].offloader.so_far().disk_bytes == callback.prepared.offloader.so_far().disk_bytes > 0
-    )
+    found = [prepared[0].offloader.so_far() for prepared in (fabric.strategy.prepared, callback.prepared)]
+    assert found[0].disk_bytes == found[1].disk_bytes > 0
     fabric.strategy.release()
     callback.release()
     assert list(tmp_path.iterdir()) == []

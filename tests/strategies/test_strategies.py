@@ -25,8 +25,9 @@ from lt_tiled import (
     TiledSingleDeviceStrategy,
     Tiling,
 )
+from lt_tiled.checkpointing import find_checkpointable
 from tests.lit import LitTiny, replaced, trainer
-from tests.models import TinyLM
+from tests.models import Block, TinyLM
 from tests.parity import near
 
 
@@ -89,24 +90,34 @@ def test_short_forms() -> None:
     )
 
 
-def test_two_ways_to_checkpoint_are_refused() -> None:
-    """A parent's own activation checkpointing beside ours is refused with the remedy, and allowed with
-    ``activation_checkpointing=False``.
+def test_policies_of_lightning_choose_the_blocks() -> None:
+    """``activation_checkpointing_policy`` under FSDP, and ``activation_checkpointing`` under any strategy, take a set
+    of classes or a policy function; Lightning wraps the blocks itself with ``activation_checkpointing=False``.
     """
+
+    def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return not recurse and 3000 < nonwrapped_numel < 4000
+
     for home in (lt_tiled, lt_tiled.fabric):
-        with pytest.raises(
-            ValueError, match=r"given activation_checkpointing_policy .* pass activation_checkpointing=False"
-        ):
-            home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear})
-        assert (
-            home.TiledFSDPStrategy(
-                activation_checkpointing_policy={nn.Linear}, activation_checkpointing=False
-            ).activation_checkpointing
-            is None
-        )
+        for policy in ({Block}, large):
+            for chosen in (
+                home.TiledFSDPStrategy(activation_checkpointing_policy=policy),
+                home.TiledDDPStrategy(activation_checkpointing=policy),
+            ):
+                found = find_checkpointable(TinyLM(), chosen.activation_checkpointing)
+                assert [path for path, _ in found] == ["blocks.0", "blocks.1"]
+        own = home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, activation_checkpointing=False)
+        assert own.activation_checkpointing is None
+
+
+def test_two_ways_to_checkpoint_are_refused() -> None:
+    """A parent's own activation checkpointing beside a policy of ours is refused with the remedy."""
+    for home in (lt_tiled, lt_tiled.fabric):
+        with pytest.raises(ValueError, match=r"given activation_checkpointing_policy and .*='cpu'.* Leave one out"):
+            home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, activation_checkpointing="cpu")
         with pytest.raises(
             ValueError,
-            match=r"given cpu_checkpointing .* pass activation_checkpointing='cpu', or pass activation_checkpointing=False",
+            match=r"given cpu_checkpointing .* pass activation_checkpointing='cpu', or",
         ):
             home.TiledDeepSpeedStrategy(cpu_checkpointing=True)
         assert (
