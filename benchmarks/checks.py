@@ -18,11 +18,11 @@ from benchmarks.costs import Size, llama, with_checkpointing
 from benchmarks.sheet import Cell, Sheet, machine
 from benchmarks.step_time import HERE, ON_GPU, QUICK, step_of
 from lt_tiled.determinism import BlockSamples
-from lt_tiled.tiling import observe, patched, tiled_call
-from lt_tiled.tiling.backward import Backward
+from lt_tiled.tiling import call, observe, patched, tiled_call
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.places import Place
 from lt_tiled.tiling.state import Work
+from lt_tiled.tiling.tiled_call import Backward
 
 _EVERY_STEP = [
     (Observation, "__init__"),
@@ -36,7 +36,7 @@ _EVERY_STEP = [
     (tiled_call, "samples_of"),
     (Work, "hooked"),
     (Work, "recorded"),
-    (tiled_call, "_switches"),
+    (call, "_switches"),
 ]
 CHECKS: dict[str, list[tuple[Any, str]]] = {
     "self-check": [(patched, "check_position_wise")],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.policies import CompileOptions
-from lt_tiled.tiling.layout import Arguments, OutputLayout
+from lt_tiled.tiling.layout import Arguments
 from lt_tiled.tiling.state import Work
+from lt_tiled.tiling.weights import Weight
 
-if TYPE_CHECKING:
-    from lt_tiled.tiling.tiled_call import TiledCall
+Dimensions = Sequence[int | None]
+"""The dimension of each tensor that counts the tokens of a tile; ``None`` for tensors that every tile sees in full."""
 
 
 class CannotCompile(Exception):
@@ -50,32 +51,38 @@ class CompiledTile:
             cls._all[key] = cls(kind, given)
         return cls._all[key]
 
-    def forward(self, call: TiledCall, tile: Sequence[Tensor]) -> Any:
-        """Run the call's work on a tile.
+    def forward(self, work: Work, arguments: Arguments, dimensions: Dimensions, tile: Sequence[Tensor]) -> Any:
+        """Run the work on the tensors of a tile.
 
         Raises:
             CannotCompile: If its code is not one graph.
         """
-        _mark(tile, _token_dimensions(call))
+        _mark(tile, dimensions)
         with self._compiling():
-            return self._forward(_Holder(call.work), call.arguments, list(tile))
+            return self._forward(_Holder(work), arguments, list(tile))
 
     def backward(
         self,
-        call: TiledCall,
+        work: Work,
+        arguments: Arguments,
+        dimensions: Dimensions,
         tile: Sequence[Tensor],
-        weights: Sequence[Tensor],
+        wants_grad: Sequence[bool],
+        weights: Sequence[tuple[Weight, Tensor]],
         gradients: Mapping[int, Tensor],
-        layout: OutputLayout,
+        of_gradients: Dimensions,
     ) -> tuple[Tensor | None, ...]:
         """Run the work on a tile again and differentiate it.
 
         Args:
-            call: The call.
+            work: What runs.
+            arguments: How it is called.
+            dimensions: The token dimensions of the tile's tensors.
             tile: The tensors of the tile.
-            weights: What stands for the call's weights.
+            wants_grad: Which of them want a gradient.
+            weights: The weights, and what stands for each of them.
             gradients: The gradients of the output's leaves, by index.
-            layout: Of the output.
+            of_gradients: The token dimensions of the output's leaves.
 
         Returns:
             The gradients of the weights, then of the arguments that want one; ``None`` for those that are not used.
@@ -83,18 +90,17 @@ class CompiledTile:
         Raises:
             CannotCompile: If its code is not one graph.
         """
-        holder = _Holder(call.work)
+        holder = _Holder(work)
         paths = {id(part): path for path, part in holder.named_modules()}
-        names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in w.places) for w in call.weights)
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(tile, call.wants_grad, strict=True)]
-        _mark(leaves, _token_dimensions(call))
-        dimensions = {"tokens": len(call.shape.lead) - 1, "flat": 0}
-        _mark(gradients.values(), [dimensions.get(layout.kinds[index]) for index in gradients])
-        chosen = [w.detach().requires_grad_() for w in weights]
-        wanted = tuple(index for index, wants in enumerate(call.wants_grad) if wants)
+        names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in w.places) for w, _ in weights)
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(tile, wants_grad, strict=True)]
+        _mark(leaves, dimensions)
+        _mark(gradients.values(), [of_gradients[index] for index in gradients])
+        chosen = [leaf.detach().requires_grad_() for _, leaf in weights]
+        wanted = tuple(index for index, wants in enumerate(wants_grad) if wants)
         with self._compiling(), torch.enable_grad():
             found: tuple[Tensor | None, ...] = self._backward(
-                holder, call.arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values())
+                holder, arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values())
             )
         return found
 
@@ -111,11 +117,6 @@ class CompiledTile:
             raise
         except Exception as error:  # also the module's own error, which the uncompiled run raises again
             raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _token_dimensions(call: TiledCall) -> list[int | None]:
-    """Return the dimension of each argument of a tile that counts its tokens."""
-    return [len(call.shape.lead) - 1 if per_token else None for per_token in call.per_token]
 
 
 def _mark(tensors: Iterable[Tensor], dimensions: Sequence[int | None]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,7 @@ from torch.utils.module_tracker import ModuleTracker
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.state import TiledPatch, Work
-
-if TYPE_CHECKING:
-    from lt_tiled.tiling.tiled_call import TiledCall, Trace
+from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 
 class Deferred(Tensor):

@@ -8,7 +8,7 @@ skip is given up, and the tile recomputed in full, where a value after it would 
 tensor, by a custom autograd Function, by other saved-tensor hooks or by hooks on the output.
 
 Most often the last projection is a linear module whose output the tile returns as it is. Then there is nothing to
-count: ``LastLinear`` (``tiling/backward.py``) returns a tensor without a value that notes any use, and the two products
+count: :class:`LastLinear` returns a tensor without a value that notes any use, and the two products
 of the module's backward pass are computed without a node of autograd.
 """
 
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lt_tiled.tiling.recompute import SavedCounter
+from lt_tiled.tiling.recompute import Precision, SavedCounter
 from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import Substituted
+from lt_tiled.tiling.weights import GradientSum, Substituted
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -40,25 +42,32 @@ class LastProjectionSkip(TorchDispatchMode):
 
     Args:
         saved: How many tensors the graph saves.
+        pairs: Each tensor and what is to be seen in its place.
     """
 
-    def __init__(self, saved: int) -> None:
+    def __init__(self, saved: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.counter = SavedCounter()
+        self.substituted = Substituted(pairs)
         self.saved = saved
-        self.skipped = False
-        self.products: list[Tensor] = []
-        """The stand-ins. A sum may be written to them, as in Llama 4's mixture."""
-        self.seen = False
 
     def __enter__(self) -> LastProjectionSkip:
+        self.counter = SavedCounter()
+        self.skipped = self.seen = False
+        self.products: list[Tensor] = []
+        """The stand-ins. A sum may be written to them, as in Llama 4's mixture."""
         self.counter.__enter__()
         super().__enter__()
+        self.substituted.__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self.substituted.__exit__(*exc)
         super().__exit__(*exc)
         self.counter.__exit__(*exc)
+
+    def end(self) -> None:
+        """Substitute nothing any more."""
+        self.substituted.end()
 
     def check(self, outputs: Iterable[Any]) -> None:
         """Raise if a skipped value was or can be read.
@@ -116,3 +125,145 @@ class NotesLinear(Substituted):
         parts = [(i, part) for i, part in enumerate(work.parts()) if type(part) is nn.Linear]
         found = [i for i, part in parts if part.weight is self.last[0]]
         return found[0] if len(found) == 1 else None
+
+
+class LastLinear(Substituted):
+    """Also leaves out the last projection of a tile, a linear module: see NOTE [What the recompute leaves out].
+
+    Args:
+        pairs: Each tensor and what is to be seen in its place.
+        linear: The module.
+        sums: The gradient sums of weight and bias; ``None`` for one that is absent or frozen.
+        dtype: Autocast's, where it is enabled.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[Tensor, Tensor]],
+        linear: nn.Linear,
+        sums: tuple[GradientSum | None, GradientSum | None],
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(pairs)
+        self._own: tuple[Any, Any] | None = (linear.weight, linear.bias)
+        weight = self._instead(linear.weight).detach()  # that of the forward pass
+        self._sums, self._dtype, self._weight = sums, dtype, weight if dtype is None else weight.to(dtype)
+        self._trains = any(total is not None for total in sums)
+        self._stand_ins: dict[Any, _StandIn] = {}
+        """Shared by tiles of one size: making one takes a node of autograd."""
+        self._input: Tensor | None = None
+        self._edge: Any = None
+        """Where the input's graph ends. An edge, because the code may change the input in place afterwards."""
+        self._version = 0
+        self._output: _StandIn | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether this tile had a stand-in."""
+        return self._input is not None
+
+    def end(self) -> None:
+        """Substitute nothing any more, and leave nothing out."""
+        super().end()
+        self._own = self._input = self._edge = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and self._own is not None and len(args) == 3:  # as nn.Linear calls it
+            weight, bias = self._own
+            if args[1] is weight and args[2] is bias:
+                return self._instead_of(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _instead_of(self, input: Tensor) -> Tensor:
+        if self._output is not None and self._input is not None:
+            self._output.read = True  # the module's own code may catch the exception
+            raise CannotSkip
+        self._input, self._version = input, input._version
+        if input.requires_grad:
+            node: Any = input.grad_fn
+            self._edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
+        key = input.shape, input.dtype, input.requires_grad
+        self._output = self._stand_ins.get(key)
+        if self._output is None:
+            self._output = self._stand_ins[key] = self._stand_in(input)
+        return self._output
+
+    def _stand_in(self, input: Any) -> _StandIn:
+        dtype = self._dtype or input.dtype
+        wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
+        if Precision.now(input.device).dtype != self._dtype:  # the module's own code changed it
+            raise CannotSkip
+        kept = input.dtype == torch.float64 and dtype != torch.float64  # autocast leaves float64 as it is
+        if wrapped or kept or dtype.is_complex or self._weight.dtype != dtype:
+            raise CannotSkip
+        edge = torch.empty(0, device=input.device, requires_grad=input.requires_grad or self._trains)
+        stand_in: _StandIn = _Unread.apply((*input.shape[:-1], self._weight.shape[0]), dtype, edge)
+        return stand_in
+
+    def check(self, outputs: Sequence[Any]) -> None:
+        """Raise if the output of the projection was or can be read, or is not what the tile returned.
+
+        Raises:
+            CannotSkip: If so.
+        """
+        output = self._output
+        there = outputs[0] is output if len(outputs) == 1 else sum(leaf is output for leaf in outputs) == 1
+        if self._input is None or output is None or not there or output.read:
+            raise CannotSkip
+        if self._input._version != self._version and self._sums[0] is not None:
+            raise CannotSkip
+        if output._backward_hooks and hooked(output):
+            raise CannotSkip
+
+    def before(self, outputs: Sequence[Any], given: list[Tensor | None]) -> list[tuple[Any, Tensor]]:
+        """Add the gradients of weight and bias to their sums, and return where the tile's graph ends, with a gradient.
+
+        Args:
+            outputs: What the tile returned, checked.
+            given: The gradients of these; that of the projection is taken out.
+        """
+        where = 0 if len(outputs) == 1 else [leaf is self._output for leaf in outputs].index(True)
+        input = self._input
+        assert input is not None
+        gradient, given[where] = given[where], None
+        edge, self._edge, self._input = self._edge, None, None
+        if gradient is None:
+            return []
+        rows, (weight, bias) = gradient.reshape(-1, gradient.shape[-1]), self._sums
+        if weight is not None:
+            flat = input.detach().reshape(-1, input.shape[-1])
+            weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
+        if bias is not None:
+            bias.add(rows.sum(0))
+        if edge is None:
+            return []
+        grad = rows.mm(self._weight).view(input.shape)
+        return [(edge, grad if self._dtype is None else grad.to(input.dtype))]
+
+
+class _StandIn(Tensor):
+    """A tensor without a value, which notes each use."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    read = False
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, cls):
+                tensor.read = True  # the module's own code may catch the exception
+        raise CannotSkip
+
+
+class _Unread(torch.autograd.Function):
+    """Gives a stand-in a node, as the output of a projection has one."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, edge: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(_StandIn, shape, dtype=dtype, device=edge.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise CannotSkip

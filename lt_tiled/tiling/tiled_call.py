@@ -1,51 +1,38 @@
-"""One call of a tiled module: its tiles, run forward without a graph and in the backward pass with one each."""
+"""One call of a tiled module, in the order in which it runs: forward without a graph, then each tile with one."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform, warn
-from lt_tiled.tiling.backward import Backward
+from lt_tiled._log import warn
+from lt_tiled.tiling.call import Call
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.layout import (
-    Arguments,
-    Bounds,
-    OutputAssembly,
-    OutputLayout,
-    TokenShape,
-    compare_outputs,
-    describe_output,
-    each_tile,
-    split_arguments,
-    tile_bounds,
-    whole_output,
-)
+from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, each_tile, tile_gradients
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
 from lt_tiled.tiling.recompute import (
-    Due,
-    Precision,
     RandomState,
     SavedCounter,
+    differ,
     hidden_from_checkpoints,
     hidden_from_modes,
-    never,
+    other_values,
     random_state_kept,
     samples_of,
+    saves_elsewhere,
 )
-from lt_tiled.tiling.skip import NotesLinear
-from lt_tiled.tiling.state import TiledPatch, Work
-from lt_tiled.tiling.weights import GradientSum, substituted, trainable_weights
+from lt_tiled.tiling.skip import CannotSkip, LastLinear, LastProjectionSkip, NotesLinear
+from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired, substituted
 
 
 @dataclass(frozen=True)
@@ -61,200 +48,8 @@ class Trace:
     """Of the call's inputs and of its first tile's output."""
 
 
-class TiledCall:
-    """One call of a tiled module. It holds no activation: the anchor saves those.
-
-    Args:
-        work: What runs on each tile.
-        patch: The state of the tiled module.
-        inputs: The tensors among the arguments.
-        arguments: How the work is called with them.
-        shape: The leading dimensions of the hidden states.
-        bounds: The tiles.
-    """
-
-    due: Due = staticmethod(never)
-    """Whether the recompute is to be compared with the forward pass."""
-
-    def __init__(
-        self,
-        work: Work,
-        patch: TiledPatch,
-        inputs: Sequence[Tensor],
-        arguments: Arguments,
-        shape: TokenShape,
-        bounds: Sequence[Bounds],
-    ) -> None:
-        self.work, self.patch, self.arguments, self.shape, self.bounds = work, patch, arguments, shape, bounds
-        self.per_token = [shape.covers(t) for t in inputs]
-        self.wants_grad = [t.requires_grad for t in inputs]
-        self.other_shapes = [None if p else t.shape for t, p in zip(inputs, self.per_token, strict=True)]
-        self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
-        self.autocast = Precision.now(self.device)
-        self.weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
-
-    @classmethod
-    def of(
-        cls, work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[TiledCall, list[Tensor]] | None:
-        """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
-        # By the module that runs last: with a graph it may run together with a neighbor, and without one alone.
-        runs = patch.learned.runs[tuple(map(id, work.modules[-1:]))]
-        due = never if is_recomputing() else runs.begin()
-        inputs, arguments = split_arguments(args, kwargs)
-        hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
-        if hidden is None:
-            return None
-        if hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor, whose tokens may be spread over ranks
-            inform(f"{patch.name} runs untiled on nested tensors and DTensors", once=f"nested {patch.name}")
-            return None
-        arguments.refuse_gradients_inside(patch.name)
-        shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
-        bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths)
-        if len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled()):
-            return None
-        call = cls(work, patch, inputs, arguments, shape, bounds)
-        if any(is_lazy(p) for module in work.modules for p in module.parameters()):
-            call.probe(inputs, 2)  # which gives lazy modules their weights
-            call = cls(work, patch, inputs, arguments, shape, bounds)
-        call.due = due
-        return call, inputs
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether a backward pass may follow."""
-        return torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
-
-    @cached_property
-    def key(self) -> Hashable:
-        """Tells calls apart whose tiles run different code."""
-        switches = tuple(_switches(part) for part in self.work.parts())
-        kinds = (*self.wants_grad, *self.other_shapes)
-        return self.work.key, self.arguments.tree, switches, kinds, self.autocast
-
-    @property
-    def mode(self) -> Hashable:
-        """Tells apart what the self-check must see by itself.
-
-        Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
-        weights or arguments not what their gradients show.
-        """
-        several = (len(self.bounds) > 1, *(size > 1 for size in self.shape.lead))
-        return self.key, torch.is_grad_enabled(), several, len(self.weights)
-
-    @property
-    def checked(self) -> bool:
-        """Whether the work passed the self-check in this mode, or has no tokens to check."""
-        return self.shape.tokens == 0 or self.mode in self.patch.learned.checked
-
-    # Running one tile
-
-    def run_tile(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on per-token arguments ``[t, ...]``, which it sees as ``[1, t, ...]``."""
-        pairs = zip(tensors, self.per_token, strict=True)
-        return self.run_views([self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs])
-
-    def run_views(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on the tensors of a tile as it sees them."""
-        return self.arguments.call(self.work.function, tensors)
-
-    def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
-        """Run the first tokens without a graph, and leave the random generators as they were."""
-        with torch.no_grad(), random_state_kept(self.device), SavedCounter():
-            return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
-
-    def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return shape and dtype of the output, from a run of two tokens that is made once.
-
-        Args:
-            inputs: The tensors of the call's arguments.
-
-        Returns:
-            ``None`` if the output is not one per-token tensor, or random numbers are drawn: an output that is used by
-            a neighbor and once more would be computed with different ones.
-        """
-        key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
-        if key not in known:
-            few = min(2, self.shape.tokens) or 2  # none would not show whether random numbers are drawn
-            with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad(), SavedCounter():
-                flat = self.flat(inputs)
-                if self.shape.tokens == 0:
-                    flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
-                start = RandomState.now(self.device)
-                output = self.run_tile(self.cut(flat, slice(0, few)))
-                repeatable = start.same_as(RandomState.now(self.device))
-            one = repeatable and describe_output(output, self.shape, few) is not None
-            known[key] = (output.shape[len(self.shape.lead) :], output.dtype) if one else None
-        found = known[key]
-        return None if found is None else ((*self.shape.lead, *found[0]), found[1])
-
-    def leaves(self, inputs: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
-        """Return the arguments as the beginning of new graphs, where they want a gradient."""
-        # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
-        whole = iter(wholes)
-        return [
-            t.detach().requires_grad_(wants) if per_token or not wants else (leaf := next(whole).leaf).view_as(leaf)
-            for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True)
-        ]
-
-    def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the tensors of each tile, as the module sees them."""
-        pairs = zip(tensors, self.per_token, strict=True)
-        columns = [self.shape.tiles(t, self.bounds) if per_token else repeat(t) for t, per_token in pairs]
-        return zip(*columns)  # noqa: B905
-
-    @property
-    def compiled(self) -> CompiledTile | None:
-        """The compiled code, unless a tile showed that it cannot be compiled."""
-        options = False if self.patch.learned.uncompiled else self.patch.tiling.compile
-        return None if options is False else CompiledTile.of(self.patch.found.kind, options)
-
-    def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
-        if (compiled := self.compiled) is not None:
-            try:
-                return compiled.forward(self, tile)
-            except CannotCompile as error:
-                self.compile_no_more(error)
-        return self.run_views(tile)
-
-    def compile_no_more(self, error: CannotCompile, random: bool = False) -> None:
-        """Run uncompiled from now on.
-
-        Raises:
-            RuntimeError: If compiled code drew random numbers for the forward pass of this backward pass.
-        """
-        if random:
-            raise RuntimeError(
-                f"{self.patch.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
-                f" ({error}); uncompiled it would draw other random numbers. Set compile=False in its Tiling."
-            ) from error
-        self.patch.learned.uncompiled = True
-        warn(f"{self.patch.name} runs uncompiled, because its tiles are not one graph: {error}")
-
-    def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the arguments without a graph, each per-token one as ``[tokens, ...]``."""
-        pairs = zip(inputs, self.per_token, strict=True)
-        return [self.shape.flatten(t.detach()) if per_token else t.detach() for t, per_token in pairs]
-
-    def cut(self, flat: Sequence[Tensor], index: slice | Tensor) -> list[Tensor]:
-        """Return the tokens at ``index`` of each per-token argument, and the other arguments in full."""
-        return [t[index] if per_token else t for t, per_token in zip(flat, self.per_token, strict=True)]
-
-    def layout_of(self, output: Any, inputs: Sequence[Tensor], tokens: int) -> OutputLayout:
-        """Return how outputs like this one go together: from its shape, or from runs on two and on three tokens."""
-        layout = describe_output(output, self.shape, tokens)
-        if layout is not None:
-            return layout
-        if len(self.bounds) == 1:
-            return whole_output(output, self.patch.name)
-        leaves, tree = pytree.tree_flatten(output)
-        kinds = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        key = (self.work.key, tree, kinds, len(self.shape.lead))
-        layouts, reductions = self.patch.learned.layouts, self.patch.tiling.reductions
-        if key not in layouts:
-            outputs = self.probe(inputs, 2), self.probe(inputs, 3)
-            layouts[key] = compare_outputs(outputs, (2, 3), self.shape, reductions, self.patch.name)
-        return layouts[key]
+class TiledCall(Call):
+    """Runs the tiles of a call, forward and in the backward pass."""
 
     # Forward
 
@@ -329,6 +124,36 @@ class TiledCall:
             learned.last[self.key] = last
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
+    # Compiled tiles
+
+    @property
+    def compiled(self) -> CompiledTile | None:
+        """The compiled code, unless a tile showed that it cannot be compiled."""
+        options = False if self.patch.learned.uncompiled else self.patch.tiling.compile
+        return None if options is False else CompiledTile.of(self.patch.found.kind, options)
+
+    def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
+        if (compiled := self.compiled) is not None:
+            try:
+                return compiled.forward(self.work, self.arguments, self.token_dimensions, tile)
+            except CannotCompile as error:
+                self.compile_no_more(error)
+        return self.run_views(tile)
+
+    def compile_no_more(self, error: CannotCompile, random: bool = False) -> None:
+        """Run uncompiled from now on.
+
+        Raises:
+            RuntimeError: If compiled code drew random numbers for the forward pass of this backward pass.
+        """
+        if random:
+            raise RuntimeError(
+                f"{self.patch.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
+                f" ({error}); uncompiled it would draw other random numbers. Set compile=False in its Tiling."
+            ) from error
+        self.patch.learned.uncompiled = True
+        warn(f"{self.patch.name} runs uncompiled, because its tiles are not one graph: {error}")
+
     # Backward
 
     def backward(
@@ -392,20 +217,209 @@ class TiledCall:
                 total.close()
 
 
-def _switches(part: nn.Module) -> tuple[Hashable, ...]:
-    """Return what tells whether a module runs other code, or reaches other tensors, than before.
+class Backward:
+    """The recompute of a call's tiles, and their gradients. What is the same for all tiles is made once.
 
-    These are its flags and names (the training mode, the active adapters), which numbers are zero, its hooks, and its
-    attributes with a graph.
+    Args:
+        call: The call.
+        trace: What its forward pass left.
+        sums: The gradient sums of its weights.
+        wholes: The gradient sums of the arguments that every tile sees in full.
     """
-    found: list[Hashable] = [len(part._forward_hooks), len(part._forward_pre_hooks)]
-    for name, value in part.__dict__.items():
-        if type(value) is bool or type(value) is str:
-            found.append(value)
-        elif type(value) is int or type(value) is float:
-            found.append(value == 0)  # often turns something off, such as a loss that is added
-        elif type(value) is list and value and all(type(entry) is str for entry in value):
-            found.append(tuple(value))
-        elif isinstance(value, Tensor) and value.requires_grad:
-            found.append(name)
-    return tuple(found)
+
+    def __init__(
+        self, call: TiledCall, trace: Trace, sums: Sequence[GradientSum], wholes: Sequence[GradientSum]
+    ) -> None:
+        self.call, self.trace, self.sums, self.wholes = call, trace, sums, wholes
+        pairs = zip(call.wants_grad, call.per_token, strict=True)
+        self._wanted = [index for index, (wants, per_token) in enumerate(pairs) if wants and per_token]
+        there = paired(call.weights, sums)
+        # What code gets that does not get the leaves: see NOTE [Substitution].
+        self._direct = [(total, t) for t, total in there if t.requires_grad]
+        self._all = (*sums, *wholes)
+        leaves = [s.leaf for s in self._all]
+        self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
+        self._pairs = [(t, total.leaf) for t, total in there]
+        self._mode = self._skip()
+        self._outside = call.autocast.disabled()
+        self._compiled = call.compiled
+        self._known: set[int] | None = None
+        """The leaves that the graph of the first tile may have."""
+
+    def _skip(self) -> LastLinear | LastProjectionSkip | Substituted:
+        """Return the mode in which tiles are recomputed: without the last projection if that is known to work."""
+        learned, key, parts = self.call.patch.learned, self.call.key, self.call.work.parts()
+        last = learned.last.get(key)
+        if last is not None and type(linear := parts[last]) is nn.Linear:  # it may be another module since
+            sums = {id(t): total for t, total in paired(self.call.weights, self.sums)}
+            own = sums.get(id(linear.weight)), sums.get(id(linear.bias))
+            return LastLinear(self._pairs, linear, own, self.call.autocast.dtype)
+        saved = learned.saved.get(key)
+        return Substituted(self._pairs) if saved is None else LastProjectionSkip(saved, self._pairs)
+
+    def _skip_no_more(self) -> None:
+        """Recompute tiles in the next best way, in later steps as well."""
+        learned, key = self.call.patch.learned, self.call.key
+        if isinstance(self._mode, LastLinear):
+            learned.last.pop(key, None)
+        else:
+            learned.saved[key] = None
+        self._mode.end()
+        self._mode = self._skip()
+
+    def run(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run all tiles.
+
+        Args:
+            inputs: The tensors of the call's arguments, as in the forward pass.
+            gradients: One for each leaf of the output, in the untiled shape; ``None`` for leaves without one.
+
+        Returns:
+            A gradient for each tensor argument that is per token and wants one.
+        """
+        call, bounds, kinds = self.call, self.call.bounds, self.trace.layout.kinds
+        results = [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in self._wanted]
+        parts = [call.shape.tiles(result, bounds) for result in results]
+        given = [
+            repeat(None) if gradient is None else tile_gradients(gradient, kind, call.shape, bounds)
+            for gradient, kind in zip(gradients, kinds, strict=True)
+        ]
+        # The compiler may compile a tile twice, with other rounding.
+        if self.trace.samples[1] and self._compiled is None and self.call.due():
+            self._compare(inputs)
+        try:
+            # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
+            with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
+                leaves = call.leaves(inputs, self.wholes)
+                held = [t for part in call.work.parts() for t in (*part._parameters.values(), *part._buffers.values())]
+                self._known = {id(t) for t in (*leaves, *self._targets, *held)}
+                tiles = call.tiles(leaves)
+                for tile, own, into in each_tile(zip(tiles, _rows(given), _rows(parts))):  # noqa: B905
+                    self._tile(tile, list(own), into)
+        finally:
+            self._mode.end()
+        return results
+
+    def _compare(self, inputs: Sequence[Tensor]) -> None:
+        """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees]."""
+        call, given, returned = self.call, *self.trace.samples
+        if any(map(differ, given, samples_of(list(inputs)))):
+            return
+        with (
+            hidden_from_modes(inputs[0]),
+            random_state_kept(call.device),
+            torch.no_grad(),
+            SavedCounter(),
+            Substituted(self._pairs),
+        ):
+            output = call.run_views(next(call.tiles([t.detach() for t in inputs])))
+        if any(map(differ, returned, samples_of(output))):
+            assert self.trace.modules is not None
+            raise other_values(call.patch.name, "its output", self.trace.modules.remedy)
+
+    def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
+        """Recompute a tile and differentiate it.
+
+        Args:
+            tile: Its tensors.
+            given: The gradients of the leaves of its output.
+            into: Where the gradients of its per-token arguments go.
+        """
+        if self._compiled is not None and self._run_compiled(self._compiled, tile, given, into):
+            return
+        found: Sequence[Tensor | None] = [None] * len(into)
+        roots = self._recompute(tile, given)
+        targets = (*[tile[index] for index in self._wanted], *self._targets)
+        if self._known is not None:  # in each backward pass: what was frozen, or not used, in the first call counts too
+            nodes = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end, _ in roots]
+            check_leaves([node for node in nodes if node is not None], self._known, self.call.patch.name)
+            self._known = None
+        if roots and targets:
+            ends, grads = zip(*roots)  # noqa: B905
+            with self._outside:  # as the untiled backward pass
+                found = differentiate(self._all, ends, targets, grads)
+        for tensor in tile:
+            if tensor._backward_hooks:  # all tiles come from one node, which would call them for each later tile
+                tensor._backward_hooks.clear()
+        for part, gradient in zip(into, found):  # noqa: B905
+            part.zero_() if gradient is None else part.copy_(gradient)
+        for (total, tensor), gradient in zip(self._direct, found[self._own :]):  # noqa: B905
+            if gradient is not None:
+                total.add_direct(tensor, gradient, self.call.patch.name)
+
+    def _recompute(self, tile: Sequence[Tensor], given: list[Tensor | None]) -> list[tuple[Any, Tensor]]:
+        """Run a tile with a graph; return where the graph ends, with the gradients there."""
+        start = RandomState.now(self.call.device) if self.trace.random is not None else None
+        outputs = self._outputs(tile)
+        while outputs is None:  # once for each way to skip the last projection that does not work
+            self._skip_no_more()
+            if start is not None:
+                start.set()
+            outputs = self._outputs(tile)
+        roots = self._mode.before(outputs, given) if isinstance(self._mode, LastLinear) else []
+        for output, gradient in zip(outputs, given, strict=True):
+            if gradient is not None and output.requires_grad:
+                roots.append((output, gradient))
+        return roots
+
+    def _outputs(self, tile: Sequence[Tensor]) -> list[Any] | None:
+        """Return the leaves of a tile's output, or ``None`` if it reads the values of the last projection."""
+        mode = self._mode
+        skip = mode if isinstance(mode, LastLinear | LastProjectionSkip) else None
+        try:
+            with mode:
+                output = self.call.run_views(tile)
+            outputs = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+            if skip is not None:
+                skip.check(outputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # Else the tile's code failed by itself.
+            if skip is not None and (skip.skipped or isinstance(error, CannotSkip)):
+                return None
+            raise
+        if skip is not None and not skip.skipped:  # there is none
+            self._skip_no_more()
+        return outputs
+
+    def _run_compiled(
+        self,
+        compiled: CompiledTile,
+        tile: Sequence[Tensor],
+        given: Sequence[Tensor | None],
+        into: Sequence[Tensor],
+    ) -> bool:
+        """Do the same compiled; return whether that could be done."""
+        wanted = {index: gradient for index, gradient in enumerate(given) if gradient is not None}
+        call = self.call
+        weights = [(weight, total.leaf) for weight, total in zip(call.weights, self.sums, strict=True)]
+        try:
+            found = compiled.backward(
+                call.work,
+                call.arguments,
+                call.token_dimensions,
+                tile,
+                call.wants_grad,
+                weights,
+                wanted,
+                [call.shape.token_dimension(kind) for kind in self.trace.layout.kinds],
+            )
+        except CannotCompile as error:
+            self._compiled = None
+            self.call.compile_no_more(error, self.trace.random is not None)
+            return False
+        parts, wholes = iter(into), iter(self.wholes)
+        pairs = zip(self.call.wants_grad, self.call.per_token, strict=True)
+        targets = [*self.sums, *(next(parts) if per_token else next(wholes) for wants, per_token in pairs if wants)]
+        for target, gradient in zip(targets, found, strict=True):
+            if isinstance(target, Tensor):
+                target.zero_() if gradient is None else target.copy_(gradient)
+            elif gradient is not None:
+                target.add(gradient)
+        return True
+
+
+def _rows(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the entries of all columns for one tile after the other."""
+    return zip(*columns) if columns else repeat(())  # noqa: B905  # some repeat one entry

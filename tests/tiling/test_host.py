@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
-from lt_tiled.tiling.backward import Backward, LastLinear
-from lt_tiled.tiling.skip import LastProjectionSkip
+from lt_tiled.tiling.skip import LastLinear, LastProjectionSkip
 from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.tiling.tiled_call import Backward
 from lt_tiled.tiling.weights import GradientSum
 from tests.architectures import ARCHITECTURES
 from tests.models import WIDE, GatedMLP, H, PlainMLP

@@ -1,0 +1,230 @@
+"""What one call of a tiled module is: its arguments, its tiles, its weights, and how one tile runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
+from itertools import repeat
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from lt_tiled._log import inform
+from lt_tiled.tiling.layout import (
+    Arguments,
+    Bounds,
+    OutputLayout,
+    TokenShape,
+    compare_outputs,
+    describe_output,
+    split_arguments,
+    tile_bounds,
+    whole_output,
+)
+from lt_tiled.tiling.observe import is_recomputing
+from lt_tiled.tiling.recompute import (
+    Due,
+    Precision,
+    RandomState,
+    SavedCounter,
+    hidden_from_modes,
+    never,
+    random_state_kept,
+)
+from lt_tiled.tiling.state import TiledPatch, Work
+from lt_tiled.tiling.weights import GradientSum, trainable_weights
+
+
+class Call:
+    """One call of a tiled module. It holds no activation: the anchor saves those.
+
+    Args:
+        work: What runs on each tile.
+        patch: The state of the tiled module.
+        inputs: The tensors among the arguments.
+        arguments: How the work is called with them.
+        shape: The leading dimensions of the hidden states.
+        bounds: The tiles.
+    """
+
+    due: Due = staticmethod(never)
+    """Whether the recompute is to be compared with the forward pass."""
+
+    def __init__(
+        self,
+        work: Work,
+        patch: TiledPatch,
+        inputs: Sequence[Tensor],
+        arguments: Arguments,
+        shape: TokenShape,
+        bounds: Sequence[Bounds],
+    ) -> None:
+        self.work, self.patch, self.arguments, self.shape, self.bounds = work, patch, arguments, shape, bounds
+        self.per_token = [shape.covers(t) for t in inputs]
+        self.wants_grad = [t.requires_grad for t in inputs]
+        self.other_shapes = [None if p else t.shape for t, p in zip(inputs, self.per_token, strict=True)]
+        self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
+        self.autocast = Precision.now(self.device)
+        self.weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
+
+    @classmethod
+    def of(
+        cls, work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Self, list[Tensor]] | None:
+        """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
+        # By the module that runs last: with a graph it may run together with a neighbor, and without one alone.
+        runs = patch.learned.runs[tuple(map(id, work.modules[-1:]))]
+        due = never if is_recomputing() else runs.begin()
+        inputs, arguments = split_arguments(args, kwargs)
+        hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
+        if hidden is None:
+            return None
+        if hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor, whose tokens may be spread over ranks
+            inform(f"{patch.name} runs untiled on nested tensors and DTensors", once=f"nested {patch.name}")
+            return None
+        arguments.refuse_gradients_inside(patch.name)
+        shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
+        bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths)
+        if len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled()):
+            return None
+        call = cls(work, patch, inputs, arguments, shape, bounds)
+        if any(is_lazy(p) for module in work.modules for p in module.parameters()):
+            call.probe(inputs, 2)  # which gives lazy modules their weights
+            call = cls(work, patch, inputs, arguments, shape, bounds)
+        call.due = due
+        return call, inputs
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a backward pass may follow."""
+        return torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
+
+    @property
+    def token_dimensions(self) -> list[int | None]:
+        """The dimension of each argument of a tile that counts its tokens."""
+        return [self.shape.token_dimension("tokens") if per_token else None for per_token in self.per_token]
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Tells calls apart whose tiles run different code."""
+        switches = tuple(_switches(part) for part in self.work.parts())
+        kinds = (*self.wants_grad, *self.other_shapes)
+        return self.work.key, self.arguments.tree, switches, kinds, self.autocast
+
+    @property
+    def mode(self) -> Hashable:
+        """Tells apart what the self-check must see by itself.
+
+        Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
+        weights or arguments not what their gradients show.
+        """
+        several = (len(self.bounds) > 1, *(size > 1 for size in self.shape.lead))
+        return self.key, torch.is_grad_enabled(), several, len(self.weights)
+
+    @property
+    def checked(self) -> bool:
+        """Whether the work passed the self-check in this mode, or has no tokens to check."""
+        return self.shape.tokens == 0 or self.mode in self.patch.learned.checked
+
+    # Running one tile
+
+    def run_tile(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the module's own forward on per-token arguments ``[t, ...]``, which it sees as ``[1, t, ...]``."""
+        pairs = zip(tensors, self.per_token, strict=True)
+        return self.run_views([self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs])
+
+    def run_views(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the module's own forward on the tensors of a tile as it sees them."""
+        return self.arguments.call(self.work.function, tensors)
+
+    def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
+        """Run the first tokens without a graph, and leave the random generators as they were."""
+        with torch.no_grad(), random_state_kept(self.device), SavedCounter():
+            return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
+
+    def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return shape and dtype of the output, from a run of two tokens that is made once.
+
+        Args:
+            inputs: The tensors of the call's arguments.
+
+        Returns:
+            ``None`` if the output is not one per-token tensor, or random numbers are drawn: an output that is used by
+            a neighbor and once more would be computed with different ones.
+        """
+        key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
+        if key not in known:
+            few = min(2, self.shape.tokens) or 2  # none would not show whether random numbers are drawn
+            with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad(), SavedCounter():
+                flat = self.flat(inputs)
+                if self.shape.tokens == 0:
+                    flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]
+                start = RandomState.now(self.device)
+                output = self.run_tile(self.cut(flat, slice(0, few)))
+                repeatable = start.same_as(RandomState.now(self.device))
+            one = repeatable and describe_output(output, self.shape, few) is not None
+            known[key] = (output.shape[len(self.shape.lead) :], output.dtype) if one else None
+        found = known[key]
+        return None if found is None else ((*self.shape.lead, *found[0]), found[1])
+
+    def leaves(self, inputs: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
+        """Return the arguments as the beginning of new graphs, where they want a gradient."""
+        # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
+        whole = iter(wholes)
+        return [
+            t.detach().requires_grad_(wants) if per_token or not wants else (leaf := next(whole).leaf).view_as(leaf)
+            for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True)
+        ]
+
+    def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the tensors of each tile, as the module sees them."""
+        pairs = zip(tensors, self.per_token, strict=True)
+        columns = [self.shape.tiles(t, self.bounds) if per_token else repeat(t) for t, per_token in pairs]
+        return zip(*columns)  # noqa: B905
+
+    def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the arguments without a graph, each per-token one as ``[tokens, ...]``."""
+        pairs = zip(inputs, self.per_token, strict=True)
+        return [self.shape.flatten(t.detach()) if per_token else t.detach() for t, per_token in pairs]
+
+    def cut(self, flat: Sequence[Tensor], index: slice | Tensor) -> list[Tensor]:
+        """Return the tokens at ``index`` of each per-token argument, and the other arguments in full."""
+        return [t[index] if per_token else t for t, per_token in zip(flat, self.per_token, strict=True)]
+
+    def layout_of(self, output: Any, inputs: Sequence[Tensor], tokens: int) -> OutputLayout:
+        """Return how outputs like this one go together: from its shape, or from runs on two and on three tokens."""
+        layout = describe_output(output, self.shape, tokens)
+        if layout is not None:
+            return layout
+        if len(self.bounds) == 1:
+            return whole_output(output, self.patch.name)
+        leaves, tree = pytree.tree_flatten(output)
+        kinds = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        key = (self.work.key, tree, kinds, len(self.shape.lead))
+        layouts, reductions = self.patch.learned.layouts, self.patch.tiling.reductions
+        if key not in layouts:
+            outputs = self.probe(inputs, 2), self.probe(inputs, 3)
+            layouts[key] = compare_outputs(outputs, (2, 3), self.shape, reductions, self.patch.name)
+        return layouts[key]
+
+
+def _switches(part: nn.Module) -> tuple[Hashable, ...]:
+    """Return what tells whether a module runs other code, or reaches other tensors, than before.
+
+    These are its flags and names (the training mode, the active adapters), which numbers are zero, its hooks, and its
+    attributes with a graph.
+    """
+    found: list[Hashable] = [len(part._forward_hooks), len(part._forward_pre_hooks)]
+    for name, value in part.__dict__.items():
+        if type(value) is bool or type(value) is str:
+            found.append(value)
+        elif type(value) is int or type(value) is float:
+            found.append(value == 0)  # often turns something off, such as a loss that is added
+        elif type(value) is list and value and all(type(entry) is str for entry in value):
+            found.append(tuple(value))
+        elif isinstance(value, Tensor) and value.requires_grad:
+            found.append(name)
+    return tuple(found)
