@@ -18,8 +18,9 @@ from lt_tiled.tiling.autograd import run_tiled
 from lt_tiled.tiling.deferred import values
 from lt_tiled.tiling.patched import patch_tiled, tiled_method
 from lt_tiled.tiling.self_check import check_position_wise
-from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch, Work
+from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch
 from lt_tiled.tiling.tiled_call import TiledCall
+from lt_tiled.tiling.weights import Work
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 

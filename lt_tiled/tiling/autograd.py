@@ -109,7 +109,9 @@ def defer(call: TiledCall, inputs: list[Tensor]) -> DeferredCall | None:
 def _note(call: TiledCall) -> None:
     if isinstance(call.work.key, tuple) and call.work.key[0] == "norm":
         return  # a neighbor alone, without the module
-    call.patch.learned.note(call.shape.tokens, call.bounds, call.patch.found.kind, str(call.patch.tiling))
+    learned, tokens = call.patch.learned, call.shape.tokens
+    if tokens >= learned.largest[0] and learned.largest != (tokens, len(call.bounds)):
+        learned.note(tokens, call.bounds, call.patch.found.kind, str(call.patch.tiling))
 
 
 def _apply(call: TiledCall, inputs: list[Tensor], traces: list[Trace], like: Any) -> Any:

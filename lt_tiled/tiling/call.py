@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
@@ -34,8 +33,8 @@ from lt_tiled.tiling.recompute import (
     never,
     random_state_kept,
 )
-from lt_tiled.tiling.state import TiledPatch, Work
-from lt_tiled.tiling.weights import GradientSum, trainable_weights
+from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.tiling.weights import GradientSum, Work, trainable_weights
 
 
 class Call:
@@ -91,7 +90,7 @@ class Call:
         if len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled()):
             return None
         call = cls(work, patch, inputs, arguments, shape, bounds)
-        if any(is_lazy(p) for module in work.modules for p in module.parameters()):
+        if work.is_lazy():
             call.probe(inputs, 2)  # which gives lazy modules their weights
             call = cls(work, patch, inputs, arguments, shape, bounds)
         call.due = due
@@ -110,7 +109,7 @@ class Call:
     @cached_property
     def key(self) -> Hashable:
         """Tells calls apart whose tiles run different code."""
-        switches = tuple(_switches(part) for part in self.work.parts())
+        switches = tuple(map(_switches, self.work.parts()))
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
@@ -181,8 +180,9 @@ class Call:
 
     def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each tile, as the module sees them."""
-        pairs = zip(tensors, self.per_token, strict=True)
-        columns = [self.shape.tiles(t, self.bounds) if per_token else repeat(t) for t, per_token in pairs]
+        columns: list[Iterable[Tensor]] = []
+        for tensor, per_token in zip(tensors, self.per_token, strict=True):
+            columns.append(self.shape.tiles(tensor, self.bounds) if per_token else repeat(tensor))
         return zip(*columns)  # noqa: B905
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:

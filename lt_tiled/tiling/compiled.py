@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.policies import CompileOptions
 from lt_tiled.tiling.layout import Arguments
-from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import Weight
+from lt_tiled.tiling.weights import Weight, Work
 
 Dimensions = Sequence[int | None]
 """The dimension of each tensor that counts the tokens of a tile; ``None`` for tensors that every tile sees in full."""

@@ -27,8 +27,9 @@ from torch.utils.module_tracker import ModuleTracker
 
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision
-from lt_tiled.tiling.state import TiledPatch, Work
+from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
+from lt_tiled.tiling.weights import Work
 
 
 class Deferred(Tensor):

@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import check_leaves
+from lt_tiled.tiling.weights import Work, check_leaves
 
 Kept = dict[tuple[int, str, str], Tensor]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import ceil, prod
 from typing import Any, Literal, TypeVar
@@ -68,14 +69,35 @@ class Arguments:
 
 def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
     """Return the tensors, and what is needed to call with others."""
+    if not kwargs and set(map(type, args)) <= _PLAIN:
+        return list(args), _plain_arguments(len(args))
     whole = (args, kwargs)
     leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
-    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    nested = any(isinstance(argument, tuple) for argument in (*args, *kwargs.values()))
+    tensors: list[Tensor] = []
+    positions: list[int] = []
+    others: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        is_tensor = isinstance(leaf, Tensor)
+        others.append(None if is_tensor else leaf)
+        if is_tensor:
+            tensors.append(leaf)
+            positions.append(position)
+    nested = False
+    for argument in (*args, *kwargs.values()):
+        nested = nested or isinstance(argument, tuple)
     plain = not nested and not kwargs and len(positions) == len(leaves)
     names = None if nested else tuple(kwargs)
-    return [leaves[i] for i in positions], Arguments(tree, others, positions, names, plain)
+    return tensors, Arguments(tree, tuple(others), tuple(positions), names, plain)
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+@cache
+def _plain_arguments(count: int) -> Arguments:
+    """Return those of a call with so many tensors and nothing else."""
+    tree = pytree.tree_structure(((0,) * count, {}))
+    return Arguments(tree, (None,) * count, tuple(range(count)), (), plain=True)
 
 
 MIN_TILE_TOKENS = 1024
@@ -106,18 +128,29 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int
     has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights. Every tile has two or
     more: one does not show the layout of an output, and the compiler treats sizes of one apart.
     """
+    return list(_bounds(tiling.tile_tokens, tiling.num_shards, tokens, hidden_size, widths))
+
+
+@lru_cache(maxsize=1024)  # each layer of each step asks for the same ones
+def _bounds(
+    tile_tokens: int | None,
+    num_shards: int | Literal["auto"],
+    tokens: int,
+    hidden_size: int,
+    widths: tuple[int, int] | None,
+) -> tuple[Bounds, ...]:
     rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head sees several for each token
-    if tiling.tile_tokens is not None:
-        tiles = ceil(tokens / (tiling.tile_tokens * rows))
-    elif tiling.num_shards == "auto":
+    if tile_tokens is not None:
+        tiles = ceil(tokens / (tile_tokens * rows))
+    elif num_shards == "auto":
         tiles = ceil(12 * widths[1] / widths[0]) if widths else ceil(tokens / hidden_size)
         large = widths is not None and 3 * 4 * widths[0] * widths[1] > LARGE_SUMS
         tiles = min(tiles, tokens // ((LARGE_TILE_TOKENS if large else MIN_TILE_TOKENS) * rows))
     else:
-        tiles = tiling.num_shards
+        tiles = num_shards
     tiles = max(1, min(tiles, tokens // 2))
     size, larger = divmod(tokens, tiles)
-    return list(pairwise(index * size + min(index, larger) for index in range(tiles + 1)))
+    return tuple(pairwise(index * size + min(index, larger) for index in range(tiles + 1)))
 
 
 def sizes_of(bounds: Sequence[Bounds]) -> list[int]:
@@ -142,7 +175,7 @@ class TokenShape:
 
     lead: torch.Size
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return prod(self.lead)
 

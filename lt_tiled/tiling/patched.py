@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -23,8 +23,9 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
 from lt_tiled.tiling.self_check import check_position_wise
-from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch, Work
+from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch
 from lt_tiled.tiling.tiled_call import TiledCall
+from lt_tiled.tiling.weights import Work, weight_bytes
 
 Call = tuple[TiledCall, list[Tensor]]
 
@@ -66,11 +67,6 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
         set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
     return patch
-
-
-def weight_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's weights, those of other ranks too where ZeRO-3 shards them."""
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters() if not is_lazy(p))
 
 
 def restore_tiled(model: nn.Module, owner: object) -> None:
@@ -127,33 +123,11 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
         args, kwargs = values((args, kwargs))
-        if hooked := work.hooked():
-            _warn_of_hook(hooked, patch)
+        decision = decide(work, patch, args, kwargs)
+        if isinstance(decision, Untiled):
+            _accept(decision, module, patch)
             return work.function(*args, **kwargs)
-        made = TiledCall.of(work, patch, args, kwargs)
-        if made is None:
-            return work.function(*args, **kwargs)
-        if recorded := work.recorded():
-            names = ", ".join(recorded)
-            _tile_below(
-                module, patch, f"{patch.name}: transformers records {names} inside it, which tiles would change."
-            )
-            return work.function(*args, **kwargs)
-        _refuse_transforms(patch.name, work)
-        try:
-            checks = _is_real(made) if patch.found.guessed else patch.tiling.self_check
-            if checks and not made[0].checked:
-                check_position_wise(*made)
-        except NotPositionWiseError as error:
-            if patch.found.guessed:
-                if patch.needs.same_order:
-                    raise _cannot_fall_back(patch.name, "it", error) from error
-                patch.learned.untiled = True
-                return work.function(*args, **kwargs)
-            if not patch.found.below or patch.needs.same_order:
-                raise
-            _tile_below(module, patch, str(error))
-            return work.function(*args, **kwargs)
+        made = decision
     if patch.found.after and not kwargs and _may_defer(made, patch):
         deferred = defer(*made)
         if deferred is not None:
@@ -161,19 +135,67 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
     return run_tiled(*made)
 
 
-def _warn_of_hook(hooked: str, patch: TiledPatch) -> None:
-    """Warn that a hook turns tiling off while it is there.
+@dataclass(frozen=True)
+class Untiled:
+    """Why a call of a tiled module does not run in tiles."""
+
+    reason: Literal["one tile", "hook", "recorded", "self-check"]
+    what: str = ""
+    """The module with the hook, what transformers records, or the message of the self-check."""
+    error: NotPositionWiseError | None = None
+
+
+def decide(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Untiled:
+    """Return the call to run in tiles, or the reason why the module runs untiled.
 
     Raises:
-        RuntimeError: If the engine needs the same order of gradients on all ranks, tiled or not.
+        RuntimeError: If the code around the call cannot go through tiles.
     """
-    text = f"{patch.name} runs untiled, because {hooked} inside it has a hook, which would see tiles, not all tokens."
-    if patch.needs.same_order:
-        raise RuntimeError(
-            f"{text} The engine needs the same order of gradients on all ranks, so it cannot: put the hook on"
-            f" {patch.name} itself, or remove it from Tiling(targets=...)."
+    if hooked := work.hooked():
+        return Untiled("hook", hooked)
+    made = TiledCall.of(work, patch, args, kwargs)
+    if made is None:
+        return Untiled("one tile")
+    if recorded := work.recorded():
+        return Untiled("recorded", ", ".join(recorded))
+    _refuse_transforms(patch.name, work)
+    checks = _is_real(made) if patch.found.guessed else patch.tiling.self_check
+    if checks and not made[0].checked:
+        try:
+            check_position_wise(*made)
+        except NotPositionWiseError as error:
+            return Untiled("self-check", str(error), error)
+    return made
+
+
+def _accept(untiled: Untiled, module: nn.Module, patch: TiledPatch) -> None:
+    """Warn that a call runs untiled, and remember it where later calls must do the same.
+
+    Raises:
+        RuntimeError: If the engine needs the same order of gradients on all ranks, and a hook turns tiling off.
+        NotPositionWiseError: If the self-check failed, and nothing smaller can be tiled instead on all ranks.
+    """
+    name, found, same_order = patch.name, patch.found, patch.needs.same_order
+    if untiled.reason == "hook":
+        text = (
+            f"{name} runs untiled, because {untiled.what} inside it has a hook, which would see tiles, not all tokens."
         )
-    warn(f"{text} Put the hook on {patch.name} itself to keep it tiled.", once=f"hook {patch.name} {hooked}")
+        if same_order:
+            raise RuntimeError(
+                f"{text} The engine needs the same order of gradients on all ranks, so it cannot: put the hook on"
+                f" {name} itself, or remove it from Tiling(targets=...)."
+            )
+        warn(f"{text} Put the hook on {name} itself to keep it tiled.", once=f"hook {name} {untiled.what}")
+    elif untiled.reason == "recorded":  # by a setting of the model, so on all ranks
+        _tile_below(module, patch, f"{name}: transformers records {untiled.what} inside it, which tiles would change.")
+    elif untiled.error is not None and found.guessed:
+        if same_order:
+            raise _cannot_fall_back(name, "it", untiled.error) from untiled.error
+        patch.learned.untiled = True
+    elif untiled.error is not None:
+        if same_order or not found.below:
+            raise untiled.error
+        _tile_below(module, patch, untiled.what)
 
 
 def _not_through_tiles(name: str, what: str) -> RuntimeError:

@@ -25,8 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lt_tiled.tiling.recompute import Precision, SavedCounter
-from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import GradientSum, Substituted
+from lt_tiled.tiling.weights import GradientSum, Substituted, Work
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -167,14 +166,12 @@ class LastLinear(Substituted):
         super().end()
         self._own = self._input = self._edge = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and self._own is not None and len(args) == 3:  # as nn.Linear calls it
-            weight, bias = self._own
-            if args[1] is weight and args[2] is bias:
-                return self._instead_of(args[0])
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _instead_of(self, input: Tensor) -> Tensor:
+    def _last(self, args: tuple[Any, ...]) -> Tensor | None:
+        if self._own is None or len(args) != 3:  # nn.Linear calls it with three
+            return None
+        input, weight, bias = args
+        if weight is not self._own[0] or bias is not self._own[1]:
+            return None
         if self._output is not None and self._input is not None:
             self._output.read = True  # the module's own code may catch the exception
             raise CannotSkip

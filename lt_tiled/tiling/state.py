@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from torch import nn
-
 from lt_tiled._log import inform
-from lt_tiled.modules.patch import HOOKS, Patch, is_of
+from lt_tiled.modules.patch import Patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 from lt_tiled.tiling.observe import History
 from lt_tiled.tiling.recompute import Runs
-
-_CAPTURING = "transformers.utils.output_capturing"
-_NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)
+from lt_tiled.tiling.weights import Work as Work
 
 
 @dataclass(frozen=True)
@@ -117,57 +111,12 @@ class TiledPatch(Patch):
 
     def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: object) -> None:
         self.found, self.tiling, self.needs, self.owner = found, tiling, needs, owner
-        self.learned = Learned()
-
-    @property
-    def name(self) -> str:
+        self.name = found.name
         """The name in messages."""
-        return self.found.name
+        self.learned = Learned()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, TiledPatch)
         copy.learned = Learned(self.learned.largest, untiled=self.learned.untiled)
         return copy
-
-
-@dataclass(frozen=True)
-class Work:
-    """A position-wise function of tensors: a module's forward, a method, an MLP with its norms, any callable."""
-
-    function: Callable[..., Any]
-    modules: tuple[nn.Module, ...]
-    """The modules that hold its weights."""
-    key: Hashable = None
-    """Tells the works of one tiled module apart."""
-    whole: bool = True
-    """Whether the modules run by their forward, so that their own hooks run around the tiles and not in them."""
-
-    def parts(self) -> Sequence[nn.Module]:
-        """Return the modules and their submodules."""
-        return self._parts
-
-    @cached_property
-    def _parts(self) -> Sequence[nn.Module]:  # one call asks several times
-        return [part for module in self.modules for part in module.modules()]
-
-    def hooked(self) -> str | None:
-        """Return the class of a module in the work whose hook, set by a user, would see tiles.
-
-        Hooks of torch do not count: they compute weights (``torch.nn.utils``) or follow modules.
-        """
-        inside = (part for part in self.parts() if not (self.whole and part in self.modules))
-        hooks = ((part, hook) for part in inside for kind in HOOKS for hook in part.__dict__[kind].values())
-        return next((type(part).__name__ for part, hook in hooks if not is_of(hook, _NO_USERS)), None)
-
-    def recorded(self) -> Sequence[str]:
-        """Return the names of what transformers records inside the modules, such as router logits.
-
-        Its hooks append what a module returns to the collector of the model's current call, with
-        ``output_router_logits=True`` for one: that would be an entry for each tile, without a graph.
-        """
-        capturing = sys.modules.get(_CAPTURING)
-        collector = (None if capturing is None else capturing._active_collector.get()) or {}
-        inside = (part for part in self.parts() if part not in self.modules)
-        recorded = collector and any(h.__module__ == _CAPTURING for p in inside for h in p._forward_hooks.values())
-        return sorted(collector) if recorded else []

@@ -9,21 +9,84 @@ past such modes and get the weights themselves, so the gradients of those are as
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.patch import is_of
+from lt_tiled.modules.patch import HOOKS, is_of
 from lt_tiled.tiling.recompute import entry
 
 T = TypeVar("T")
+
+
+_CAPTURING = "transformers.utils.output_capturing"
+_NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A position-wise function of tensors: a module's forward, a method, an MLP with its norms, any callable."""
+
+    function: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+    """The modules that hold its weights."""
+    key: Hashable = None
+    """Tells the works of one tiled module apart."""
+    whole: bool = True
+    """Whether the modules run by their forward, so that their own hooks run around the tiles and not in them."""
+
+    def parts(self) -> Sequence[nn.Module]:
+        """Return the modules and their submodules."""
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> Sequence[nn.Module]:  # one call asks several times
+        return [part for module in self.modules for part in module.modules()]
+
+    def hooked(self) -> str | None:
+        """Return the class of a module in the work whose hook, set by a user, would see tiles.
+
+        Hooks of torch do not count: they compute weights (``torch.nn.utils``) or follow modules.
+        """
+        for part in self.parts():
+            if self.whole and part in self.modules:
+                continue
+            for kind in HOOKS:
+                for hook in part.__dict__[kind].values():
+                    if not is_of(hook, _NO_USERS):
+                        return type(part).__name__
+        return None
+
+    def is_lazy(self) -> bool:
+        """Whether a weight takes its shape in the first call."""
+        lazy = False
+        for part in self.parts():
+            for weight in part._parameters.values():
+                lazy = lazy or (weight is not None and is_lazy(weight))
+        return lazy
+
+    def recorded(self) -> Sequence[str]:
+        """Return the names of what transformers records inside the modules, such as router logits.
+
+        Its hooks append what a module returns to the collector of the model's current call, with
+        ``output_router_logits=True`` for one: that would be an entry for each tile, without a graph.
+        """
+        capturing = sys.modules.get(_CAPTURING)
+        collector = (None if capturing is None else capturing._active_collector.get()) or {}
+        inside = (part for part in self.parts() if part not in self.modules)
+        recorded = collector and any(h.__module__ == _CAPTURING for p in inside for h in p._forward_hooks.values())
+        return sorted(collector) if recorded else []
 
 
 @dataclass
@@ -56,14 +119,21 @@ def trainable_weights(parts: Iterable[nn.Module]) -> list[Weight]:
     """
     found: dict[int, Weight] = {}
     for owner in parts:
-        plain = ((name, t) for name, t in owner.__dict__.items() if isinstance(t, Tensor))
-        attributes = ((name, t) for name, t in plain if t.is_leaf or isinstance(t._base, nn.Parameter))
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items(), *attributes]:
+        tensors = list(owner._parameters.items()) + list(owner._buffers.items())
+        for name, value in owner.__dict__.items():
+            if isinstance(value, Tensor) and (value.is_leaf or isinstance(value._base, nn.Parameter)):
+                tensors.append((name, value))
+        for name, tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 places = found.setdefault(id(tensor), Weight(tensor)).places
                 if (owner, name) not in places:
                     places.append((owner, name))
     return list(found.values())
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's weights, those of other ranks too where ZeRO-3 shards them."""
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters() if not is_lazy(p))
 
 
 class Substituted(TorchFunctionMode):
@@ -78,8 +148,29 @@ class Substituted(TorchFunctionMode):
         self._pairs = {id(tensor): (tensor, instead) for tensor, instead in pairs}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [self._instead(value) for value in args]
-        return func(*given, **{key: self._instead(v) for key, v in kwargs.items()}) if kwargs else func(*given)
+        if func is F.linear:
+            result = self._last(args)
+            if result is not None:
+                return result
+        pairs, given = self._pairs, list(args)
+        for index, value in enumerate(args):  # without calls: each operation of each tile comes here
+            if id(value) in pairs:
+                given[index] = pairs[id(value)][1]
+            elif type(value) is list or type(value) is tuple:
+                given[index] = self._instead(value)
+        if not kwargs:
+            return func(*given)
+        named = dict(kwargs)
+        for name, value in kwargs.items():
+            if id(value) in pairs:
+                named[name] = pairs[id(value)][1]
+            elif type(value) is list or type(value) is tuple:
+                named[name] = self._instead(value)
+        return func(*given, **named)
+
+    def _last(self, args: tuple[Any, ...]) -> Tensor | None:
+        """Return what stands for the output of a linear module that is not computed, or ``None`` to compute it."""
+        return None
 
     def __len__(self) -> int:
         return len(self._pairs)
