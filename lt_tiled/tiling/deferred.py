@@ -111,9 +111,9 @@ class DeferredCall(Deferred):
     modules: Observation | None
     traces: list[Trace]
     """The trace of the call once it ran; the call's node shares the list."""
-    taken: bool
+    runs_in_neighbor: bool
     """Whether a neighbor runs this call's work in its own tiles."""
-    again: bool
+    may_repeat: bool
     """Whether several neighbors may: the work has no matrix product."""
     _data: Tensor | None
     _value: Tensor | None
@@ -125,9 +125,9 @@ class DeferredCall(Deferred):
     ) -> DeferredCall:
         """Return the deferred output of a call."""
         deferred: DeferredCall = cls.like(shape, dtype, call.device)
-        deferred.call, deferred.inputs, deferred.traces, deferred.taken = call, inputs, traces, False
+        deferred.call, deferred.inputs, deferred.traces, deferred.runs_in_neighbor = call, inputs, traces, False
         deferred.versions, deferred.modules = [t._version for t in inputs], call.observe()
-        deferred.again = call.patch.found.guessed
+        deferred.may_repeat = call.patch.found.guessed
         deferred._data = deferred._value = deferred._node = None
         if (unused := _unused.get()) is not None:
             unused.append(weakref.ref(deferred))
@@ -141,7 +141,7 @@ class DeferredCall(Deferred):
         if func not in _OF_THE_GRADIENT or self._changed():
             return NotImplemented
         if func not in _READS and not (func is Tensor.register_hook and _tracks(args[1])):
-            if self.taken:
+            if self.runs_in_neighbor:
                 raise RuntimeError(
                     f"{self.call.patch.name}: its output went into the tiles of what follows, so there is no gradient"
                     " of it. Ask for it before that runs, or remove the module from Tiling(targets=...)."
@@ -199,7 +199,12 @@ class DeferredCall(Deferred):
             RuntimeError: If what the call reads changed since, and all ranks must run the same tiles.
         """
         same = self.call.patch is patch and self.call.autocast == Precision.now(self.call.device)
-        if not same or self._data is not None or not torch.is_grad_enabled() or (self.taken and not self.again):
+        if (
+            not same
+            or self._data is not None
+            or not torch.is_grad_enabled()
+            or (self.runs_in_neighbor and not self.may_repeat)
+        ):
             return False
         changes = [] if self.modules is None else self.modules.changes()
         change = changes[0] if changes else None
@@ -211,7 +216,7 @@ class DeferredCall(Deferred):
             )
         return change is None
 
-    def then(self, work: Work) -> tuple[Work, tuple[Any, ...]]:
+    def followed_by(self, work: Work) -> tuple[Work, tuple[Any, ...]]:
         """Return one work that runs this call's and, on its output, the neighbor's; and this call's arguments.
 
         The work takes those in the place of the neighbor's first argument, which is this tensor.

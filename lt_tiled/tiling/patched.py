@@ -27,7 +27,7 @@ from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch
 from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work, weight_bytes
 
-Call = tuple[TiledCall, list[Tensor]]
+CallWithInputs = tuple[TiledCall, list[Tensor]]
 
 
 def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TiledPatch:
@@ -139,13 +139,13 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
 class Untiled:
     """Why a call of a tiled module does not run in tiles."""
 
-    reason: Literal["one tile", "hook", "recorded", "self-check"]
+    reason: Literal["one tile", "hook", "recorded", "self-check", "neighbor"]
     what: str = ""
     """The module with the hook, what transformers records, or the message of the self-check."""
-    error: NotPositionWiseError | None = None
+    error: Exception | None = None
 
 
-def decide(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Untiled:
+def decide(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
     """Return the call to run in tiles, or the reason why the module runs untiled.
 
     Raises:
@@ -188,6 +188,9 @@ def _accept(untiled: Untiled, module: nn.Module, patch: TiledPatch) -> None:
         warn(f"{text} Put the hook on {name} itself to keep it tiled.", once=f"hook {name} {untiled.what}")
     elif untiled.reason == "recorded":  # by a setting of the model, so on all ranks
         _tile_below(module, patch, f"{name}: transformers records {untiled.what} inside it, which tiles would change.")
+    elif untiled.reason == "neighbor":
+        if same_order:
+            raise _cannot_fall_back(name, "what is next to it", untiled.error) from untiled.error
     elif untiled.error is not None and found.guessed:
         if same_order:
             raise _cannot_fall_back(name, "it", untiled.error) from untiled.error
@@ -291,41 +294,43 @@ def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...
     return run_tiled(*made) if patch.alone else patch.inner(module, *args, **kwargs)
 
 
-def _may_defer(made: Call, patch: TiledPatch) -> bool:
+def _may_defer(made: CallWithInputs, patch: TiledPatch) -> bool:
     tensors: list[Any] = made[1]
     plain = all(not (is_traceable_wrapper_subclass(t) or t.is_inference()) for t in tensors)
     return patch.needs.defer and plain and made[0].differentiable and not torch.compiler.is_compiling()
 
 
-def _with_neighbor(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _with_neighbor(
+    work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CallWithInputs | None:
     """Return one call of this work and the deferred one that is its first argument, if that can be joined."""
     deferred = args[0] if args else None
     if not isinstance(deferred, DeferredCall) or not deferred.open_for(patch):
         return None
-    together, own = deferred.then(work)
+    together, own = deferred.followed_by(work)
     if together.key in patch.learned.refused:
         return None
     others, kwargs = values((args[1:], kwargs))
     made = TiledCall.of(together, patch, (own, *others), kwargs)
     if made is None or not _check_with_neighbor(made):
         return None
-    deferred.taken = True
+    deferred.runs_in_neighbor = True
     return made
 
 
-def _cannot_fall_back(name: str, what: str, error: Exception) -> NotPositionWiseError:
+def _cannot_fall_back(name: str, what: str, error: Exception | None) -> NotPositionWiseError:
     return NotPositionWiseError(
         f"{name}: {what} cannot run in its tiles, and the engine needs the same order of gradients on all ranks: name"
         f" the modules to tile, as in Tiling(targets=...). ({error})"
     )
 
 
-def _is_real(made: Call) -> bool:
+def _is_real(made: CallWithInputs) -> bool:
     """Whether a call runs on real tensors: fake ones have no values to compare."""
     return type(made[1][0]) in (Tensor, nn.Parameter)
 
 
-def _check_with_neighbor(made: Call) -> bool:
+def _check_with_neighbor(made: CallWithInputs) -> bool:
     """Run the self-check, once, on a call with a neighbor in it; if it fails, no such call is tried again.
 
     That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not
@@ -344,8 +349,7 @@ def _check_with_neighbor(made: Call) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the neighbor runs untiled
-        if call.patch.needs.same_order:
-            raise _cannot_fall_back(call.patch.name, "what is next to it", error) from error
+        _accept(Untiled("neighbor", error=error), call.work.modules[0], call.patch)
         call.patch.learned.refused.add(call.work.key)
         return False
     return True
