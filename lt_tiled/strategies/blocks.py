@@ -12,8 +12,8 @@ from lt_tiled.checkpointing import find_checkpointable
 from lt_tiled.modules.find import find_blocks, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import ActivationCheckpointing
-from lt_tiled.tiling.patched import NeighborPatch, tiled_patches
-from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.state import NeighborPatch, TiledPatch
 
 
 def blocks_to_shard(

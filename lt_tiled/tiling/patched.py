@@ -18,12 +18,12 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import outermost, walk
 from lt_tiled.modules.norms import is_one_kernel
-from lt_tiled.modules.patch import Patch, get_patch, get_patches, place_of, remove_patch, roots, set_patch
+from lt_tiled.modules.patch import get_patch, get_patches, place_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
 from lt_tiled.tiling.self_check import check_position_wise
-from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch
+from lt_tiled.tiling.state import EngineNeeds, Found, NeighborPatch, ParentPatch, TiledPatch
 from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work, weight_bytes
 
@@ -233,32 +233,6 @@ def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
 
 
 # Neighbors: norms next to an MLP, and projections behind a norm
-
-
-class NeighborPatch(Patch):
-    """On a norm next to a tiled module, or on a projection behind a tiled norm."""
-
-    attribute = "_lt_tiled_norm"
-
-    def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: object, alone: bool) -> None:
-        self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
-        self.alone = alone
-        """Whether it runs in tiles of its own where it cannot share its neighbor's."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        assert isinstance(copy, NeighborPatch)
-        copy.tiled = memo.get(id(self.tiled)) or self.tiled.__deepcopy__(memo)  # type: ignore[assignment]
-        return copy
-
-
-class ParentPatch(Patch):
-    """On the module whose forward calls both: nothing deferred leaves it, because its engine may free the weights."""
-
-    attribute = "_lt_tiled_parent"
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
 
 
 def _neighbor_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The state of a tiled module: what was found, what its calls showed, and what the engine needs."""
+"""What tiled modules and their neighbors carry: what was found, what calls showed, and what the engine needs."""
 
 from __future__ import annotations
 
@@ -120,3 +120,29 @@ class TiledPatch(Patch):
         assert isinstance(copy, TiledPatch)
         copy.learned = Learned(self.learned.largest, untiled=self.learned.untiled)
         return copy
+
+
+class NeighborPatch(Patch):
+    """On a norm next to a tiled module, or on a projection behind a tiled norm."""
+
+    attribute = "_lt_tiled_norm"
+
+    def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: object, alone: bool) -> None:
+        self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
+        self.alone = alone
+        """Whether it runs in tiles of its own where it cannot share its neighbor's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, NeighborPatch)
+        copy.tiled = memo.get(id(self.tiled)) or self.tiled.__deepcopy__(memo)  # type: ignore[assignment]
+        return copy
+
+
+class ParentPatch(Patch):
+    """On the module whose forward calls both: nothing deferred leaves it, because its engine may free the weights."""
+
+    attribute = "_lt_tiled_parent"
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
