@@ -42,8 +42,8 @@ class BlockSamples:
         # Other dimensions may be padded with what nobody wrote, as attention's sums of exponentials are.
         if tensor.dim() > 1 and not self._tokens.intersection(tensor.shape):
             return None
-        view = None if self.observed.holds(tensor) else sampled(tensor)
-        return None if view is None else view.clone()
+        view = sampled(tensor)
+        return None if view is None or self.observed.holds(view) else view.clone()
 
     def compare(self, sample: Tensor, tensor: Tensor) -> None:
         """Refuse a tensor of the recompute that has other values than the sample.

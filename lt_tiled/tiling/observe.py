@@ -186,10 +186,10 @@ class Observation:
         return bool(self._copies)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of those observed, or a view of one, whose changes are known otherwise."""
+        """Whether a plain tensor is one of those observed, or a view of one, whose changes are known otherwise."""
         if self._storages is None:
             self._storages = {held.storage.cdata for held in self._tensors if held.storage is not None}
-        return storage_of(tensor) in self._storages
+        return tensor.untyped_storage()._cdata in self._storages
 
     @property
     def drew(self) -> bool:
