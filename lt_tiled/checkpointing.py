@@ -27,7 +27,7 @@ from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import ActivationCheckpointing, Keep
 from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
-from lt_tiled.tiling.layout import split_arguments
+from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, recomputing, restored
 from lt_tiled.tiling.recompute import Due, Precision, Runs
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.policies import CompileOptions
-from lt_tiled.tiling.layout import Arguments
+from lt_tiled.tiling.call import Arguments
 from lt_tiled.tiling.weights import Weight, Work
 
 Dimensions = Sequence[int | None]

@@ -1,11 +1,11 @@
-"""A call's arguments, how it is cut into tiles, and how their outputs go together in the untiled order and shape."""
+"""How a call is cut into tiles, and how their outputs go together in the untiled order and shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import ceil, prod
 from typing import Any, Literal, TypeVar
@@ -16,89 +16,6 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.policies import Tiling
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """``(args, kwargs)`` without the tensors in them and in their tuples.
-
-    Lists and dictionaries stay the caller's own objects, because a module may add to them.
-    """
-
-    tree: pytree.TreeSpec
-    others: tuple[Any, ...]
-    positions: tuple[int, ...]
-    names: tuple[str, ...] | None
-    """Of the arguments by name; ``None`` if there are tuples among the arguments."""
-    plain: bool
-    """Whether the arguments are tensors alone, none of them by name."""
-
-    def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors in place of theirs."""
-        leaves = list(self.others)
-        for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
-        if self.names is not None:  # several times as fast as pytree
-            first = len(leaves) - len(self.names)
-            return tuple(leaves[:first]), dict(zip(self.names, leaves[first:], strict=True))
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return args, kwargs
-
-    def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        """Call a function with other tensors in place of theirs."""
-        if self.plain:
-            return function(*tensors)
-        args, kwargs = self.call_with(tensors)
-        return function(*args, **kwargs)
-
-    def refuse_gradients_inside(self, module: str) -> None:
-        """Refuse tensors that want a gradient inside lists and dictionaries, because they would get none.
-
-        Raises:
-            NotPositionWiseError: If there is one, and gradients are on.
-        """
-        containers = [leaf for leaf in self.others if isinstance(leaf, list | dict)]
-        if containers and torch.is_grad_enabled():
-            tensors = (leaf for leaf in pytree.tree_leaves(containers) if isinstance(leaf, Tensor))
-            if any(t.requires_grad for t in tensors):
-                raise NotPositionWiseError(
-                    f"{module} was given a tensor that requires a gradient inside a list or a dictionary, and it would"
-                    f" get none. Pass it as an argument of its own, or in a tuple. {REMEDY}"
-                )
-
-
-def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
-    """Return the tensors, and what is needed to call with others."""
-    if not kwargs and set(map(type, args)) <= _PLAIN:
-        return list(args), _plain_arguments(len(args))
-    whole = (args, kwargs)
-    leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
-    tensors: list[Tensor] = []
-    positions: list[int] = []
-    others: list[Any] = []
-    for position, leaf in enumerate(leaves):
-        is_tensor = isinstance(leaf, Tensor)
-        others.append(None if is_tensor else leaf)
-        if is_tensor:
-            tensors.append(leaf)
-            positions.append(position)
-    nested = False
-    for argument in (*args, *kwargs.values()):
-        nested = nested or isinstance(argument, tuple)
-    plain = not nested and not kwargs and len(positions) == len(leaves)
-    names = None if nested else tuple(kwargs)
-    return tensors, Arguments(tree, tuple(others), tuple(positions), names, plain)
-
-
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-@cache
-def _plain_arguments(count: int) -> Arguments:
-    """Return those of a call with so many tensors and nothing else."""
-    tree = pytree.tree_structure(((0,) * count, {}))
-    return Arguments(tree, (None,) * count, tuple(range(count)), (), plain=True)
-
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
