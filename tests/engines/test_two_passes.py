@@ -128,7 +128,7 @@ def switched(engine: str, policies: str) -> dict[str, list[float] | str]:
     return found
 
 
-@pytest.mark.table("(ddp|fsdp2|zero2|zero3)-both|fsdp-checkpointing|zero1-tiles")
+@pytest.mark.table("(ddp|fsdp2|zero2|zero3)-both|fsdp-activation_checkpointing|zero1-tiles")
 @pytest.mark.parametrize("policies", ["tiles", "activation_checkpointing", "both"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_change_between_two_forward_passes(engine: str, policies: str, on_ranks: OnRanks) -> None:
