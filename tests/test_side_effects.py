@@ -770,3 +770,26 @@ def test_a_list_among_the_arguments() -> None:
                 assert (len(notes), names) == (2, {"rows": 4})
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert same(*found)
+
+
+class LargeStatistic(Base):
+    """Adds in place to a tensor of 2 MiB in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = {"counts": torch.zeros(2**18)}
+
+    def change(self, x: Tensor) -> Tensor:
+        self.log["counts"].add_(1.0)
+        return x * float(self.log["counts"][0])
+
+
+def test_a_large_tensor_in_a_dictionary_changes_once() -> None:
+    """It is copied in the first call, which shows that it changes, and has the values without checkpointing."""
+    found = []
+    for checkpointing in (False, ActivationCheckpointing("LargeStatistic")):
+        torch.manual_seed(0)
+        model = nn.Sequential(LargeStatistic())
+        with prepare(model, activation_checkpointing=checkpointing, tiling=False):
+            found.append({**steps(model), "counts": model[0].log["counts"]})
+    assert same(*found)

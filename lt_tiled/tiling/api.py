@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, remove_patch
-from lt_tiled.policies import Tiling
+from lt_tiled.policies import CompileOptions, Tiling
 from lt_tiled.tiling.autograd import run_tiled
 from lt_tiled.tiling.deferred import values
 from lt_tiled.tiling.patched import patch_tiled, tiled_method
@@ -25,7 +25,16 @@ from lt_tiled.tiling.weights import Work
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-def tile(target: Target, **tiling: Any) -> Target:
+def tile(
+    target: Target,
+    num_shards: int | Literal["auto"] = "auto",
+    *,
+    tile_tokens: int | None = None,
+    accumulate: Literal["float32", "param"] = "float32",
+    self_check: bool = True,
+    reductions: Mapping[str, Literal["sum", "mean"]] | None = None,
+    compile: bool | CompileOptions = False,
+) -> Target:
     """Let one position-wise module, method or function run tile by tile.
 
     Its results, gradients, ``state_dict`` keys and hooks do not change; only the intermediates of one tile are alive.
@@ -35,20 +44,28 @@ def tile(target: Target, **tiling: Any) -> Target:
             block, a norm) or a module's method (``layer.feed_forward_chunk``) is tiled in place. Of any other callable,
             a tiled one is returned; its weights are those of the modules in its closure, its arguments (of
             ``functools.partial``) or its attributes.
-        tiling: The fields of :class:`~lt_tiled.Tiling` but ``targets``: ``num_shards=8``, ``tile_tokens=2048``, ...
+        num_shards: This and the others are fields of :class:`~lt_tiled.Tiling`.
+        tile_tokens: The most tokens of a tile.
+        accumulate: The dtype in which gradients of 16-bit weights are summed.
+        self_check: Whether to compare a few tokens with and without tiles in the first call.
+        reductions: How to combine outputs that are not per token.
+        compile: Whether, or with which arguments of ``torch.compile``, to compile tiles.
 
     Returns:
         The same module; or the tiled method or function, to be called in the place of the other.
 
     Raises:
         ValueError: If it is tiled already, or normalizes over the batch, or a value is out of bounds.
-        TypeError: If it cannot be called, or ``Tiling`` has no such field.
+        TypeError: If it cannot be called.
     """
-    if "targets" in tiling:
-        raise TypeError(
-            "tile() takes one module and no targets: use lt_tiled.prepare(model, tiling=Tiling(targets=...))."
-        )
-    policy = Tiling(**tiling)
+    policy = Tiling(
+        num_shards,
+        tile_tokens,
+        accumulate=accumulate,
+        self_check=self_check,
+        reductions=reductions,
+        compile=compile,
+    )
     owner, method = _owner(target)
     if owner is None:
         return TiledCallable(target, policy)  # type: ignore[return-value]

@@ -8,10 +8,10 @@ one object, made before the forward pass, knows what that is:
   hold; class attributes; the globals and closures that the code of the modules and of their hooks names. They are
   recorded by identity, and the recompute finds what was there. So nothing happens twice: a list to which a block
   appends has one entry more after the forward pass, and no other after the recompute.
-* Buffers and other plain tensors that change in place. The first call in each training mode copies all buffers and
-  shows which modules have some; later calls copy those, and small ones until the forward pass ends. A torch function
-  mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm and ``.data``
-  change tensors without a new version, so the first call compares values.
+* Buffers and other plain tensors that change in place. The first call in each training mode copies all buffers, and
+  others of up to 64 MiB, and shows which change; later calls copy those, and small ones until the forward pass ends. A
+  torch function mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm
+  and ``.data`` change tensors without a new version, so the first call compares values.
 * Weights and tensors without a copy. They are compared by identity, version and storage, and a recompute that would
   read other values is refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3
   may be elsewhere and have the engine's mark. ZeRO-3's own attributes of modules are ignored. All other changes by an
@@ -24,6 +24,7 @@ one if every place in it still holds the same objects, and it holds no tensor th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -142,7 +143,10 @@ class Observation:
                 continue
             if history.versions.get((held.part, held.name), now) != now:
                 history.changing.add(held.part)  # others change it between calls, as DDP broadcasts buffers
-            if (first and held.part >= 0) or held.part in history.changing or held.tensor.nbytes <= SMALL:
+            largest: float = SMALL
+            if first:
+                largest = math.inf if held.part >= 0 else 64 * SMALL  # a global may be a data set
+            if held.part in history.changing or held.tensor.nbytes <= largest:
                 self._copies[index] = held.tensor.detach().clone()
 
     def _buffers(self) -> list[tuple[int, HeldTensor]]:
