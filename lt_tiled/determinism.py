@@ -67,14 +67,13 @@ class _Values:
     """The values of a saved tensor among its metadata: a sample in the forward pass, all of them in the recompute."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.samples, self.tensor = _samples.get(), tensor
-        self.sample: Tensor | None = None
-        if self.samples is not None:
-            self.sample, self.tensor = self.samples.sample(tensor), tensor.new_empty(0)
+        self.samples = _samples.get()
+        self.sample = None if self.samples is None else self.samples.sample(tensor)
+        self.tensor = tensor if self.samples is None else None
 
     def __eq__(self, other: Any) -> bool:
         before, now = (other, self) if self.samples is None else (self, other)
-        if before.samples is not None and before.sample is not None and now.samples is None:
+        if before.samples is not None and before.sample is not None and now.tensor is not None:
             before.samples.compare(before.sample, now.tensor)
         return True
 

@@ -206,7 +206,7 @@ class DeferredCall(Deferred):
             or (self.runs_in_neighbor and not self.may_repeat)
         ):
             return False
-        changes = [] if self.modules is None else self.modules.changes()
+        changes = [] if self.modules is None else self.modules.changes(by_value=False)
         change = changes[0] if changes else None
         if change is not None and patch.needs.same_order:
             raise RuntimeError(

@@ -201,14 +201,20 @@ class Observation:
         return any(generator.drew for generator in self._generators)
 
     @_of_the_tensors_themselves
-    def changes(self, attributes: bool = True) -> list[Change]:
-        """Return the tensors, and the attributes, that are not as they were. What was computed anew may be equal."""
+    def changes(self, attributes: bool = True, by_value: bool = True) -> list[Change]:
+        """Return what is not as it was.
+
+        Args:
+            attributes: Whether what is no tensor counts. What was computed anew may be equal.
+            by_value: Compare values with copies, which waits for the device: ``.data`` changes tensors unseen.
+        """
         found: list[Change] = []
         for index, held in enumerate(self._tensors):
-            copy = self._copies.get(index)
-            if copy is not None and not is_equal(copy, held.tensor):
-                found.append((str(held), "was changed in place"))
-            elif change := self._lost(index, False):
+            change = self._changed(index) if index in self._copies else self._lost(index, False)
+            if by_value and index in self._copies:
+                equal = is_equal(self._copies[index], held.tensor)
+                change = None if equal else (str(held), "was changed in place")
+            if change is not None:
                 found.append(change)
         for place in changed(self._places) if attributes else ():
             now = place.read()

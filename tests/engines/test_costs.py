@@ -41,7 +41,7 @@ def operations(engine: str, shards: int | None, checkpointed: bool, calls: int =
     def backward() -> None:
         fabric.backward(sum((lm_loss(model(ids), ids) for _ in range(calls)), torch.zeros(())))
 
-    for _ in range(3):  # ZeRO-3 has recorded in which order it gathers
+    for _ in range(4):  # ZeRO-3 has recorded in which order it gathers, and the fifth recompute is not compared
         backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -49,7 +49,8 @@ def operations(engine: str, shards: int | None, checkpointed: bool, calls: int =
         backward()
     fabric.strategy.release()
     names = [event.name for event in profiled.events()]
-    return dict(Counter(name for name in names if name.startswith("c10d::") or name == READ))
+    # The recomputes of several forward passes are compared in each step, which reads values.
+    return dict(Counter(name for name in names if name.startswith("c10d::") or (name == READ and calls == 1)))
 
 
 class NormAfter(Block):
@@ -100,8 +101,8 @@ def test_flops(engine: str, on_ranks: OnRanks) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_collectives(engine: str, checkpointed: bool, calls: int, on_ranks: OnRanks) -> None:
-    """A step with one or two forward passes has no gather, reduction or read by the host that the untiled step has
-    not, and as many at 1 as at 16 tiles.
+    """A step with one or two forward passes has no gather or reduction that the untiled step has not, with one no read
+    by the host either, and as many at 1 as at 16 tiles.
 
     Under ZeRO-3 it has fewer gathers, because the weights of a block with tiled modules are all-gathered together, and
     fewer reads where it records the order of its modules, of which there are fewer.

@@ -356,9 +356,9 @@ def test_select_of_a_missing_argument() -> None:
 def test_select_of_a_second_model() -> None:
     """A second model without the selected argument raises, and does not train without its policy."""
     strategy = TiledDDPStrategy(tiling=False, activation_checkpointing=policy(offload="cpu", select=["extra"]))
-    strategy._models.add(nn.Sequential(TwoArguments(), TwoArguments()), strategy, 1)
-    with strategy._models[0], pytest.raises(ValueError, match="select='extra' is no argument of Block"):
-        strategy._models.add(nn.Sequential(Block(), Block()), strategy, 1)
+    strategy.prepared.add(nn.Sequential(TwoArguments(), TwoArguments()), strategy, 1)
+    with strategy.prepared[0], pytest.raises(ValueError, match="select='extra' is no argument of Block"):
+        strategy.prepared.add(nn.Sequential(Block(), Block()), strategy, 1)
 
 
 @pytest.mark.parametrize(
