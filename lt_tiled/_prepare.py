@@ -15,13 +15,12 @@ from lt_tiled.checkpointing import (
     BlockPatch,
     find_checkpointable,
     patch_block,
-    patch_models,
     restore_block,
-    restore_model,
     turn_off_own_checkpointing,
 )
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
+from lt_tiled.modules.cache import patch_models, restore_model
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
@@ -29,7 +28,7 @@ from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import (
     ActivationCheckpointing,
-    Checkpoints,
+    ActivationCheckpointingLike,
     LossShards,
     SequenceParallel,
     Tiling,
@@ -198,7 +197,7 @@ def prepare(
     model: nn.Module,
     *,
     tiling: Tiling | bool | int | None = None,
-    activation_checkpointing: Checkpoints | None = None,
+    activation_checkpointing: ActivationCheckpointingLike | None = None,
     loss: bool | int | None = None,
     sequence_parallel: SequenceParallel | int | None = None,
     group: dist.ProcessGroup | None = None,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled._log import inform, warn
+from lt_tiled._log import warn
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, outermost, walk
-from lt_tiled.modules.patch import Patch, get_patch, remove_patch, set_patch
+from lt_tiled.modules.cache import by_name, without_unread_cache
+from lt_tiled.modules.find import find_blocks, find_named, walk
+from lt_tiled.modules.patch import Patch, remove_patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
@@ -29,7 +29,7 @@ from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, recomputing, restored
-from lt_tiled.tiling.recompute import Due, Precision, Runs
+from lt_tiled.tiling.recompute import CallCounter, Due, Precision
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class BlockPatch(Patch):
 
     def __init__(self, offload: BlockOffload | None = None) -> None:
         self.offload = offload
-        self.history, self.runs = History(), Runs()
+        self.history, self.runs = History(), CallCounter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, BlockPatch)
-        copy.history, copy.runs = History(), Runs()
+        copy.history, copy.runs = History(), CallCounter()
         return copy
 
     def run(self, module: nn.Module, due: Due | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,7 +115,7 @@ class BlockPatch(Patch):
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
-        arguments = {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
+        arguments = by_name(type(module).forward, args, kwargs)
         remedy = "leave the block out of ActivationCheckpointing(targets=...)"
         return Observation(type(module).__name__, (module,), remedy, self.history, arguments, generators=True)
 
@@ -125,11 +125,6 @@ class BlockPatch(Patch):
             return Kept(what)
         offloader, block = self.offload.offloader, self.offload.block
         return Kept(what, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
-
-
-@cache
-def _argument_names(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)[1:]
 
 
 @contextmanager
@@ -156,7 +151,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     due = None if compiled else patch.runs.begin()
     if not patch.active or _checkpoints_itself(self):
         return patch.inner(self, *args, **kwargs)
-    args, kwargs = _without_cache(self, args, kwargs)
+    args, kwargs = without_unread_cache(self, args, kwargs)
     return patch.run(self, due, args, kwargs) if torch.is_grad_enabled() else patch.inner(self, *args, **kwargs)
 
 
@@ -211,83 +206,6 @@ def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
 
 def _checkpoints_itself(module: nn.Module) -> bool:
     return getattr(module, "gradient_checkpointing", False) is True
-
-
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
-_LEFT_OUT = "_lt_tiled_left_out"
-"""The attribute of a cache, and of its copies, that is empty because a call left it out."""
-_wants_cache: ContextVar[bool] = ContextVar("wants_cache", default=False)
-
-
-class CachePatch(Patch):
-    """On a model of transformers: whether its caller asks for a key-value cache, or gives one.
-
-    Models make a cache by default, also in training, where nobody reads it and it would hold the keys and values of all
-    layers. Blocks cannot tell such a cache from one that the caller wants.
-    """
-
-    attribute = "_lt_tiled_cache"
-
-
-def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    given = any(kwargs.get(name) is not None for name in CACHES) or kwargs.get("use_cache") is True
-    token = _wants_cache.set(given)
-    try:
-        return self.__dict__[CachePatch.attribute].inner(self, *args, **kwargs)
-    finally:
-        _wants_cache.reset(token)
-
-
-_model_forward.__name__ = "forward"
-
-
-def patch_models(model: nn.Module) -> list[nn.Module]:
-    """Let blocks know what the caller of a transformers model wants. Return the patched modules."""
-    found = [(path, m) for path, m in [("", model), *walk(model)] if hasattr(m.__dict__.get("config"), "use_cache")]
-    modules = [m for _, m in outermost(found) if get_patch(m, CachePatch) is None]
-    for module in modules:
-        set_patch(module, CachePatch(), _model_forward)
-    return modules
-
-
-def restore_model(module: nn.Module) -> None:
-    """Undo :func:`patch_models`."""
-    remove_patch(module, CachePatch, _model_forward)
-
-
-def _without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove an empty key-value cache that nobody asked for. Others are restored for the recompute, as arguments are.
-
-    Raises:
-        ValueError: If a cache was left out of a call before, so that it lacks those tokens.
-    """
-    # RecurrentGemma passes its cache by position.
-    names = _argument_names(type(module).forward) if len(args) > 1 else []
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    own = getattr(module, "_can_checkpoint_with_cache", False)  # transformers' layers that restore their cache
-    present = {} if own else {name: value for name, value in given.items() if value is not None}
-    caches = {name: v for name, v in present.items() if name in CACHES or hasattr(v, "get_seq_length")}
-    kind, attributes = type(module).__name__, [getattr(cache, "__dict__", {}) for cache in caches.values()]
-    for name, known in zip(caches, attributes, strict=True):
-        if known.get(_LEFT_OUT) == id(module):  # in one call of a model its first block runs once
-            raise ValueError(
-                f"{kind} uses activation checkpointing and was given {name} again, which it left out of the call"
-                " before, so it lacks those tokens. Pass use_cache=True to each call, or run all calls with this cache"
-                " under torch.no_grad(), or with activation_checkpointing=False."
-            )
-    tokens = sum(c.get_seq_length() if hasattr(c, "get_seq_length") else len(c) for c in caches.values())
-    wanted = _wants_cache.get() or tokens or not torch.is_grad_enabled()
-    if wanted or not (caches or given.get("use_cache")):
-        return args, kwargs
-    for known in attributes:
-        known.setdefault(_LEFT_OUT, id(module))
-    inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
-    instead = {**dict.fromkeys(caches), "use_cache": False}
-    args = tuple(instead.get(name, arg) for name, arg in zip(names, args, strict=False)) + args[len(names) :]
-    return args, {name: instead.get(name, value) for name, value in kwargs.items()}
 
 
 def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:

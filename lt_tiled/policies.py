@@ -148,10 +148,11 @@ class ActivationCheckpointing:
 
 
 if TYPE_CHECKING:
-    Checkpoints = bool | Tiers | ActivationCheckpointing | type | Collection[type] | Callable[[Any, bool, int], bool]
+    _ChoosesBlocks = type | Collection[type] | Callable[[Any, bool, int], bool]
+    ActivationCheckpointingLike = bool | Tiers | ActivationCheckpointing | _ChoosesBlocks
 else:
-    Checkpoints = bool | Tiers | ActivationCheckpointing  # what YAML can hold
-"""The short forms of an :class:`ActivationCheckpointing`."""
+    ActivationCheckpointingLike = bool | Tiers | ActivationCheckpointing  # what YAML can hold
+"""What ``activation_checkpointing=`` accepts; at run time without classes and functions, which YAML cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,13 @@ def as_loss(value: bool | int | None) -> LossShards | None:
     return None if value is None or value is False else "auto" if value is True else value
 
 
-def as_activation_checkpointing(value: Checkpoints | None) -> ActivationCheckpointing | None:
+def as_activation_checkpointing(value: ActivationCheckpointingLike | None) -> ActivationCheckpointing | None:
     """Return the policy for a short form.
 
     Args:
         value: ``True`` (the default), a tier, ``False`` or ``None`` (off), or what Lightning calls an activation
-            checkpointing policy: classes of blocks, or a function of a module, of whether to look inside of it, and of
-            its number of weights.
+            checkpointing policy: classes of blocks, or a function ``(module, recurse, nonwrapped_numel) -> bool``,
+            which is always called with ``recurse=False``.
     """
     if value is None or isinstance(value, ActivationCheckpointing):
         return value

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import DynamicCache, RecurrentGemmaConfig, RecurrentGemmaForCausalLM, XLMConfig, XLMWithLMHeadModel
+from transformers import (
+    DynamicCache,
+    MambaConfig,
+    MambaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 
 from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling, prepare
 from lt_tiled.checkpointing import find_checkpointable
@@ -280,6 +288,56 @@ def test_a_cache_that_was_left_out_is_refused(gradients_on: bool, copies: bool) 
         )
         with refused, torch.set_grad_enabled(gradients_on):
             model(input_ids=IDS[:, 8:16], past_key_values=copy.copy(cache) if copies else cache)
+
+
+class Configured(nn.Module):
+    """A module of the user's that holds the model's config, as a LightningModule may."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.config = net, net.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs)
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_what_the_caller_of_an_inner_model_asks_for(by_position: bool) -> None:
+    """A cache that a module around the model asks for, or passes by position, is kept."""
+    net, cache = tiny_llama(), DynamicCache()
+    with prepare(model := Configured(net), activation_checkpointing=True):
+        if by_position:
+            model(IDS[:, :8], None, None, cache)
+        else:
+            cache = model(IDS[:, :8], use_cache=True).past_key_values
+    assert cache.get_seq_length() == 8
+
+
+@pytest.mark.parametrize("gradients_on", [True, False])
+def test_a_recurrent_cache_in_evaluation(gradients_on: bool) -> None:
+    """Mamba, whose cache has no length, runs in evaluation mode as without activation checkpointing."""
+    sizes = {"vocab_size": 32, "hidden_size": H, "state_size": 4, "num_hidden_layers": 2}
+    model = MambaForCausalLM(MambaConfig(**sizes)).eval()
+    with torch.no_grad():
+        true = model(IDS[:, :8]).logits
+    with prepare(model, activation_checkpointing=True), torch.set_grad_enabled(gradients_on):
+        assert torch.allclose(model(IDS[:, :8]).logits, true)
+
+
+class Looped(nn.Module):
+    """Runs one layer twice with the cache of the call, as looped transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = tiny_llama()
+        self.net.model.layers[1] = self.net.model.layers[0]
+
+
+def test_a_layer_that_runs_twice_in_a_call() -> None:
+    """A layer that is given the cache of one call twice trains, and its cache is left out both times."""
+    model = Looped().net
+    with prepare(model, activation_checkpointing=True):
+        model(input_ids=IDS[:, :8], labels=IDS[:, :8]).loss.backward()
 
 
 class Makes(Block):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -793,3 +795,62 @@ def test_a_large_tensor_in_a_dictionary_changes_once() -> None:
         with prepare(model, activation_checkpointing=checkpointing, tiling=False):
             found.append({**steps(model), "counts": model[0].log["counts"]})
     assert same(*found)
+
+
+class Features(Base):
+    """Collects its output in a list, and keeps it in a tuple."""
+
+    log: list[Tensor] = []
+
+    def change(self, x: Tensor) -> Tensor:
+        Features.log.append(x)
+        self.last = (x,)
+        return x
+
+
+def test_what_a_step_made_is_freed_with_it() -> None:
+    """Features that blocks collected are freed when the list is cleared, and no observation keeps them."""
+    model = nn.Sequential(Features(), Features(), Features())
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Features")):
+        for _ in range(2):
+            model(randn(2, 5, H)).sum().backward()
+            alive = [weakref.ref(x) for x in Features.log]
+            Features.log.clear()
+            for block in model:
+                block.last = ()
+            gc.collect()
+            assert [reference() for reference in alive] == [None] * 3
+
+
+def test_a_variable_that_is_assigned_between_the_passes() -> None:
+    """A variable of a closure that has no value yet in the forward pass has none in the recompute."""
+    factor: float
+
+    class Closure(Base):
+        def change(self, x: Tensor) -> Tensor:
+            try:
+                return x * factor
+            except NameError:
+                return x
+
+    x = randn(2, 5, H)
+    model = nn.Sequential(Closure())
+    (true,) = torch.autograd.grad(model(x).sum(), x)
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Closure")):
+        y = model(x).sum()
+        factor = 2.0
+        (found,) = torch.autograd.grad(y, x)
+    assert torch.equal(found, true)
+    assert factor == 2.0
+
+
+class Asks(Base):
+    def forward(self, x: Tensor, source: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_an_argument_without_a_state() -> None:
+    """An argument that raises where it is asked for its state is left alone."""
+    model = nn.ModuleList([Asks()])
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("Asks")):
+        model[0](randn(2, 5, H), random.SystemRandom()).sum().backward()

@@ -13,7 +13,7 @@ from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
-from lt_tiled.policies import ActivationCheckpointing, Checkpoints, Tiers, Tiling
+from lt_tiled.policies import ActivationCheckpointing, ActivationCheckpointingLike, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.deepspeed import adapt_tiles
@@ -29,7 +29,7 @@ class PreparingCallback(AppliesPolicies, Callback):
     def __init__(
         self,
         tiling: bool | int | Tiling | None = None,
-        activation_checkpointing: Checkpoints | None = None,
+        activation_checkpointing: ActivationCheckpointingLike | None = None,
         loss: bool | int | None = None,
     ) -> None:
         self.set_policies(tiling, activation_checkpointing, loss)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.checkpointing import CACHES
 from lt_tiled.loss.transformers import AbsentLogits
+from lt_tiled.modules.cache import CACHES
 from lt_tiled.modules.patch import Patch
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to

@@ -15,7 +15,7 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.policies import Checkpoints, SequenceParallel, Tiling
+from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups, data_place
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
@@ -58,7 +58,7 @@ class TiledStrategy(Base):
         self,
         *args: Any,
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
-        activation_checkpointing: Checkpoints | None = True,
+        activation_checkpointing: ActivationCheckpointingLike | None = True,
         loss: bool | PositiveInt | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
         **kwargs: Any,

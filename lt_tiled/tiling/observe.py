@@ -6,16 +6,16 @@ one object, made before the forward pass, knows what that is:
 
 * Attributes, buffers, submodules, hooks and training mode of each module; what containers, plain objects and arguments
   hold; class attributes; the globals and closures that the code of the modules and of their hooks names. They are
-  recorded by identity, and the recompute finds what was there. So nothing happens twice: a list to which a block
-  appends has one entry more after the forward pass, and no other after the recompute.
+  recorded by identity and restored for the recompute, for all threads while it runs, so side effects happen once: a
+  list that a block appends to grows by one entry per forward pass, not again in the recompute.
 * Buffers and other plain tensors that change in place. The first call in each training mode copies all buffers, and
   others of up to 64 MiB, and shows which change; later calls copy those, and small ones until the forward pass ends. A
   torch function mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm
   and ``.data`` change tensors without a new version, so the first call compares values.
 * Weights and tensors without a copy. They are compared by identity, version and storage, and a recompute that would
   read other values is refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3
-  may be elsewhere and have the engine's mark. ZeRO-3's own attributes of modules are ignored. All other changes by an
-  engine are refused.
+  may be elsewhere and are recognized by the attribute that the engine sets (``ds_id``, ``_fsdp_flattened``). ZeRO-3's
+  own attributes of modules are ignored. All other changes by an engine are refused.
 * The generators of Python, of NumPy and of the modules, if a block drew from them.
 
 Finding all this takes longer than seeing that nothing changed. So what a call found (``Reachable``) serves the next
@@ -124,7 +124,7 @@ class Observation:
         if reachable is None or not reachable.is_current(modules):
             reachable = Reachable(modules, {}, shared, submodules)
         if history is not None:
-            history.reachable = reachable
+            history.reachable = reachable if reachable.lasts else None
         given = Reachable((), arguments, shared)
         self._mode, self._tensors = reachable.mode, [*reachable.tensors, *given.tensors]
         self._places = [*reachable.places, *given.places]

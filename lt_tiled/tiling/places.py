@@ -64,8 +64,10 @@ class Place:
         if names and isinstance(holder, list | deque | set):
             holder.clear()
             (holder.update if isinstance(holder, set) else holder.extend)(values.values())
-        elif names and isinstance(holder, CellType):
+        elif names and isinstance(holder, CellType) and values:
             holder.cell_contents = values[0]
+        elif names and isinstance(holder, CellType):
+            del holder.cell_contents
         elif names and is_array(holder):
             holder.flat = type(holder)(holder.shape, holder.dtype, values[0]).flat
         else:

@@ -90,23 +90,22 @@ class Reachable:
         self._flagged: list[Tensor] = []
         """Where a flag tells whether a gradient is wanted: all tensors, and weights that are still lazy."""
         self._seen: set[Any] = set()
-        self._lasts = True
+        self.lasts = True
+        """Whether it holds no tensor that a step made, which must be freed with the step."""
         parts = dict.fromkeys(part for m in modules for part in (m.modules() if submodules else (m,)))
         self.mode = tuple(part.training for part in parts)
         for number, part in enumerate(parts):
             self._look_at_module(number, part)
         for key, value in values.items():
-            self._look_into(f"its argument {key}", value, DEPTH)
+            if not isinstance(value, Tensor):  # those are inputs
+                self._look_into(f"its argument {key}", value, DEPTH)
         if self._flagged:
             self.places.append(RequiresGrad("requires_grad of a weight", tuple(self._flagged)))
         self._seen.clear()
 
     def is_current(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether looking again would find the same for the code of these modules.
-
-        What holds tensors that a step makes is never current, so that it can be freed.
-        """
-        if not self._lasts or len(modules) != len(self.modules) or not all(map(is_, modules, self.modules)):
+        """Whether looking again would find the same for the code of these modules."""
+        if len(modules) != len(self.modules) or not all(map(is_, modules, self.modules)):
             return False
         for parameters, recorded in self._weights:
             if len(parameters) != len(recorded) or not all(map(is_, parameters.values(), recorded)):
@@ -129,13 +128,13 @@ class Reachable:
             self.places.append(ScriptedMode(kind, part))
             return
         if isinstance(part, LazyModuleMixin):  # its first call gives it weights, another class and other hooks
-            self._lasts = False
+            self.lasts = False
             return
         for key, value in part.__dict__.items():
             if is_weight(value):
                 self.tensors.append(HeldTensor(f"{kind}.{key}", number, part.__dict__, key, value, True))
                 self._flagged.append(value)
-            self._lasts = self._lasts and not isinstance(value, Tensor)
+            self.lasts = self.lasts and not isinstance(value, Tensor)
         self._look_at(Attributes(kind, part.__dict__), DEPTH, number)
         self._look_at(Place(kind, part._buffers), 0, number)
         self._look_at(Place(f"{kind}._modules", part._modules), 0)
@@ -163,31 +162,40 @@ class Reachable:
             if type(value) in ATOMS:
                 continue
             name = f"{place.name}.{key}" if isinstance(key, str) else place.name
-            if isinstance(value, Tensor):
-                self._lasts = self._lasts and number >= 0
-                if not is_lazy(value):
-                    part = number if number >= 0 else -1 - len(self.tensors)
-                    self.tensors.append(HeldTensor(name, part, place.holder, key, value, False))
-                    self._flagged.append(value)
-            elif depth:
-                with suppress(Exception):  # of what users' own classes do where they are asked for their attributes
-                    self._look_into(name, value, depth - 1)
+            if isinstance(value, Tensor) and number >= 0:
+                self._hold(name, number, place.holder, key, value)
+            elif depth or isinstance(value, Tensor):
+                self._look_into(name, value, depth - 1)
+
+    def _hold(self, name: str, part: int, holder: Any, key: Any, tensor: Tensor) -> None:
+        if not is_lazy(tensor):
+            self.tensors.append(HeldTensor(name, part, holder, key, tensor, False))
+            self._flagged.append(tensor)
 
     def _look_into(self, name: str, value: Any, depth: int) -> None:
         """Record what a value holds, if anything."""
         if type(value) in ATOMS or id(value) in self._seen:
             return
         self._seen.add(id(value))  # it stays alive in its place
-        if (generator := _generator(value)) is not None:
+        with suppress(Exception):  # of what users' own classes do where they are asked for their attributes
+            self._look_into_new(name, value, depth)
+
+    def _look_into_new(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self.lasts = False
+            self._hold(name, -1 - len(self.tensors), None, None, value)
+        elif (generator := _generator(value)) is not None:
             generator[0]()  # raises where the system draws the numbers
             self.generators.append(generator)
         elif isinstance(value, tuple):
             for one in value if depth else ():
-                self._look_into(name, one, depth - 1)
+                if self.modules or not isinstance(one, Tensor):  # tensors in tuples of arguments are inputs as well
+                    self._look_into(name, one, depth - 1)
         elif isinstance(value, dict | list | deque | set) or (
             is_array(value) and not value.dtype.hasobject and value.nbytes <= SMALL
         ):
             if isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
+                self.lasts = False
                 self.places.append(Large(name, value))
             elif is_array(value) or len(value) <= MAX_ENTRIES:
                 self._look_at(Place(name, value), depth)

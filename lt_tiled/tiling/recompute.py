@@ -7,8 +7,8 @@ elements of what it computed, and its recompute is refused if more than a few of
 few may, where a kernel that sums in any order sends a token to another expert.
 
 A block's elements are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
-shapes and dtypes. A tiled call's are those of its first tile's output, which its backward pass computes twice for that,
-if its inputs are those of the forward pass: a block that is recomputed from compressed inputs gives it others.
+shapes and dtypes. For a tiled call the output of the first tile is compared; the backward pass computes it once more
+for that. It is skipped if the inputs differ, as in a block that is recomputed from compressed inputs.
 Comparing takes time and waits for the device. So it is done where the same code ran several times before a recompute,
 which is when others change what it reads, and else in calls that get rarer, because all steps are mostly alike.
 """
@@ -178,7 +178,7 @@ def never() -> bool:
     return False
 
 
-class Runs:
+class CallCounter:
     """Counts how often some code ran."""
 
     count = 0
@@ -193,7 +193,7 @@ class Runs:
         """
         self.count += 1
         mine, several = self.count, self._waits
-        self._waits = True
+        self._waits = self._waits or torch.is_grad_enabled()
 
         def is_due() -> bool:
             self._waits = False

@@ -80,7 +80,7 @@ def gradients_arrive(probe: Probe) -> Problems:
 def generators_are_torchs(probe: Probe) -> Problems:
     """Compare the states of all generators but torch's default ones before and after a run, exactly.
 
-    Catches noise from Python, NumPy or a generator of the module's own, which a recompute does not restore.
+    Catches noise from Python, NumPy or a generator of the module's own, which tiles would draw in another order.
     """
     before, runs = probe.before, 0
     while before.drew and runs < _RUNS:
@@ -88,8 +88,8 @@ def generators_are_torchs(probe: Probe) -> Problems:
         probe.one.run_tile(probe.scaled(1.0, slice(0, 2)))
     if before.drew:
         yield (
-            "draws random numbers from Python, NumPy or a torch.Generator of its own, which the recompute would not"
-            " repeat. Draw them from torch's default generators."
+            "draws random numbers from Python, NumPy or a torch.Generator of its own, which tiles would draw in another"
+            " order. Draw them from torch's default generators."
         )
 
 

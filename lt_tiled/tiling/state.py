@@ -12,7 +12,7 @@ from lt_tiled.modules.patch import Patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 from lt_tiled.tiling.observe import History
-from lt_tiled.tiling.recompute import Runs
+from lt_tiled.tiling.recompute import CallCounter
 from lt_tiled.tiling.weights import Work as Work
 
 
@@ -55,7 +55,7 @@ class Learned:
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
     histories: dict[Hashable, History] = field(default_factory=lambda: defaultdict(History))
     """What observations of each work showed."""
-    runs: dict[Hashable, Runs] = field(default_factory=lambda: defaultdict(Runs))
+    runs: dict[Hashable, CallCounter] = field(default_factory=lambda: defaultdict(CallCounter))
     """How often each module ran."""
     saved: dict[Hashable, int | None] = field(default_factory=dict)
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""

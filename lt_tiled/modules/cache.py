@@ -1,0 +1,129 @@
+"""Key-value caches of blocks that are recomputed: which ones a call keeps, and which it leaves out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from lt_tiled._log import inform
+from lt_tiled.modules.find import has_class, walk
+from lt_tiled.modules.patch import Patch, get_patch, remove_patch, set_patch
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
+_LEFT_OUT = "_lt_tiled_left_out"
+"""The attribute of a cache, and of its copies, that is empty because a call left it out: that call."""
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """A call of a transformers model, and whether its caller asks for a key-value cache or gives one.
+
+    Models make a cache by default, also in training, where nobody reads it and it would hold the keys and values of all
+    layers. Blocks cannot tell such a cache from one that the caller wants.
+    """
+
+    wants_cache: bool
+
+
+_call: ContextVar[ModelCall | None] = ContextVar("call", default=None)
+"""The outermost call that runs."""
+
+
+class CachePatch(Patch):
+    """On each model of transformers, because only the one that is called first knows what its caller wants."""
+
+    attribute = "_lt_tiled_cache"
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inner = self.__dict__[CachePatch.attribute].inner
+    if torch.compiler.is_compiling() or _call.get() is not None:
+        return inner(self, *args, **kwargs)
+    given = by_name(type(self).forward, args, kwargs)
+    token = _call.set(ModelCall(given.get("use_cache") is True or bool(_caches(given))))
+    try:
+        return inner(self, *args, **kwargs)
+    finally:
+        _call.reset(token)
+
+
+_forward.__name__ = "forward"  # what pickle looks up on the class
+
+
+def patch_models(model: nn.Module) -> list[nn.Module]:
+    """Let blocks know what the callers of transformers models want. Return the patched modules."""
+    everything = [model, *(module for _, module in walk(model))]
+    found = [m for m in everything if has_class(m, ("PreTrainedModel",)) and get_patch(m, CachePatch) is None]
+    for module in found:
+        set_patch(module, CachePatch(), _forward)
+    return found
+
+
+def restore_model(module: nn.Module) -> None:
+    """Undo :func:`patch_models`."""
+    remove_patch(module, CachePatch, _forward)
+
+
+def without_unread_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Remove a key-value cache that a model made and nobody asked for. Others are restored for the recompute.
+
+    Raises:
+        ValueError: If a cache was left out of another call, so that it lacks those tokens.
+    """
+    given = by_name(type(module).forward, args, kwargs)
+    if getattr(module, "_can_checkpoint_with_cache", False):  # transformers' layers that restore their cache
+        return args, kwargs
+    caches, kind = _caches(given), type(module).__name__
+    if torch.compiler.is_compiling():
+        leaves_out = torch.is_grad_enabled() and not any(map(_is_filled, caches.values()))
+    else:
+        call = _call.get()
+        states = [getattr(cache, "__dict__", {}) for cache in caches.values()]
+        before = [state[_LEFT_OUT] for state in states if _LEFT_OUT in state]
+        if call is not None and any(other is not call for other in before):
+            raise ValueError(
+                f"{kind} uses activation checkpointing and was given {next(iter(caches))} again, which it left out of"
+                " the call before, so it lacks those tokens. Pass use_cache=True to each call, or run all calls with"
+                " this cache under torch.no_grad(), or with activation_checkpointing=False."
+            )
+        unread = call is not None and not call.wants_cache and torch.is_grad_enabled()
+        leaves_out = unread or bool(before)  # in the recompute of somebody else's checkpoint there is no call
+        for state in states if unread else ():
+            state[_LEFT_OUT] = call
+    if not leaves_out or not (caches or given.get("use_cache")):
+        return args, kwargs
+    inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
+    instead = {**dict.fromkeys(caches), "use_cache": False}
+    names = argument_names(type(module).forward)
+    args = tuple(instead.get(name, arg) for name, arg in zip(names, args, strict=False)) + args[len(names) :]
+    return args, {name: instead.get(name, value) for name, value in kwargs.items()}
+
+
+@cache
+def argument_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's arguments."""
+    return list(inspect.signature(function).parameters)[1:]
+
+
+def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method by name, except for positional ones that have none."""
+    return {**dict(zip(argument_names(function), args, strict=False)), **kwargs}
+
+
+def _caches(given: dict[str, Any]) -> dict[str, Any]:
+    present = {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in present.items() if name in CACHES or hasattr(value, "get_seq_length")}
+
+
+def _is_filled(cache: Any) -> bool:
+    return bool(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else bool(len(cache))
