@@ -80,7 +80,7 @@ def without_unread_cache(
     Raises:
         ValueError: If a cache was left out of another call, so that it lacks those tokens.
     """
-    given = by_name(type(module).forward, args, kwargs)
+    given = by_name(type(module).forward, args, kwargs) if len(args) > 1 else kwargs  # a cache is not the first one
     if getattr(module, "_can_checkpoint_with_cache", False):  # transformers' layers that restore their cache
         return args, kwargs
     caches, kind = _caches(given), type(module).__name__
@@ -104,7 +104,7 @@ def without_unread_cache(
         return args, kwargs
     inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
     instead = {**dict.fromkeys(caches), "use_cache": False}
-    names = argument_names(type(module).forward)
+    names = argument_names(type(module).forward) if len(args) > 1 else []
     args = tuple(instead.get(name, arg) for name, arg in zip(names, args, strict=False)) + args[len(names) :]
     return args, {name: instead.get(name, value) for name, value in kwargs.items()}
 
