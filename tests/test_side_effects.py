@@ -822,6 +822,76 @@ def test_what_a_step_made_is_freed_with_it() -> None:
             assert [reference() for reference in alive] == [None] * 3
 
 
+class KeepsUnused(Base):
+    """Keeps a tensor with a graph that no backward pass goes through, as an auxiliary loss whose weight is zero."""
+
+    aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux, self.both = y.exp().mean(), (y.cos().mean(),)
+        ALIVE.extend(map(weakref.ref, (self.aux, *self.both)))
+        return y
+
+
+ALIVE: list[weakref.ref[Tensor]] = []
+
+
+def test_unused_graphs_of_earlier_steps_are_freed() -> None:
+    """A block that keeps tensors with a graph that nobody uses has those of the last step alone."""
+    model = nn.Sequential(KeepsUnused(), KeepsUnused())
+    ALIVE.clear()
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("KeepsUnused")):
+        for _ in range(5):
+            model(randn(2, 5, H)).sum().backward()
+            gc.collect()
+            assert sum(reference() is not None for reference in ALIVE) <= 4
+
+
+class Gains(Base):
+    def change(self, x: Tensor) -> Tensor:
+        return x * getattr(self, "gain", 1.0)
+
+
+def test_a_class_attribute_that_is_set_late() -> None:
+    """A class attribute that appears after the first step is restored for the recompute as well."""
+    found = []
+    for checkpointing in (False, ActivationCheckpointing("Gains")):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Gains(), Gains()), randn(2, 5, H)
+        with prepare(model, activation_checkpointing=checkpointing, tiling=False):
+            for step in range(5):
+                if step == 4:
+                    Gains.gain = 2.0
+                y = model(x).square().sum()
+                if step == 4:
+                    Gains.gain = 3.0
+                gradients = torch.autograd.grad(y, [x, *model.parameters()])
+            del Gains.gain
+        found.append(gradients)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class TakesAny(Base):
+    def forward(self, *args: Any) -> Tensor:
+        x, sink = args
+        sink.append(len(sink))
+        return super().forward(x * (1 + len(sink) % 3))
+
+
+def test_a_list_among_arguments_without_names() -> None:
+    """A list that a block is given by ``*args`` grows once for each forward pass."""
+    found = []
+    for checkpointing in (False, ActivationCheckpointing("TakesAny")):
+        torch.manual_seed(0)
+        model, x, sink = nn.ModuleList([TakesAny()]), randn(2, 5, H), list[int]()
+        with prepare(model, activation_checkpointing=checkpointing, tiling=False):
+            (gradient,) = torch.autograd.grad(model[0](x, sink).sum() + model[0](x, sink).sum(), x)
+        found.append((gradient, sink))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 def test_a_variable_that_is_assigned_between_the_passes() -> None:
     """A variable of a closure that has no value yet in the forward pass has none in the recompute."""
     factor: float

@@ -111,13 +111,16 @@ def without_unread_cache(
 
 @cache
 def argument_names(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a method's arguments."""
-    return list(inspect.signature(function).parameters)[1:]
+    """Return the names of a method's arguments that may be given by position."""
+    parameters = [*inspect.signature(function).parameters.values()][1:]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a method by name, except for positional ones that have none."""
-    return {**dict(zip(argument_names(function), args, strict=False)), **kwargs}
+    """Return the arguments of a method by name, or by position for those that have none."""
+    known = argument_names(function)
+    names = [*known, *(str(index) for index in range(len(known), len(args)))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _caches(given: dict[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Observation:
         first = shared and self._mode not in history.modes
         for index, held in self._buffers():
             now = id(held.tensor), self._versions[index]
-            if held.storage is None or held.tensor.grad_fn is not None:
+            if held.storage is None or held.has_graph:
                 continue
             if history.versions.get((held.part, held.name), now) != now:
                 history.changing.add(held.part)  # others change it between calls, as DDP broadcasts buffers
@@ -282,7 +282,8 @@ class Observation:
     @_of_the_tensors_themselves
     def _restore(self, after: ExitStack) -> None:
         """Restore what was observed, and add to ``after`` what puts back what is there now."""
-        before = {place: place.read() for place in changed(self._places)}
+        differs = {*changed(self._places), *(place for place in self._places if place.has_graphs)}
+        before = {place: place.read() for place in differs}
 
         @after.callback
         def put_back() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from operator import is_
@@ -36,9 +36,15 @@ class Place:
 
     def __init__(self, name: str, holder: Any) -> None:
         self.name, self.holder = name, holder
-        self.dictionary: dict[Any, Any] | None = holder if self.quick and isinstance(holder, dict) else None
+        found = self.read()
+        self.recorded = {key: _without_graph(value) for key, value in found.items()}
+        self.has_graphs = not all(map(is_, self.recorded.values(), found.values()))
+        """Whether ``recorded`` has tensors without the graph that they have in their places."""
+        self.dictionary = None if self.has_graphs else self._quick_dictionary()
         self.keys, self.values = tuple(self.dictionary or ()), tuple((self.dictionary or {}).values())
-        self.recorded = self.read()
+
+    def _quick_dictionary(self) -> Mapping[Any, Any] | None:
+        return self.holder if self.quick and isinstance(self.holder, dict) else None
 
     def read(self) -> dict[Any, Any]:
         """Return what is there now."""
@@ -107,24 +113,44 @@ class Attributes(Place):
         return found
 
 
-class Data(Place):
-    """Attributes of a class, or globals of some names, as far as they are data."""
+class ClassData(Place):
+    """The attributes of a class that are data.
+
+    Args:
+        holder: The class.
+        is_data: Whether a value is data.
+    """
+
+    def __init__(self, holder: type, is_data: Callable[[Any], bool]) -> None:
+        self._is_data = is_data
+        super().__init__(holder.__name__, holder)
+
+    def _quick_dictionary(self) -> Mapping[Any, Any]:
+        attributes: Mapping[str, Any] = vars(self.holder)
+        return attributes
+
+    def read(self) -> dict[str, Any]:
+        found = vars(self.holder).items()
+        return {name: value for name, value in found if not name.startswith("__") and self._is_data(value)}
+
+    def set(self, name: str, value: Any) -> None:
+        setattr(self.holder, name, value)
+
+    def remove(self, name: str) -> None:
+        delattr(self.holder, name)
+
+
+class Globals(Place):
+    """The globals of some names."""
 
     quick = False
 
-    def __init__(self, holder: Any, names: tuple[str, ...]) -> None:
-        self.names, self.is_class = names, isinstance(holder, type)
-        super().__init__(holder.__name__ if self.is_class else holder.get("__name__", ""), holder)
+    def __init__(self, holder: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.names = names
+        super().__init__(holder.get("__name__", ""), holder)
 
     def read(self) -> dict[str, Any]:
-        space = vars(self.holder) if self.is_class else self.holder
-        return {name: space[name] for name in self.names if name in space}
-
-    def set(self, name: str, value: Any) -> None:
-        setattr(self.holder, name, value) if self.is_class else super().set(name, value)
-
-    def remove(self, name: str) -> None:
-        delattr(self.holder, name) if self.is_class else super().remove(name)
+        return {name: self.holder[name] for name in self.names if name in self.holder}
 
 
 class Slots(Place):
@@ -211,6 +237,16 @@ class GeneratorState(Place):
 
 
 # Comparing values
+
+
+def _without_graph(value: Any) -> Any:
+    """Return a value without its graph, which would keep the step alive that made it, and through it the one before."""
+    if isinstance(value, Tensor) and value.grad_fn is not None and not is_weight(value):
+        return value.detach().requires_grad_()
+    if type(value) is tuple:
+        inside = tuple(map(_without_graph, value))
+        return value if all(map(is_, inside, value)) else inside
+    return value
 
 
 def is_weight(value: Any) -> bool:

@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from lt_tiled.tiling.places import (
     ATOMS,
     Attributes,
-    Data,
+    ClassData,
+    Globals,
     Large,
     Place,
     RequiresGrad,
@@ -60,7 +61,9 @@ class HeldTensor:
 
     def __init__(self, name: str, part: int, holder: Any, key: Any, tensor: Tensor, is_weight: bool) -> None:
         self.name, self.part, self.holder, self.key = name, part, holder, key
-        self.tensor, self.is_weight, self.requires_grad = tensor, is_weight, tensor.requires_grad
+        self.has_graph = tensor.grad_fn is not None and not is_weight
+        self.tensor = tensor.detach() if self.has_graph else tensor  # which shares its version
+        self.is_weight, self.requires_grad = is_weight, tensor.requires_grad
         self.storage = None if storage_of(tensor) is None else StorageWeakRef(tensor.untyped_storage())
 
     def __str__(self) -> str:
@@ -152,8 +155,10 @@ class Reachable:
         if (key := (id(holder), names)) in self._seen:
             return
         self._seen.add(key)
-        is_cell = isinstance(holder, CellType)
-        self._look_at(Place("a variable of a closure", holder) if is_cell else Data(holder, names), DEPTH)
+        if isinstance(holder, CellType):
+            self._look_at(Place("a variable of a closure", holder), DEPTH)
+        else:
+            self._look_at(ClassData(holder, is_data) if isinstance(holder, type) else Globals(holder, names), DEPTH)
 
     def _look_at(self, place: Place, depth: int, number: int = -1) -> None:
         """Record a place and, to a depth, what is in it; ``number`` is that of the module it belongs to."""
@@ -170,7 +175,8 @@ class Reachable:
     def _hold(self, name: str, part: int, holder: Any, key: Any, tensor: Tensor) -> None:
         if not is_lazy(tensor):
             self.tensors.append(HeldTensor(name, part, holder, key, tensor, False))
-            self._flagged.append(tensor)
+            if tensor.is_leaf:
+                self._flagged.append(tensor)
 
     def _look_into(self, name: str, value: Any, depth: int) -> None:
         """Record what a value holds, if anything."""
@@ -187,7 +193,7 @@ class Reachable:
         elif (generator := _generator(value)) is not None:
             generator[0]()  # raises where the system draws the numbers
             self.generators.append(generator)
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | frozenset):
             for one in value if depth else ():
                 if self.modules or not isinstance(one, Tensor):  # tensors in tuples of arguments are inputs as well
                     self._look_into(name, one, depth - 1)
@@ -264,7 +270,7 @@ def _find_reads(cls: type) -> list[tuple[Any, tuple[str, ...]]]:
     for index, base in enumerate(cls.__mro__):
         if not is_users(base):
             continue
-        found.append((index, tuple(n for n, value in vars(base).items() if not n.startswith("__") and is_data(value))))
+        found.append((index, ("",)))
         for value in vars(base).values():
             if isinstance(function := getattr(value, "__func__", getattr(value, "fget", value)), FunctionType):
                 found += read_by(function)
