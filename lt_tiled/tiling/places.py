@@ -241,7 +241,7 @@ class GeneratorState(Place):
 
 def _without_graph(value: Any) -> Any:
     """Return a value without its graph, which would keep the step alive that made it, and through it the one before."""
-    if isinstance(value, Tensor) and value.grad_fn is not None and not is_weight(value):
+    if isinstance(value, Tensor) and not is_weight(value) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     if type(value) is tuple:
         inside = tuple(map(_without_graph, value))
