@@ -21,8 +21,8 @@ from lt_tiled.determinism import BlockSamples
 from lt_tiled.tiling import call, observe, patched, tiled_call
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.places import Place
-from lt_tiled.tiling.state import Work
 from lt_tiled.tiling.tiled_call import Backward
+from lt_tiled.tiling.weights import Work
 
 _EVERY_STEP = [
     (Observation, "__init__"),

@@ -22,8 +22,7 @@ from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision, version_of
-from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import substituted, trainable_weights
+from lt_tiled.tiling.weights import Work, substituted, trainable_weights
 
 if TYPE_CHECKING:
     from lt_tiled.loss.transformers import HeadPatch

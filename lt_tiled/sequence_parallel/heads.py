@@ -30,8 +30,7 @@ from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.layout import each_tile
 from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, random_state_kept, saves_elsewhere
-from lt_tiled.tiling.state import Work
-from lt_tiled.tiling.weights import Substituted, Weight, paired, trainable_weights
+from lt_tiled.tiling.weights import Substituted, Weight, Work, paired, trainable_weights
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

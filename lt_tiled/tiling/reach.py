@@ -47,6 +47,10 @@ _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
+Generator = tuple[Callable[[], Any], Callable[[Any], object]]
+"""How to get the state of a generator of random numbers, and how to set it."""
+
+
 class HeldTensor:
     """A tensor in a place of a module.
 
@@ -86,8 +90,7 @@ class Reachable:
         self.modules, self._shared = tuple(modules), shared
         self.places: list[Place] = []
         self.tensors: list[HeldTensor] = []
-        self.generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
-        """How to get the state of a generator of random numbers, and how to set it."""
+        self.generators: list[Generator] = []
         self._weights: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         """The parameters of each module."""
         self._flagged: list[Tensor] = []
@@ -220,9 +223,6 @@ class Reachable:
             self._look_at(Place(name, value.__dict__), depth)
         elif is_users(type(value)) and (slots := Slots(name, value)).recorded:
             self._look_at(slots, depth)
-
-
-Generator = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def global_generators() -> list[Generator]:

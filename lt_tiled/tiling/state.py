@@ -13,7 +13,6 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 from lt_tiled.tiling.observe import History
 from lt_tiled.tiling.recompute import CallCounter
-from lt_tiled.tiling.weights import Work as Work
 
 
 @dataclass(frozen=True)
