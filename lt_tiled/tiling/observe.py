@@ -155,7 +155,7 @@ class Observation:
     # What changed
 
     @_of_the_tensors_themselves
-    def end_forward(self) -> Observation:
+    def end_forward(self) -> None:
         """Keep what the recompute needs of what the forward pass changed.
 
         Raises:
@@ -163,7 +163,7 @@ class Observation:
         """
         self._places += [generator for generator in self._generators if generator.drew]
         if (history := self._history) is None:
-            return self
+            return
         first, buffers = self._mode not in history.modes, self._buffers()
         history.modes.add(self._mode)
         for index, held in buffers:
@@ -182,7 +182,6 @@ class Observation:
                     " recompute needs the old values. Buffers of more than 1 MiB are copied only once a call showed"
                     f" that they change. Replace the buffer instead (self.buffer = ...), or {self.remedy}."
                 )
-        return self
 
     @property
     def has_copies(self) -> bool:

@@ -92,8 +92,9 @@ class TiledCall(Call):
                 del output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
-        seen = None if modules is None else modules.end_forward()
-        return assembly.leaves, Trace(assembly.layout, random, seen, samples)
+        if modules is not None:
+            modules.end_forward()
+        return assembly.leaves, Trace(assembly.layout, random, modules, samples)
 
     def observe(self) -> Observation | None:
         """Return what the modules hold now, unless no backward pass will follow."""
