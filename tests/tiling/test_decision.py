@@ -12,7 +12,8 @@ from lt_tiled import Tiling
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.tiling.patched import Untiled, decide, patch_tiled
-from lt_tiled.tiling.state import EngineNeeds, TiledPatch, Work
+from lt_tiled.tiling.state import EngineNeeds, TiledPatch
+from lt_tiled.tiling.weights import Work
 from tests.models import GatedMLP, H
 from tests.parity import randn
 
