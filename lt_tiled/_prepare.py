@@ -15,14 +15,13 @@ from lt_tiled.checkpointing import (
     BlockPatch,
     find_checkpointable,
     patch_block,
-    restore_block,
     turn_off_own_checkpointing,
 )
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
-from lt_tiled.modules.cache import patch_models, restore_model
+from lt_tiled.modules.cache import CachePatch, patch_models
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import get_patch
+from lt_tiled.modules.patch import get_patch, remove_patches
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
@@ -39,8 +38,8 @@ from lt_tiled.policies import (
 )
 from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.share import find_shared
-from lt_tiled.tiling.patched import patch_tiled, restore_tiled
-from lt_tiled.tiling.state import EngineNeeds, TiledPatch
+from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
+from lt_tiled.tiling.state import EngineNeeds
 
 
 class Prepared(AbstractContextManager["Prepared"]):
@@ -106,9 +105,9 @@ class Prepared(AbstractContextManager["Prepared"]):
                 patch_losses(losses, loss, owner)
             for path, block in unpatched:
                 patch_block(block, BlockOffload(self.offloader, path, model) if self.offloader else None)
-                undo.callback(restore_block, block)
+                undo.callback(remove_patches, block, BlockPatch)
             for module in patch_models(model) if unpatched else ():
-                undo.callback(restore_model, module)
+                undo.callback(remove_patches, module, CachePatch)
             for module in turn_off_own_checkpointing(model) if unpatched else ():
                 undo.callback(setattr, module, "gradient_checkpointing", True)
             for part in shared:

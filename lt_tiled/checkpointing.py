@@ -20,7 +20,7 @@ from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.cache import by_name, without_unread_cache
 from lt_tiled.modules.find import find_blocks, find_named, walk
-from lt_tiled.modules.patch import Patch, remove_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
@@ -52,7 +52,7 @@ class BlockOffload:
 class BlockPatch(Patch):
     """The state of a block with activation checkpointing."""
 
-    attribute = "_lt_tiled_checkpointing"
+    order = Order.CHECKPOINT
 
     def __init__(self, offload: BlockOffload | None = None) -> None:
         self.offload = offload
@@ -64,7 +64,18 @@ class BlockPatch(Patch):
         copy.history, copy.runs = History(), CallCounter()
         return copy
 
-    def run(self, module: nn.Module, due: Due | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block, and recompute it in the backward pass if one may follow."""
+        compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
+        due = None if compiled else self.runs.begin()
+        if _checkpoints_itself(module):
+            return self.inner(module, *args, **kwargs)
+        args, kwargs = without_unread_cache(module, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self.inner(module, *args, **kwargs)
+        return self.checkpointed(module, due, args, kwargs)
+
+    def checkpointed(self, module: nn.Module, due: Due | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
 
         All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
@@ -144,17 +155,6 @@ def _in_region(region: Region | None, keeps: Kept | None) -> Iterator[None]:
         yield
 
 
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace the forward of a block. Pickle looks the name up on the block's class."""
-    patch = self.__dict__[BlockPatch.attribute]
-    compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
-    due = None if compiled else patch.runs.begin()
-    if not patch.active or _checkpoints_itself(self):
-        return patch.inner(self, *args, **kwargs)
-    args, kwargs = without_unread_cache(self, args, kwargs)
-    return patch.run(self, due, args, kwargs) if torch.is_grad_enabled() else patch.inner(self, *args, **kwargs)
-
-
 def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
     """Run the block with activation checkpointing, and offload its inputs if ``offload`` is given.
 
@@ -164,12 +164,7 @@ def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
-    set_patch(module, BlockPatch(offload), forward)
-
-
-def restore_block(module: nn.Module) -> None:
-    """Undo :func:`patch_block`."""
-    remove_patch(module, BlockPatch, forward)
+    set_patch(module, BlockPatch(offload))
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:

@@ -16,7 +16,7 @@ from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.tiling.patched import TiledPatch
 
 if TYPE_CHECKING:
     from rich.table import Table

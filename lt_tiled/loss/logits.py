@@ -7,25 +7,49 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import inform
 from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
+from lt_tiled.modules.patch import SharedPatch
+from lt_tiled.policies import LossShards
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision, version_of
+from lt_tiled.tiling.state import Learned
 from lt_tiled.tiling.weights import Work, substituted, trainable_weights
 
-if TYPE_CHECKING:
-    from lt_tiled.loss.transformers import HeadPatch
+
+class TiledHead(SharedPatch):
+    """The head of a model whose loss is computed in tiles; each owner's value is a number of tiles."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.learned = Learned()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy: Any = super().__deepcopy__(memo)
+        copy.learned = Learned(self.learned.largest)
+        return copy
+
+    def plain(self, head: nn.Module) -> bool:
+        """Whether the head computes what its weight and bias say, which are tensors of torch."""
+        own = self.replaced is None and type(head).forward is nn.Linear.forward
+        return own and not any(is_traceable_wrapper_subclass(p) for p in head.parameters())
+
+    @property
+    def num_shards(self) -> LossShards:
+        """The number of tiles that was asked for last."""
+        return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
 
 
 @dataclass(frozen=True)
@@ -46,7 +70,7 @@ class ModelCall:
 class HeadCall:
     """One call of a head, which runs when its logits are used."""
 
-    def __init__(self, head: nn.Module, patch: HeadPatch, hidden: Tensor, model: ModelCall) -> None:
+    def __init__(self, head: nn.Module, patch: TiledHead, hidden: Tensor, model: ModelCall) -> None:
         self.head, self.patch, self.hidden, self.model = head, patch, hidden, model
         self.autocast = Precision.now(hidden.device)
         self.versions = self._versions()
@@ -124,7 +148,7 @@ class DeferredLogits(Deferred):
                 self.full = self.call.run(self.call.patch.inner)
             else:
                 self.full = self.source[1](cast("Tensor", self.source[0].full))
-        self.source = None
+        self.source, self.has_value = None, True
 
     def data_value(self) -> Tensor:
         """Return the full logits without a graph."""
@@ -139,9 +163,6 @@ class DeferredLogits(Deferred):
             given = _CROSS_ENTROPY.bind(*args, **kwargs)
             given.apply_defaults()
             return self._loss(**given.arguments)
-        if func in _DESCRIBES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         to_device = func is Tensor.to and any(not isinstance(a, torch.dtype) for a in (*args[1:], *kwargs.values()))
         places = [index for index, a in enumerate(args) if a is self]
         once = len(places) == 1 and not any(v is self for v in kwargs.values())
@@ -187,7 +208,7 @@ class DeferredLogits(Deferred):
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
                 return tiles.loss(linear, rows, target, plain, vocab_size)
             work = Work(head.forward, (head,))
-            weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
+            weights = trainable_weights(work.parts) if torch.is_grad_enabled() else []
             remedy, later = "turn the tiled loss off with loss=False", reduction == "none"  # in the backward pass
             state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True) if later else None
 
@@ -209,7 +230,7 @@ class DeferredLogits(Deferred):
             return self.call.run(compute)
 
 
-def _computed(patch: HeadPatch, head: nn.Module, steps: Any, rows: Tensor) -> Tensor:
+def _computed(patch: TiledHead, head: nn.Module, steps: Any, rows: Tensor) -> Tensor:
     """Return the logits of hidden states. Not a method, because the loss's node keeps it until the backward pass."""
     logits: Tensor = patch.inner(head, rows)
     for function, _ in steps:
@@ -236,8 +257,6 @@ class _OnlyFull(torch.autograd.Function):
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-_DESCRIBES = {getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "stride", "ndimension")}
-_DESCRIBES |= {getattr(torch._C.TensorBase, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")}
 _ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}
 _ENTRYWISE |= {
     Tensor.mul,

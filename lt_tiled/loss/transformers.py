@@ -18,53 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.logits import DeferredLogits, HeadCall, ModelCall, OnHead
+from lt_tiled.loss.logits import DeferredLogits, HeadCall, ModelCall, OnHead, TiledHead
+from lt_tiled.modules.cache import by_name
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import HOOKS, SharedPatch, get_patch, get_patches, is_of, remove_patch, set_patch
+from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, get_patch, get_patches, is_of, remove_patch, set_patch
 from lt_tiled.policies import LossShards
-from lt_tiled.tiling.state import Learned
-
-
-class LossPatch(SharedPatch):
-    """On a model that computes its own loss from the logits of its head."""
-
-    attribute = "_lt_tiled_loss"
-
-    def head(self, module: nn.Module) -> nn.Module:
-        """Return the model's head as it is now: peft may have put another in its place."""
-        return module.get_output_embeddings()  # type: ignore[operator,no-any-return]
-
-
-class HeadPatch(SharedPatch):
-    """On the head of a model that computes its own loss; each owner's value is a number of tiles."""
-
-    attribute = "_lt_tiled_head"
-
-    called = False
-    """Whether the head was called: MobileBERT computes its logits from the head's weight."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.learned = Learned()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy: Any = super().__deepcopy__(memo)
-        copy.learned = Learned(self.learned.largest)
-        return copy
-
-    def plain(self, head: nn.Module) -> bool:
-        """Whether the head computes what its weight and bias say, which are tensors of torch."""
-        own = self.replaced is None and type(head).forward is nn.Linear.forward
-        return own and not any(is_traceable_wrapper_subclass(p) for p in head.parameters())
-
-    @property
-    def num_shards(self) -> LossShards:
-        """The number of tiles that was asked for last."""
-        return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
 
 
 class AbsentLogits:
@@ -95,74 +56,84 @@ for _name in set(dir(Tensor)) - _KEPT - {"__torch_function__", "__deepcopy__", "
         setattr(AbsentLogits, _name, AbsentLogits._refuse)
 
 
-# What runs in place of the forwards
-
+_ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
+"""Whose hooks gather weights, and do not read or change what the head takes and returns, as tensor parallelism's do."""
 _running: ContextVar[dict[HeadPatch, ModelCall | None]] = ContextVar("running", default={})  # noqa: B039 (never changed)
 """The innermost call of each head's model in this thread, if that has labels."""
 
 
-def _head_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    patch: HeadPatch = self.__dict__[HeadPatch.attribute]
-    if len(args) == 2 and isinstance(args[1], OnHead):
-        return args[1].function(self, args[0])
-    patch.called = True
-    call = _running.get().get(patch)
-    plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
-    # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
-    if call is None or call.grad_mode != torch.is_grad_enabled() or not plain:
-        return patch.inner(self, *args, **kwargs)
-    hooks = [h for place in HOOKS for h in list(getattr(self, place).values())]
-    (hidden,) = args
-    if not all(is_of(hook, _ENGINES) for hook in hooks) or hasattr(hidden, "placements"):  # a DTensor
-        inform(
-            f"the loss of {patch.name} is not tiled: hooks on its head, or tensor parallelism, need full logits",
-            once=f"hooks {patch.name}",
-        )
-        return patch.inner(self, hidden)
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    shape: tuple[int, ...] = (*hidden.shape[:-1], int(self.out_features))  # type: ignore[arg-type]
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    logits = DeferredLogits.of(HeadCall(self, patch, hidden, call), meta, torch.is_grad_enabled())
-    if not hooks:
-        return logits
+class LossPatch(SharedPatch):
+    """On a model that computes its own loss from the logits of its head."""
 
-    def last(head: nn.Module, args: Any, output: Any) -> DeferredLogits | None:
-        if output is not logits.call:  # of another thread
-            return None
-        handle.remove()
-        return logits
+    order = Order.LOSS
 
-    handle = self.register_forward_hook(last)
-    return logits.call  # past the hooks of engines, which would compute a tensor
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the head know whether the model is called with labels."""
+        current: Any = module
+        head = get_patch(current.get_output_embeddings(), HeadPatch)  # as it is now: peft may have put another there
+        given = by_name(type(module).forward, args, kwargs)
+        if head is None or torch.compiler.is_compiling():
+            return self.inner(module, *args, **kwargs)
+        call = ModelCall(torch.is_grad_enabled()) if given.get("labels") is not None else None
+        token = _running.set({**_running.get(), head: call})
+        try:
+            output = self.inner(module, *args, **kwargs)
+        finally:
+            _running.reset(token)
+            if call is not None:
+                call.over = True
+        if call is not None and not head.called:
+            head.learned.untiled = True
+            warn(
+                f"the loss of {self.name} is not tiled: its code does not call its head. Use"
+                " lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False to silence this warning.",
+                once=f"head {self.name}",
+            )
+        return _without_logits(output, self.name)
 
 
-_ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
-"""Whose hooks gather weights, and do not read or change what the head takes and returns, as tensor parallelism's do."""
+class HeadPatch(TiledHead):
+    """On the head of a model that computes its own loss; each owner's value is a number of tiles."""
 
+    order = Order.HEAD
 
-def _model_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    patch = self.__dict__[LossPatch.attribute]
-    head = get_patch(patch.head(self), HeadPatch)
-    given = inspect.signature(type(self).forward).bind_partial(self, *args, **kwargs).arguments if args else kwargs
-    if head is None or torch.compiler.is_compiling():
-        return patch.inner(self, *args, **kwargs)
-    call = ModelCall(torch.is_grad_enabled()) if given.get("labels") is not None else None
-    token = _running.set({**_running.get(), head: call})
-    try:
-        output = patch.inner(self, *args, **kwargs)
-    finally:
-        _running.reset(token)
-        if call is not None:
-            call.over = True
-    if call is not None and not head.called:
-        head.learned.untiled = True
-        warn(
-            f"the loss of {patch.name} is not tiled: its code does not call its head. Use"
-            " lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False to silence this warning.",
-            once=f"head {patch.name}",
-        )
-    return _without_logits(output, patch.name)
+    called = False
+    """Whether the head was called: MobileBERT computes its logits from the head's weight."""
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return deferred logits where the model computes a loss."""
+        if len(args) == 2 and isinstance(args[1], OnHead):
+            return args[1].function(module, args[0])
+        self.called = True
+        call = _running.get().get(self)
+        plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+        # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
+        if call is None or call.grad_mode != torch.is_grad_enabled() or not plain:
+            return self.inner(module, *args, **kwargs)
+        hooks = [h for place in HOOKS for h in list(getattr(module, place).values())]
+        (hidden,) = args
+        if not all(is_of(hook, _ENGINES) for hook in hooks) or hasattr(hidden, "placements"):  # a DTensor
+            inform(
+                f"the loss of {self.name} is not tiled: hooks on its head, or tensor parallelism, need full logits",
+                once=f"hooks {self.name}",
+            )
+            return self.inner(module, hidden)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        shape: tuple[int, ...] = (*hidden.shape[:-1], int(module.out_features))  # type: ignore[arg-type]
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        logits = DeferredLogits.of(HeadCall(module, self, hidden, call), meta, torch.is_grad_enabled())
+        if not hooks:
+            return logits
+
+        def last(head: nn.Module, args: Any, output: Any) -> DeferredLogits | None:
+            if output is not logits.call:  # of another thread
+                return None
+            handle.remove()
+            return logits
+
+        handle = module.register_forward_hook(last)
+        return logits.call  # past the hooks of engines, which would compute a tensor
 
 
 def _without_logits(output: Any, name: str) -> Any:
@@ -177,9 +148,6 @@ def _without_logits(output: Any, name: str) -> Any:
     elif isinstance(output, tuple) and not pytree.tree_is_leaf(output):
         return pytree.tree_map(lambda value: _without_logits(value, name), output, is_leaf=lambda v: v is not output)
     return output
-
-
-_head_forward.__name__ = _model_forward.__name__ = "forward"  # what pickle looks up on the class
 
 
 # Finding, patching and restoring
@@ -215,9 +183,9 @@ def patch_losses(found: Sequence[tuple[str, nn.Module]], num_shards: LossShards,
         head, name = _head_of(module), type(module).__name__
         assert head is not None
         if get_patch(module, LossPatch) is None:
-            set_patch(module, LossPatch(name), _model_forward, innermost=True)
+            set_patch(module, LossPatch(name))
         if get_patch(head, HeadPatch) is None:
-            set_patch(head, HeadPatch(name), _head_forward)
+            set_patch(head, HeadPatch(name))
         for patch in (*get_patches(module, LossPatch), *get_patches(head, HeadPatch)):
             patch.owners[owner] = num_shards
 
@@ -225,11 +193,10 @@ def patch_losses(found: Sequence[tuple[str, nn.Module]], num_shards: LossShards,
 def restore_losses(model: nn.Module, owner: object) -> None:
     """Undo :func:`patch_losses`."""
     for _, module in [("", model), *walk(model)]:
-        for kind, function in ((LossPatch, _model_forward), (HeadPatch, _head_forward)):
-            for patch in get_patches(module, kind):
-                patch.owners.pop(owner, None)
-                if not patch.owners:
-                    remove_patch(module, kind, function)
+        for patch in (*get_patches(module, LossPatch), *get_patches(module, HeadPatch)):
+            patch.owners.pop(owner, None)
+            if not patch.owners:
+                remove_patch(module, patch)
 
 
 @contextmanager

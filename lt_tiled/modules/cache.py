@@ -14,7 +14,7 @@ from torch import nn
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import Patch, get_patch, remove_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, set_patch
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
@@ -40,36 +40,27 @@ _call: ContextVar[ModelCall | None] = ContextVar("call", default=None)
 class CachePatch(Patch):
     """On each model of transformers, because only the one that is called first knows what its caller wants."""
 
-    attribute = "_lt_tiled_cache"
+    order = Order.CACHE
 
-
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    inner = self.__dict__[CachePatch.attribute].inner
-    if torch.compiler.is_compiling() or _call.get() is not None:
-        return inner(self, *args, **kwargs)
-    given = by_name(type(self).forward, args, kwargs)
-    token = _call.set(ModelCall(given.get("use_cache") is True or bool(_caches(given))))
-    try:
-        return inner(self, *args, **kwargs)
-    finally:
-        _call.reset(token)
-
-
-_forward.__name__ = "forward"  # what pickle looks up on the class
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note what the caller wants while the model runs."""
+        if torch.compiler.is_compiling() or _call.get() is not None:
+            return self.inner(module, *args, **kwargs)
+        given = by_name(type(module).forward, args, kwargs)
+        token = _call.set(ModelCall(given.get("use_cache") is True or bool(_caches(given))))
+        try:
+            return self.inner(module, *args, **kwargs)
+        finally:
+            _call.reset(token)
 
 
 def patch_models(model: nn.Module) -> list[nn.Module]:
-    """Let blocks know what the callers of transformers models want. Return the patched modules."""
+    """Let blocks know what the callers of transformers models want, by a :class:`CachePatch`. Return those models."""
     everything = [model, *(module for _, module in walk(model))]
     found = [m for m in everything if has_class(m, ("PreTrainedModel",)) and get_patch(m, CachePatch) is None]
     for module in found:
-        set_patch(module, CachePatch(), _forward)
+        set_patch(module, CachePatch())
     return found
-
-
-def restore_model(module: nn.Module) -> None:
-    """Undo :func:`patch_models`."""
-    remove_patch(module, CachePatch, _forward)
 
 
 def without_unread_cache(

@@ -1,7 +1,11 @@
-"""Patch and restore a module: ``forward``, or another method, is replaced on the instance.
+"""Patch and restore a module: one method on the instance runs the patches of that method, in a fixed order.
 
-The replacement is a bound method of the same name that reaches its state, the patch, through ``self``. So
-``copy.deepcopy`` rebinds it to the copy, a pickled module loads as a plain one, and keys, class and hooks stay.
+NOTE [The order of patches]
+Several patches may change one method, which is mostly ``forward``. They run in the order of :class:`Order`, whichever
+was set first, and the innermost one calls the module's own method. In place of the method there is one bound method of
+the same name, which reaches the patches through ``self``. So ``copy.deepcopy`` rebinds it to the copy, a pickled module
+loads as a plain one, and keys, class and hooks stay. Where other code puts a method of its own above ours, patches that
+are set later run above theirs.
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import cache
+from enum import IntEnum, auto
+from functools import cache, partial
 from inspect import Parameter, Signature, signature
-from types import FunctionType, MethodType
+from itertools import count
+from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -28,31 +34,69 @@ def is_of(hook: Any, packages: tuple[str, ...]) -> bool:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(packages)
 
 
-class Patch:
-    """What a patched module carries. One subclass for each way of running a module differently."""
+class Order(IntEnum):
+    """The patches of a method, from the outermost to the innermost."""
 
-    attribute: ClassVar[str]
-    """The attribute of the module that holds a patch of ``forward``."""
+    SEQUENCE = auto()
+    """Ranks share the sequences of a model, or of its blocks."""
+    CACHE = auto()
+    """A model notes whether its caller wants a key-value cache."""
+    CHECKPOINT = auto()
+    """A block is recomputed in the backward pass, with all that follows."""
+    LOSS = auto()
+    """A model notes whether its caller wants a loss."""
+    HEADS = auto()
+    """Attention computes some of its heads at a time."""
+    PARENT = auto()
+    """What modules inside deferred is computed before the module returns."""
+    HEAD = auto()
+    """A head defers its logits."""
+    NEIGHBOR = auto()
+    """A norm or a projection runs in the tiles of the module next to it."""
+    TILE = auto()
+    """A module runs in tiles."""
+    REPEAT = auto()
+    """The planner simulates a block, or repeats another one."""
+
+
+class Patch:
+    """One change of a method of a module. One subclass for each way of running a module differently."""
+
+    order: ClassVar[Order]
     method = "forward"
-    """What is replaced."""
-    replaced: Callable[..., Any] | None = None
-    """An instance-level ``forward`` that was there before (Liger, kernels): called, and restored."""
+    """What is changed."""
+    below: Patch | Callable[..., Any] | None = None
+    """What runs next: a patch, a method that was set on the instance before (Liger, kernels), or the class's own."""
     active = True
     owner: object = None
     """The object that set the patch and removes it."""
 
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module in this patch's way."""
+        raise NotImplementedError
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.run(module, args, kwargs) if self.active else self.inner(module, *args, **kwargs)
+
     def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own method, without the module's hooks."""
+        """Run what this patch changes, without the module's hooks."""
         return self.bound(module)(*args, **kwargs)
 
     def bound(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the module's own method, without the module's hooks."""
-        return MethodType(getattr(type(module), self.method), module) if self.replaced is None else self.replaced
+        """Return what this patch changes as a method, without the module's hooks."""
+        if isinstance(self.below, Patch):
+            return partial(self.below, module)
+        return _own(module, self.method) if self.below is None else self.below
+
+    @property
+    def replaced(self) -> Callable[..., Any] | None:
+        """The method that was set on the instance before the patches, if there was one."""
+        return self.below.replaced if isinstance(self.below, Patch) else self.below
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
-        copy.__dict__.update(self.__dict__, replaced=deepcopy(self.replaced, memo))
+        copy.__dict__.update(self.__dict__, below=deepcopy(self.below, memo))
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,25 +123,25 @@ def roots(module: nn.Module, parts: Sequence[str] | None) -> tuple[nn.Module, ..
     return (module,) if parts is None else tuple(module.get_submodule(path) for path in parts)
 
 
-def place_of(kind: type[Patch], method: str = "forward") -> str:
-    """Return the attribute of the module that holds the patch of a method."""
-    return kind.attribute if method == "forward" else f"{kind.attribute}_{method}"
+def get_patches(module: nn.Module, kind: type[PatchType]) -> list[PatchType]:
+    """Return the active patches of that kind on any of the module's methods."""
+    found = []
+    for value in module.__dict__.values():
+        while isinstance(value, Patch):
+            if isinstance(value, kind) and value.active:
+                found.append(value)
+            value = value.below
+    return found
 
 
 def get_patch(module: nn.Module, kind: type[PatchType], method: str = "forward") -> PatchType | None:
-    """Return the patch of that kind on one of the module's methods, if there is one."""
-    patch: PatchType | None = module.__dict__.get(place_of(kind, method))
-    return patch if patch is not None and patch.active else None
-
-
-def get_patches(module: nn.Module, kind: type[PatchType]) -> list[PatchType]:
-    """Return the patches of that kind on any of the module's methods."""
-    return [patch for patch in module.__dict__.values() if isinstance(patch, kind) and patch.active]
+    """Return the active patch of that kind on one of the module's methods, if there is one."""
+    return next((patch for patch in get_patches(module, kind) if patch.method == method), None)
 
 
 @contextmanager
 def turned_off(model: nn.Module, kind: type[Patch] = Patch) -> Iterator[None]:
-    """Let the patches of that kind in a model pass calls on to what they replaced, for a while."""
+    """Let the patches of that kind in a model pass calls on to what they change, for a while."""
     patches = [patch for module in model.modules() for patch in get_patches(module, kind)]
     for patch in patches:
         patch.active = False
@@ -108,82 +152,91 @@ def turned_off(model: nn.Module, kind: type[Patch] = Patch) -> Iterator[None]:
             patch.active = True
 
 
-def set_patch(module: nn.Module, patch: Patch, function: Callable[..., Any], innermost: bool = False) -> None:
-    """Replace a method of the module.
-
-    Args:
-        module: The module.
-        patch: What it carries.
-        function: Runs in place of the method of the same name.
-        innermost: Patch below other patches of the method, instead of above.
-    """
-    place, method = place_of(type(patch), function.__name__), function.__name__
-    current, old = module.__dict__.get(method), module.__dict__.get(place)
-    module.__dict__[place], patch.method = patch, method
-    if old is not None and current is not None:  # another forward was put above ours, which is still there
-        patch.replaced = old.replaced
-        return
-    above = [m for m in get_patches(module, Patch) if m is not patch and m.method == method] if innermost else []
-    if above:
-        patch.replaced = above[0].replaced
-        above[0].replaced = _bound(function, module, patch.replaced)
-        return
-    patch.replaced = current
-    module.__dict__[method] = _bound(function, module, current)
-
-
-def remove_patch(module: nn.Module, kind: type[Patch], function: Callable[..., Any]) -> None:
-    """Restore the method; nothing is left behind unless other code replaced it since."""
-    method = function.__name__
-    patch = get_patch(module, kind, method)
-    if patch is None:
-        return
-    if _is(module.__dict__.get(method), function):
-        if patch.replaced is None:
-            del module.__dict__[method]
-        else:
-            module.__dict__[method] = patch.replaced
+def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
+    """Let a patch run in its place among the patches of a method."""
+    patch.method = method
+    replaced = module.__dict__.get(method)
+    place = _place(replaced)
+    if place is None:
+        place = next(p for n in count() if (p := f"_lt_tiled_{n}_{method}") not in module.__dict__)
+        module.__dict__[place] = replaced
+        module.__dict__[method] = MethodType(_dispatcher(place, method, replaced, type(module)), module)
+    above, below = None, module.__dict__[place]
+    while isinstance(below, Patch) and below.order < patch.order:
+        above, below = below, below.below
+    patch.below = below
+    if above is None:
+        module.__dict__[place] = patch
     else:
-        above = [m for m in module.__dict__.values() if isinstance(m, Patch) and _is(m.replaced, function)]
-        if not above:
-            patch.active = False  # theirs may call ours, which only passes calls on now
-            return
-        above[0].replaced = patch.replaced
-    del module.__dict__[place_of(kind, method)]
+        above.below = patch
 
 
-def _bound(function: Callable[..., Any], module: nn.Module, replaced: Callable[..., Any] | None) -> MethodType:
-    """Return the function as a method, with the signature of what it replaces: transformers reads arguments from it."""
+def remove_patch(module: nn.Module, patch: Patch) -> None:
+    """Remove a patch. With the last one of a method the method is restored, unless other code was put above."""
+    for place, value in list(module.__dict__.items()):
+        if value is patch:
+            module.__dict__[place] = patch.below
+        while isinstance(value, Patch):
+            if value.below is patch:
+                value.below = patch.below
+            value = value.below
+    own = _place(module.__dict__.get(patch.method))
+    if own is not None and not isinstance(replaced := module.__dict__[own], Patch):
+        del module.__dict__[own], module.__dict__[patch.method]
+        if replaced is not None:
+            module.__dict__[patch.method] = replaced
+
+
+def remove_patches(module: nn.Module, kind: type[Patch]) -> None:
+    """Remove all patches of that kind."""
+    for patch in get_patches(module, kind):
+        remove_patch(module, patch)
+
+
+def _own(module: nn.Module, method: str) -> Callable[..., Any]:
+    """Return the method of the module's class."""
+    return MethodType(getattr(type(module), method), module)
+
+
+def _dispatcher(place: str, method: str, replaced: Callable[..., Any] | None, cls: Any) -> Callable[..., Any]:
+    """Return the function that runs the patches in an attribute of a module.
+
+    Its name is what pickle looks up on the class. It has the signature of what it replaces, from which transformers
+    reads the arguments.
+    """
     if replaced is None:
-        cls: Any = type(module)
-        return MethodType(_with_signature(function, cls), module)
-    return MethodType(_copied(function, lambda: _with_self(signature(replaced))), module)
+        return _for_class(place, method, cls)
+    return _with_signature(place, method, lambda: _with_self(signature(replaced)))
 
 
 @cache
-def _with_signature(function: Callable[..., Any], cls: Any) -> FunctionType:
-    return _copied(function, lambda: signature(getattr(cls, function.__name__)))
+def _for_class(place: str, method: str, cls: Any) -> Callable[..., Any]:
+    return _with_signature(place, method, lambda: signature(getattr(cls, method)))
 
 
-def _copied(function: Callable[..., Any], read: Callable[[], Signature]) -> FunctionType:
-    assert isinstance(function, FunctionType)
-    copy = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__dict__["stands_for"] = function
+def _with_signature(place: str, name: str, read: Callable[[], Signature]) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        below = self.__dict__[place]
+        if isinstance(below, Patch):
+            return below(self, *args, **kwargs)
+        return (below or _own(self, name))(*args, **kwargs)  # under other code, when all patches are removed
+
+    method.__name__ = name
+    method.__dict__["_lt_tiled_place"] = place
     with suppress(TypeError, ValueError):  # a callable that tells no signature
-        copy.__dict__["__signature__"] = read()
-    return copy
+        method.__dict__["__signature__"] = read()
+    return method
 
 
 def _with_self(of: Signature) -> Signature:
     return of.replace(parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *of.parameters.values()])
 
 
+def _place(method: Any) -> str | None:
+    """Return the attribute of a module with the patches that a method runs, if it runs any."""
+    return getattr(method.__func__, "__dict__", {}).get("_lt_tiled_place") if type(method) is MethodType else None
+
+
 def is_patched(method: Any) -> bool:
     """Whether a value is what :func:`set_patch` puts in place of a method."""
-    return type(method) is MethodType and "stands_for" in getattr(method.__func__, "__dict__", ())
-
-
-def _is(method: Any, function: Callable[..., Any]) -> bool:
-    return getattr(getattr(method, "__func__", None), "stands_for", None) is function
+    return _place(method) is not None

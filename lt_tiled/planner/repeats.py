@@ -19,14 +19,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lt_tiled.modules.find import find_blocks
-from lt_tiled.modules.patch import HOOKS, Patch, is_of, remove_patch, set_patch
+from lt_tiled.modules.patch import HOOKS, Order, Patch, is_of, remove_patches, set_patch
 from lt_tiled.planner.engines import Release
 from lt_tiled.planner.fake import FakeLedger
 from lt_tiled.planner.ledger import Allocation
@@ -86,7 +86,7 @@ class Call:
 class RepeatPatch(Patch):
     """On each block while a step is simulated."""
 
-    attribute = "_lt_tiled_repeat"
+    order = Order.REPEAT
 
     def __init__(self, repeats: Repeats, kind: Hashable, repeated: bool) -> None:
         self.repeats, self.kind, self.repeated = repeats, kind, repeated
@@ -113,8 +113,8 @@ class Repeats(ExitStack):
         for (_, block), kind in zip(self.blocks, kinds, strict=True):
             repeated = EDGE <= seen[kind] < kinds.count(kind) - EDGE
             seen[kind] += 1
-            set_patch(block, RepeatPatch(self, kind, repeated), forward, innermost=True)
-            self.callback(remove_patch, block, RepeatPatch, forward)
+            set_patch(block, RepeatPatch(self, kind, repeated))
+            self.callback(remove_patches, block, RepeatPatch)
             self.callback(block.register_forward_hook(self._watch_backward).remove)
             for name, weight in () if repeated else block.named_parameters():
                 if weight.requires_grad:
@@ -234,12 +234,6 @@ class Repeats(ExitStack):
             self.ledger.flops += work.pop()
 
 
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace the forward of a block."""
-    patch: RepeatPatch = self.__dict__[RepeatPatch.attribute]
-    return patch.repeats.run(self, patch, args, kwargs)
-
-
 class _Repeated(torch.autograd.Function):
     """New tensors that depend on the inputs of a block."""
 
@@ -304,8 +298,8 @@ def _fact(value: Any, own: str = "") -> Hashable:
     if isinstance(value, partial):
         return partial, _fact((value.func, value.args, value.keywords), own)
     if isinstance(value, Patch):
-        return type(value), _fact(value.replaced)
+        return type(value), _fact(value.below)
     function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
     if isinstance(function, FunctionType):
-        return id(vars(function).get("stands_for", function))
+        return cast("Hashable", vars(function).get("_lt_tiled_place", id(function)))
     return id(value)

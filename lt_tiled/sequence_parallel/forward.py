@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.modules.cache import CACHES
-from lt_tiled.modules.patch import Patch
+from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
@@ -33,22 +33,10 @@ from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
 
 
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace the forward of a module. Pickle looks the name up on the module's class."""
-    part: SharedPart = self.__dict__[SharedPart.attribute]
-    region = current()
-    if not part.active:
-        return part.inner(self, *args, **kwargs)
-    if region is not None:
-        with entered(region):  # what recomputes the whole block may begin here
-            return part.inner(self, *args, **kwargs)
-    return part.share(Call(self, args, kwargs))
-
-
 class SharedPart(Patch):
     """On each module that takes part in sharing sequences."""
 
-    attribute = "_lt_tiled_shared"
+    order = Order.SEQUENCE
 
     def __init__(self, sharing: Sharing, name: str) -> None:
         self.sharing = sharing
@@ -56,6 +44,13 @@ class SharedPart(Patch):
         """The name in messages."""
         self.checked = False
         """Whether the module passed the self-check."""
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in the region that is there, or share its sequences."""
+        if (region := current()) is not None:
+            with entered(region):  # what recomputes the whole block may begin here
+                return self.inner(module, *args, **kwargs)
+        return self.share(Call(module, args, kwargs))
 
     def share(self, call: Call) -> Any:
         """Run a call outside of any region."""

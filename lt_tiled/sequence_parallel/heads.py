@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Patch, remove_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
 from lt_tiled.sequence_parallel.kept import keeping, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.tiling.deferred import Deferred
@@ -38,10 +38,44 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class HeadTilesPatch(Patch):
     """On an attention module whose heads are computed in parts."""
 
-    attribute = "_lt_tiled_head_tiles"
+    order = Order.HEADS
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the heads in parts if the region says so."""
+        region = current()
+        if region is None or region.head_tiles == 1:
+            return self.inner(module, *args, **kwargs)
+        parts = _parts(module, region.head_tiles, region.size)
+        if len(parts) < region.head_tiles:
+            inform(
+                f"{self.path} computes its heads in {len(parts)} parts instead of {region.head_tiles}: each part has"
+                f" whole groups of query heads, and at least one head for each of {region.size} ranks",
+                once=f"head tiles {region.owner}",
+            )
+        if len(parts) == 1:
+            return self.inner(module, *args, **kwargs)
+        region.check_recompute()
+        hidden = args[0] if args else kwargs.pop("hidden_states", None)
+        leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
+        if not isinstance(hidden, Tensor) or any(t.requires_grad for t in leaves):
+            raise ValueError(
+                f"{self.path} is called with other tensors that want a gradient than hidden states, so its heads cannot"
+                " be computed in parts: set head_tiles=1."
+            )
+        if hooked := Work(module.forward, (module,)).hooked():
+            raise ValueError(
+                f"{self.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
+                " head_tiles=1."
+            )
+        if isinstance(hidden, Deferred):
+            hidden = hidden.value("attention in head tiles")
+        call = _Call(module, self, region, parts, args[1:], kwargs, Precision.now(hidden.device))
+        attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
+        output = module.o_proj(attended)
+        return pytree.tree_map(lambda leaf: output if leaf is _OUTPUT else leaf, call.output)
 
 
 class _Part(NamedTuple):
@@ -63,42 +97,6 @@ def _parts(module: Any, tiles: int, size: int) -> list[_Part]:
         tiles -= 1
     cuts = [keys * index // tiles * width for index in range(tiles + 1)]
     return [_Part(slice(low * group, high * group), slice(low, high)) for low, high in pairwise(cuts)]
-
-
-def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the forward of an attention module. Pickle looks the name up on the module's class."""
-    patch: HeadTilesPatch = self.__dict__[HeadTilesPatch.attribute]
-    region = current()
-    if not patch.active or region is None or region.head_tiles == 1:
-        return patch.inner(self, *args, **kwargs)
-    parts = _parts(self, region.head_tiles, region.size)
-    if len(parts) < region.head_tiles:
-        inform(
-            f"{patch.path} computes its heads in {len(parts)} parts instead of {region.head_tiles}: each part has whole"
-            f" groups of query heads, and at least one head for each of {region.size} ranks",
-            once=f"head tiles {region.owner}",
-        )
-    if len(parts) == 1:
-        return patch.inner(self, *args, **kwargs)
-    region.check_recompute()
-    hidden = args[0] if args else kwargs.pop("hidden_states", None)
-    leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
-    if not isinstance(hidden, Tensor) or any(t.requires_grad for t in leaves):
-        raise ValueError(
-            f"{patch.path} is called with other tensors that want a gradient than hidden states, so its heads cannot be"
-            " computed in parts: set head_tiles=1."
-        )
-    if hooked := Work(self.forward, (self,)).hooked():
-        raise ValueError(
-            f"{patch.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
-            " head_tiles=1."
-        )
-    if isinstance(hidden, Deferred):
-        hidden = hidden.value("attention in head tiles")
-    call = _Call(self, patch, region, parts, args[1:], kwargs, Precision.now(hidden.device))
-    attended = _HeadTiles.apply(call, hidden, *(weight.tensor for weight in call.weights()))
-    output = self.o_proj(attended)
-    return pytree.tree_map(lambda leaf: output if leaf is _OUTPUT else leaf, call.output)
 
 
 _OUTPUT = object()
@@ -338,5 +336,5 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
 def tile_heads(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
     """Compute the heads of attention modules in parts, until ``undo`` is closed."""
     for path, module in modules:
-        set_patch(module, HeadTilesPatch(path), forward, innermost=True)  # a block's recompute runs all of them
-        undo.callback(remove_patch, module, HeadTilesPatch, forward)
+        set_patch(module, HeadTilesPatch(path))
+        undo.callback(remove_patches, module, HeadTilesPatch)

@@ -12,10 +12,10 @@ from torch import nn
 
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
-from lt_tiled.modules.patch import remove_patch, set_patch
+from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
-from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel, forward
+from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 from lt_tiled.sequence_parallel.sharing import Sharing
 
@@ -45,13 +45,13 @@ class Shared:
         if sharing.policy.head_tiles > 1:
             tile_heads(find_attention(self.blocks, sharing.policy.head_tiles), undo)
         for index, (path, block) in enumerate(self.blocks):
-            set_patch(block, SharedBlock(sharing, path, index == 0, index == last), forward)
-            undo.callback(remove_patch, block, SharedBlock, forward)
+            set_patch(block, SharedBlock(sharing, path, index == 0, index == last))
+            undo.callback(remove_patches, block, SharedBlock)
         if sharing.mode is None:
             share_interface(undo)
         if self.caller is not None:
-            set_patch(self.caller, SharedModel(sharing, sharing.owner), forward)
-            undo.callback(remove_patch, self.caller, SharedModel, forward)
+            set_patch(self.caller, SharedModel(sharing, sharing.owner))
+            undo.callback(remove_patches, self.caller, SharedModel)
 
 
 def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Shared]:

@@ -12,8 +12,7 @@ from lt_tiled.checkpointing import find_checkpointable
 from lt_tiled.modules.find import find_blocks, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import ActivationCheckpointing
-from lt_tiled.tiling.patched import tiled_patches
-from lt_tiled.tiling.state import NeighborPatch, TiledPatch
+from lt_tiled.tiling.patched import NeighborPatch, TiledPatch, tiled_patches
 
 
 def blocks_to_shard(

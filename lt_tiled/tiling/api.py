@@ -16,9 +16,9 @@ from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.policies import CompileOptions, Tiling
 from lt_tiled.tiling.autograd import run_tiled
 from lt_tiled.tiling.deferred import values
-from lt_tiled.tiling.patched import patch_tiled, tiled_method
+from lt_tiled.tiling.patched import TiledPatch, patch_tiled
 from lt_tiled.tiling.self_check import check_position_wise
-from lt_tiled.tiling.state import EngineNeeds, Found, TiledPatch
+from lt_tiled.tiling.state import EngineNeeds, Found, Tiled
 from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work
 
@@ -85,7 +85,7 @@ def untile(target: Target) -> Target:
         return target.function if isinstance(target, TiledCallable) else target  # type: ignore[return-value]
     patch = get_patch(owner, TiledPatch, method)
     if patch is not None:
-        remove_patch(owner, TiledPatch, tiled_method(method))
+        remove_patch(owner, patch)
         parts = dict(walk(owner))
         for path in patch.found.below if patch.learned.untiled else ():
             untile(parts[path])
@@ -111,7 +111,7 @@ class TiledCallable:
     def __init__(self, function: Callable[..., Any], tiling: Tiling) -> None:
         name = getattr(function, "__name__", type(function).__name__)
         self.function = function
-        self.patch = TiledPatch(Found(name, name), tiling, EngineNeeds(), None)
+        self.patch = Tiled(Found(name, name), tiling, EngineNeeds())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = values((args, kwargs))

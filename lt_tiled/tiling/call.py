@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
@@ -33,7 +35,7 @@ from lt_tiled.tiling.recompute import (
     never,
     random_state_kept,
 )
-from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.tiling.state import Tiled
 from lt_tiled.tiling.weights import GradientSum, Work, trainable_weights
 
 
@@ -137,7 +139,7 @@ class Call:
     def __init__(
         self,
         work: Work,
-        patch: TiledPatch,
+        patch: Tiled,
         inputs: Sequence[Tensor],
         arguments: Arguments,
         shape: TokenShape,
@@ -149,11 +151,11 @@ class Call:
         self.other_shapes = [None if p else t.shape for t, p in zip(inputs, self.per_token, strict=True)]
         self.device = next(t for t, per_token in zip(inputs, self.per_token, strict=True) if per_token).device
         self.autocast = Precision.now(self.device)
-        self.weights = trainable_weights(work.parts()) if torch.is_grad_enabled() else []
+        self.weights = trainable_weights(work.parts) if torch.is_grad_enabled() else []
 
     @classmethod
     def of(
-        cls, work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Self, list[Tensor]] | None:
         """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
         # By the module that runs last: with a graph it may run together with a neighbor, and without one alone.
@@ -183,6 +185,15 @@ class Call:
         """Whether a backward pass may follow."""
         return torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
 
+    def refuse_transforms(self) -> None:
+        """Raise where autograd Functions need rules: under ``torch.func``, and in forward-mode differentiation."""
+        if torch._C._are_functorch_transforms_active():
+            raise not_through_tiles(self.patch.name, "torch.func (vmap, jvp, grad)")
+        if parametrize._cache_enabled and any(parametrize.is_parametrized(part) for part in self.work.parts):
+            raise not_through_tiles(self.patch.name, "torch.nn.utils.parametrize.cached()")
+        if forward_ad._current_level >= 0:
+            raise not_through_tiles(self.patch.name, "forward-mode differentiation")
+
     @property
     def token_dimensions(self) -> list[int | None]:
         """The dimension of each argument of a tile that counts its tokens."""
@@ -191,7 +202,7 @@ class Call:
     @cached_property
     def key(self) -> Hashable:
         """Tells calls apart whose tiles run different code."""
-        switches = tuple(map(_switches, self.work.parts()))
+        switches = tuple(map(_switches, self.work.parts))
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
@@ -291,6 +302,11 @@ class Call:
             outputs = self.probe(inputs, 2), self.probe(inputs, 3)
             layouts[key] = compare_outputs(outputs, (2, 3), self.shape, reductions, self.patch.name)
         return layouts[key]
+
+
+def not_through_tiles(name: str, what: str) -> RuntimeError:
+    """Return the error for code that a tiled module cannot run in."""
+    return RuntimeError(f"{name} is tiled, and {what} cannot go through its tiles: call lt_tiled.untile() on it first.")
 
 
 def _switches(part: nn.Module) -> tuple[Hashable, ...]:

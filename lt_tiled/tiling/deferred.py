@@ -27,7 +27,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision
-from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.tiling.state import Tiled
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 from lt_tiled.tiling.weights import Work
 
@@ -39,6 +39,9 @@ class Deferred(Tensor):
     def like(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         """Return an instance without memory."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    has_value = False
+    """Whether there is a plain tensor, whose shape may have been changed in place since."""
 
     def value(self, because: str) -> Any:
         """Return the plain tensor with its graph.
@@ -60,6 +63,9 @@ class Deferred(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Deferred))
+        if func in _METADATA and not first.has_value:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         joined = first.joined(func, args, kwargs)
         if joined is not NotImplemented:
             return joined
@@ -134,10 +140,7 @@ class DeferredCall(Deferred):
         return deferred
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what needs no value, and what is asked of the gradient from this tensor's own place in the graph."""
-        if func in _METADATA and self._value is None:  # whose shape might be changed in place
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        """Answer what is asked of the gradient from this tensor's own place in the graph."""
         if func not in _OF_THE_GRADIENT or self._changed():
             return NotImplemented
         if func not in _READS and not (func is Tensor.register_hook and _tracks(args[1])):
@@ -154,7 +157,7 @@ class DeferredCall(Deferred):
         """Run the call, once, and return its output with the graph that it had when it was called."""
         if self._value is None:
             with torch.inference_mode(False), torch.enable_grad():
-                self._value = _Value.apply(self)
+                self._value, self.has_value = _Value.apply(self), True
                 self._node = self._value.grad_fn
         elif not torch.is_grad_enabled():
             self._refuse_if_changed()
@@ -192,7 +195,7 @@ class DeferredCall(Deferred):
                 " out of place, use the output before, or remove the module from Tiling(targets=...)."
             )
 
-    def open_for(self, patch: TiledPatch) -> bool:
+    def open_for(self, patch: Tiled) -> bool:
         """Whether a neighbor of the same tiled module can run in the same tiles.
 
         Raises:
@@ -252,11 +255,10 @@ def _getters(*names: str) -> set[Any]:
 
 
 _METADATA = _getters("shape", "dtype", "device", "ndim", "layout") | {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    Tensor.__len__,
+    *(
+        getattr(Tensor, name)
+        for name in ("size", "dim", "ndimension", "numel", "stride", "is_floating_point", "__len__")
+    )
 }
 _READS = _getters("requires_grad", "grad_fn", "is_leaf", "grad")
 _OF_THE_GRADIENT = _READS | {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward}

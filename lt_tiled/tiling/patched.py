@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
@@ -18,12 +15,13 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import outermost, walk
 from lt_tiled.modules.norms import is_one_kernel
-from lt_tiled.modules.patch import get_patch, get_patches, place_of, remove_patch, roots, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
+from lt_tiled.tiling.call import not_through_tiles
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
 from lt_tiled.tiling.self_check import check_position_wise
-from lt_tiled.tiling.state import EngineNeeds, Found, NeighborPatch, ParentPatch, TiledPatch
+from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Tiled
 from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work, weight_bytes
 
@@ -58,26 +56,23 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         guessed=norm_of is not None,
     )
     patch = TiledPatch(found, tiling, needs, owner)
-    set_patch(module, patch, tiled_method(tileable.method))
+    set_patch(module, patch, tileable.method)
     for after, norms in ((False, tileable.before), (True, tileable.after)):
         for index, norm in enumerate(norms):
             if get_patch(norm, NeighborPatch) is None:  # a norm that several modules share is the first one's neighbor
                 alone = not (found.guessed or is_one_kernel(norm))
-                set_patch(norm, NeighborPatch(after, index, patch, owner, alone), _neighbor_forward)
+                set_patch(norm, NeighborPatch(after, index, patch, owner, alone))
     if tileable.parent is not None and get_patch(tileable.parent, ParentPatch) is None:
-        set_patch(tileable.parent, ParentPatch(owner), _parent_forward, innermost=True)
+        set_patch(tileable.parent, ParentPatch(owner))
     return patch
 
 
 def restore_tiled(model: nn.Module, owner: object) -> None:
     """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
     for _, module in [("", model), *walk(model)]:
-        for patch in get_patches(module, TiledPatch):
-            if patch.owner is owner:
-                remove_patch(module, TiledPatch, tiled_method(patch.method))
-        for kind, function in ((NeighborPatch, _neighbor_forward), (ParentPatch, _parent_forward)):
-            if any(patch.owner is owner for patch in get_patches(module, kind)):
-                remove_patch(module, kind, function)
+        for patch in get_patches(module, Patch):
+            if isinstance(patch, TiledPatch | NeighborPatch | ParentPatch) and patch.owner is owner:
+                remove_patch(module, patch)
 
 
 def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
@@ -100,21 +95,24 @@ def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 # What runs in place of a tiled module's method
 
 
-@cache
-def tiled_method(name: str) -> Callable[..., Any]:
-    """Return what runs in place of a method of that name, which is the name that pickle looks up on the class."""
-    place = place_of(TiledPatch, name)
+class TiledPatch(Tiled, Patch):
+    """On a tiled module."""
 
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        patch = self.__dict__[place]
-        if not patch.active or patch.learned.untiled or (patch.found.guessed and torch.compiler.is_compiling()):
-            return patch.inner(self, *args, **kwargs)  # the compiler fuses a norm anyway
+    order = Order.TILE
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, TiledPatch)
+        copy.learned = Learned(self.learned.largest, untiled=self.learned.untiled)
+        return copy
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in tiles, or untiled for a reason."""
+        if self.learned.untiled or (self.found.guessed and torch.compiler.is_compiling()):
+            return self.inner(module, *args, **kwargs)  # the compiler fuses a norm anyway
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            raise _not_through_tiles(patch.name, "torch.export and torch.jit")
-        return _call(self, patch, args, kwargs)
-
-    method.__name__ = name
-    return method
+            raise not_through_tiles(self.name, "torch.export and torch.jit")
+        return _call(module, self, args, kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -135,6 +133,9 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
     return run_tiled(*made)
 
 
+# How a call runs: in tiles, or untiled for a reason
+
+
 @dataclass(frozen=True)
 class Untiled:
     """Why a call of a tiled module does not run in tiles."""
@@ -145,7 +146,7 @@ class Untiled:
     error: Exception | None = None
 
 
-def decide(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
+def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
     """Return the call to run in tiles, or the reason why the module runs untiled.
 
     Raises:
@@ -158,7 +159,7 @@ def decide(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[st
         return Untiled("one tile")
     if recorded := work.recorded():
         return Untiled("recorded", ", ".join(recorded))
-    _refuse_transforms(patch.name, work)
+    made[0].refuse_transforms()
     checks = _is_real(made) if patch.found.guessed else patch.tiling.self_check
     if checks and not made[0].checked:
         try:
@@ -168,7 +169,35 @@ def decide(work: Work, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[st
     return made
 
 
-def _accept(untiled: Untiled, module: nn.Module, patch: TiledPatch) -> None:
+def decide_with_neighbor(made: CallWithInputs) -> Untiled | None:
+    """Run the self-check, once, on a call with a neighbor in it.
+
+    That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not
+    counted as work of the step, and fake tensors, which have no values, are not checked.
+
+    Returns:
+        Why the call may not run, or ``None``.
+    """
+    call = made[0]
+    if call.work.recorded() or call.work.hooked():
+        return Untiled("neighbor")
+    call.refuse_transforms()
+    try:
+        if _is_real(made) and not call.checked:
+            check_position_wise(*made)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the neighbor runs untiled
+        return Untiled("neighbor", error=error)
+    return None
+
+
+def _is_real(made: CallWithInputs) -> bool:
+    """Whether a call runs on real tensors: fake ones have no values to compare."""
+    return type(made[1][0]) in (Tensor, nn.Parameter)
+
+
+def _accept(untiled: Untiled, module: nn.Module, patch: Tiled) -> None:
     """Warn that a call runs untiled, and remember it where later calls must do the same.
 
     Raises:
@@ -189,7 +218,7 @@ def _accept(untiled: Untiled, module: nn.Module, patch: TiledPatch) -> None:
     elif untiled.reason == "recorded":  # by a setting of the model, so on all ranks
         _tile_below(module, patch, f"{name}: transformers records {untiled.what} inside it, which tiles would change.")
     elif untiled.reason == "neighbor":
-        if same_order:
+        if untiled.error is not None and same_order:
             raise _cannot_fall_back(name, "what is next to it", untiled.error) from untiled.error
     elif untiled.error is not None and found.guessed:
         if same_order:
@@ -201,21 +230,7 @@ def _accept(untiled: Untiled, module: nn.Module, patch: TiledPatch) -> None:
         _tile_below(module, patch, untiled.what)
 
 
-def _not_through_tiles(name: str, what: str) -> RuntimeError:
-    return RuntimeError(f"{name} is tiled, and {what} cannot go through its tiles: call lt_tiled.untile() on it first.")
-
-
-def _refuse_transforms(name: str, work: Work) -> None:
-    """Raise under ``torch.func`` and forward-mode differentiation, for which a custom autograd Function needs rules."""
-    if torch._C._are_functorch_transforms_active():
-        raise _not_through_tiles(name, "torch.func (vmap, jvp, grad)")
-    if parametrize._cache_enabled and any(parametrize.is_parametrized(part) for part in work.parts()):
-        raise _not_through_tiles(name, "torch.nn.utils.parametrize.cached()")
-    if forward_ad._current_level >= 0:
-        raise _not_through_tiles(name, "forward-mode differentiation")
-
-
-def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
+def _tile_below(module: nn.Module, patch: Tiled, reason: str) -> None:
     """Run a mixture of experts untiled, and its experts, below the router, in tiles.
 
     From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
@@ -235,19 +250,41 @@ def _tile_below(module: nn.Module, patch: TiledPatch, reason: str) -> None:
 # Neighbors: norms next to an MLP, and projections behind a norm
 
 
-def _neighbor_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    patch = self.__dict__[NeighborPatch.attribute]
-    if not patch.active or not patch.tiled.active or torch.compiler.is_compiling():
-        return patch.inner(self, *args, **kwargs)
-    return _call_neighbor(self, patch, args, kwargs)
+class NeighborPatch(Patch):
+    """On a norm next to a tiled module, or on a projection behind a tiled norm."""
+
+    order = Order.NEIGHBOR
+
+    def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: object, alone: bool) -> None:
+        self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
+        self.alone = alone
+        """Whether it runs in tiles of its own where it cannot share its neighbor's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, NeighborPatch)
+        copy.tiled = memo.get(id(self.tiled)) or self.tiled.__deepcopy__(memo)  # type: ignore[assignment]
+        return copy
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run in the tiles of the neighbor where that can be."""
+        if not self.tiled.active or torch.compiler.is_compiling():
+            return self.inner(module, *args, **kwargs)
+        return _call_neighbor(module, self, args, kwargs)
 
 
-def _parent_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with none_left():
-        return values(self.__dict__[ParentPatch.attribute].inner(self, *args, **kwargs))
+class ParentPatch(Patch):
+    """On the module whose forward calls both: nothing deferred leaves it, because its engine may free the weights."""
 
+    order = Order.PARENT
 
-_neighbor_forward.__name__ = _parent_forward.__name__ = "forward"  # what pickle looks up on the class
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what was deferred inside before the module returns."""
+        with none_left():
+            return values(self.inner(module, *args, **kwargs))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -261,7 +298,7 @@ def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...
     if made is None:
         return patch.inner(module, *args, **kwargs)
     defers = not patch.after and _may_defer(made, patch.tiled)
-    if not (defers or patch.alone) or not _check_with_neighbor(made):
+    if not (defers or patch.alone) or not _may_run(made):
         return patch.inner(module, *args, **kwargs)
     if defers and (deferred := defer(*made)) is not None:
         return deferred
@@ -286,10 +323,21 @@ def _with_neighbor(
         return None
     others, kwargs = values((args[1:], kwargs))
     made = TiledCall.of(together, patch, (own, *others), kwargs)
-    if made is None or not _check_with_neighbor(made):
+    if made is None or not _may_run(made):
         return None
     deferred.runs_in_neighbor = True
     return made
+
+
+def _may_run(made: CallWithInputs) -> bool:
+    """Return whether a call may run with a neighbor in it; one that fails the self-check is not tried again."""
+    untiled, call = decide_with_neighbor(made), made[0]
+    if untiled is None:
+        return True
+    _accept(untiled, call.work.modules[0], call.patch)
+    if untiled.error is not None:
+        call.patch.learned.refused.add(call.work.key)
+    return False
 
 
 def _cannot_fall_back(name: str, what: str, error: Exception | None) -> NotPositionWiseError:
@@ -297,33 +345,3 @@ def _cannot_fall_back(name: str, what: str, error: Exception | None) -> NotPosit
         f"{name}: {what} cannot run in its tiles, and the engine needs the same order of gradients on all ranks: name"
         f" the modules to tile, as in Tiling(targets=...). ({error})"
     )
-
-
-def _is_real(made: CallWithInputs) -> bool:
-    """Whether a call runs on real tensors: fake ones have no values to compare."""
-    return type(made[1][0]) in (Tensor, nn.Parameter)
-
-
-def _check_with_neighbor(made: CallWithInputs) -> bool:
-    """Run the self-check, once, on a call with a neighbor in it; if it fails, no such call is tried again.
-
-    That the neighbor may run in the tiles is a guess, so it is checked whatever the policy says. The check is not
-    counted as work of the step, and fake tensors, which have no values, are not checked.
-
-    Returns:
-        Whether the call may run.
-    """
-    call = made[0]
-    if call.work.recorded() or call.work.hooked():
-        return False
-    _refuse_transforms(call.patch.name, call.work)
-    try:
-        if _is_real(made) and not call.checked:
-            check_position_wise(*made)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the neighbor runs untiled
-        _accept(Untiled("neighbor", error=error), call.work.modules[0], call.patch)
-        call.patch.learned.refused.add(call.work.key)
-        return False
-    return True

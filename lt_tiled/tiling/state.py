@@ -1,4 +1,4 @@
-"""What tiled modules and their neighbors carry: what was found, what calls showed, and what the engine needs."""
+"""What is known of a tiled module: what was found, what its calls showed, and what the engine needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lt_tiled._log import inform
-from lt_tiled.modules.patch import Patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, OutputLayout
 from lt_tiled.tiling.observe import History
@@ -103,45 +102,11 @@ class EngineNeeds:
         return cls(zeros_for_unused=True, same_order=stage < 3)
 
 
-class TiledPatch(Patch):
-    """What a tiled module carries."""
+class Tiled:
+    """What was found, asked for and learned of a tiled module or function."""
 
-    attribute = "_lt_tiled_tiling"
-
-    def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: object) -> None:
+    def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: object = None) -> None:
         self.found, self.tiling, self.needs, self.owner = found, tiling, needs, owner
         self.name = found.name
         """The name in messages."""
         self.learned = Learned()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        assert isinstance(copy, TiledPatch)
-        copy.learned = Learned(self.learned.largest, untiled=self.learned.untiled)
-        return copy
-
-
-class NeighborPatch(Patch):
-    """On a norm next to a tiled module, or on a projection behind a tiled norm."""
-
-    attribute = "_lt_tiled_norm"
-
-    def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: object, alone: bool) -> None:
-        self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
-        self.alone = alone
-        """Whether it runs in tiles of its own where it cannot share its neighbor's."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        assert isinstance(copy, NeighborPatch)
-        copy.tiled = memo.get(id(self.tiled)) or self.tiled.__deepcopy__(memo)  # type: ignore[assignment]
-        return copy
-
-
-class ParentPatch(Patch):
-    """On the module whose forward calls both: nothing deferred leaves it, because its engine may free the weights."""
-
-    attribute = "_lt_tiled_parent"
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner

@@ -118,7 +118,7 @@ class TiledCall(Call):
             known = [*leaves, *(s.leaf for s in (*sums, *wholes)), *(t for w in self.weights for t in w.now())]
             check_closed(output, known, self.work, kept, self.patch.name)
         # Hooks inside would read values that are skipped.
-        hooked = any(part._forward_hooks for part in self.work.parts() if part not in self.work.modules)
+        hooked = any(part._forward_hooks for part in self.work.parts if part not in self.work.modules)
         learned, last = self.patch.learned, mode.part_of(self.work, pytree.tree_leaves(output))
         learned.saved[self.key] = None if hooked else counter.count
         if last is not None and not hooked:
@@ -249,7 +249,7 @@ class Backward:
 
     def _skip(self) -> LastLinear | LastProjectionSkip | Substituted:
         """Return the mode in which tiles are recomputed: without the last projection if that is known to work."""
-        learned, key, parts = self.call.patch.learned, self.call.key, self.call.work.parts()
+        learned, key, parts = self.call.patch.learned, self.call.key, self.call.work.parts
         last = learned.last.get(key)
         if last is not None and type(linear := parts[last]) is nn.Linear:  # it may be another module since
             sums = {id(t): total for t, total in paired(self.call.weights, self.sums)}
@@ -292,7 +292,7 @@ class Backward:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
                 leaves = call.leaves(inputs, self.wholes)
-                held = [t for part in call.work.parts() for t in (*part._parameters.values(), *part._buffers.values())]
+                held = [t for part in call.work.parts for t in (*part._parameters.values(), *part._buffers.values())]
                 self._known = {id(t) for t in (*leaves, *self._targets, *held)}
                 tiles = call.tiles(leaves)
                 for tile, own, into in each_tile(zip(tiles, _rows(given), _rows(parts))):  # noqa: B905

@@ -46,12 +46,9 @@ class Work:
     whole: bool = True
     """Whether the modules run by their forward, so that their own hooks run around the tiles and not in them."""
 
-    def parts(self) -> Sequence[nn.Module]:
-        """Return the modules and their submodules."""
-        return self._parts
-
     @cached_property
-    def _parts(self) -> Sequence[nn.Module]:  # one call asks several times
+    def parts(self) -> Sequence[nn.Module]:
+        """The modules and their submodules."""
         return [part for module in self.modules for part in module.modules()]
 
     def hooked(self) -> str | None:
@@ -59,7 +56,7 @@ class Work:
 
         Hooks of torch do not count: they compute weights (``torch.nn.utils``) or follow modules.
         """
-        for part in self.parts():
+        for part in self.parts:
             if self.whole and part in self.modules:
                 continue
             for kind in HOOKS:
@@ -71,7 +68,7 @@ class Work:
     def is_lazy(self) -> bool:
         """Whether a weight takes its shape in the first call."""
         lazy = False
-        for part in self.parts():
+        for part in self.parts:
             for weight in part._parameters.values():
                 lazy = lazy or (weight is not None and is_lazy(weight))
         return lazy
@@ -84,7 +81,7 @@ class Work:
         """
         capturing = sys.modules.get(_CAPTURING)
         collector = (None if capturing is None else capturing._active_collector.get()) or {}
-        inside = (part for part in self.parts() if part not in self.modules)
+        inside = (part for part in self.parts if part not in self.modules)
         recorded = collector and any(h.__module__ == _CAPTURING for p in inside for h in p._forward_hooks.values())
         return sorted(collector) if recorded else []
 

@@ -22,10 +22,9 @@ from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.report import show
 from lt_tiled.sequence_parallel.self_check import rounds_products
-from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.patched import TiledPatch, tiled_patches
 from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import random_state_kept
-from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.training_step.ranks import raising_on_all
 from lt_tiled.training_step.step import first_batch, length_of, with_length
 from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Verification, listed, norm_of, worst

@@ -21,6 +21,8 @@ import lt_tiled
 from lt_tiled import SequenceParallel
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.sequence_parallel.forward import SharedModel
 from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
@@ -179,7 +181,7 @@ def comparisons() -> int:
     with lt_tiled.prepare(model, sequence_parallel=2, activation_checkpointing=True):
         for _ in range(3):
             model(input_ids=ids(2, 24), labels=ids(2, 24)).loss.backward()
-        return model._lt_tiled_shared.sharing.same_batch.compared
+        return get_patch(model, SharedModel).sharing.same_batch.compared
 
 
 def test_one_comparison_for_a_step(world: World) -> None:

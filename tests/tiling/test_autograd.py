@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lt_tiled import prepare, tile
 from lt_tiled.errors import NotPositionWiseError
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.patched import TiledPatch
 from lt_tiled.tiling.recompute import RandomState
-from lt_tiled.tiling.state import TiledPatch
 from tests.models import WIDE, Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import (
     EXACT,
@@ -267,7 +268,7 @@ def test_hidden_states_by_keyword() -> None:
     true = reference(module, randn(2, 19, H))
     tile(module, num_shards=4)
     assert worst(gradients(module, randn(2, 19, H), call=lambda x: module(x=x)), true) < EXACT
-    assert module.__dict__[TiledPatch.attribute].learned.largest == (38, 4)
+    assert get_patch(module, TiledPatch).learned.largest == (38, 4)
 
 
 def by_hand(module: nn.Module, x: Tensor, size: int) -> Tensor:
@@ -405,7 +406,7 @@ def test_without_gradients(mode: type) -> None:
         tiled = module(x)
     assert not tiled.requires_grad
     assert torch.allclose(tiled, whole, atol=1e-6)
-    assert module.__dict__[TiledPatch.attribute].learned.largest == (38, 4)
+    assert get_patch(module, TiledPatch).learned.largest == (38, 4)
 
 
 def test_eval_mode_with_gradients() -> None:

@@ -21,8 +21,8 @@ from transformers import LlamaConfig
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.patched import TiledPatch
 from lt_tiled.tiling.recompute import differ
-from lt_tiled.tiling.state import TiledPatch
 from tests.models import GatedMLP, H, tiny_llama
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, spread, worst
 

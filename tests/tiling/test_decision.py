@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lt_tiled import Tiling
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable
-from lt_tiled.tiling.patched import Untiled, decide, patch_tiled
-from lt_tiled.tiling.state import EngineNeeds, TiledPatch
+from lt_tiled.tiling.patched import TiledPatch, Untiled, decide, patch_tiled
+from lt_tiled.tiling.state import EngineNeeds
 from lt_tiled.tiling.weights import Work
 from tests.models import GatedMLP, H
 from tests.parity import randn

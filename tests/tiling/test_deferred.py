@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.deferred import Deferred
+from lt_tiled.tiling.patched import NeighborPatch, TiledPatch
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
 from tests.models import WIDE, GatedMLP, H
@@ -309,10 +311,10 @@ def test_copies_pickles_and_release() -> None:
     with prepare(net, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
         gradients(net, x)
         clone = copy.deepcopy(net)
-        patches = [m[0].mlp.__dict__["_lt_tiled_tiling"] for m in (net, clone)]
+        patches = [get_patch(m[0].mlp, TiledPatch) for m in (net, clone)]
         assert patches[0].learned.checked
         assert not patches[1].learned.checked
-        assert clone[0].pre_mlp_norm.__dict__["_lt_tiled_norm"].tiled is patches[1]
+        assert get_patch(clone[0].pre_mlp_norm, NeighborPatch).tiled is patches[1]
         with torch.no_grad():
             for p in net.parameters():
                 p.zero_()

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.patched import TiledPatch
 from lt_tiled.tiling.skip import LastLinear, LastProjectionSkip
-from lt_tiled.tiling.state import TiledPatch
 from lt_tiled.tiling.tiled_call import Backward
 from lt_tiled.tiling.weights import GradientSum
 from tests.architectures import ARCHITECTURES
@@ -190,7 +191,7 @@ def test_gradients_of_the_last_projection(frozen: str) -> None:
     m.fc1.requires_grad_(frozen != "all others")
     true = reference(m, x)
     compare_steps(m, x, true)
-    assert list(m.__dict__[TiledPatch.attribute].learned.last.values()) == [3]
+    assert list(get_patch(m, TiledPatch).learned.last.values()) == [3]
 
 
 @pytest.mark.low_precision
@@ -209,7 +210,7 @@ def test_last_projection_under_autocast(weights: torch.dtype) -> None:
     tile(m, num_shards=4)
     for _ in range(2):
         assert less_accurate(gradients(m, x, call=call), untiled, true, torch.bfloat16) == {}
-    assert len(m.__dict__[TiledPatch.attribute].learned.last) == 1
+    assert len(get_patch(m, TiledPatch).learned.last) == 1
 
 
 class Doubled(nn.Linear):

@@ -16,7 +16,8 @@ from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patches
 from lt_tiled.tiling import patched
 from lt_tiled.tiling.deferred import DeferredCall
-from lt_tiled.tiling.state import EngineNeeds, TiledPatch
+from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling.state import EngineNeeds
 from tests.meters import flops
 from tests.models import GatedMLP, H, PythonNorm, tiny_llama
 from tests.parity import gradients, randn, reference, worst
@@ -168,7 +169,7 @@ def test_memory_that_ends_in_the_check_is_raised(monkeypatch: pytest.MonkeyPatch
     """Out of memory while a norm is checked with its neighbor is no reason to leave them apart from then on."""
 
     def check(*made: Any) -> None:
-        if sys._getframe(1).f_code is patched._check_with_neighbor.__code__:
+        if sys._getframe(1).f_code is patched.decide_with_neighbor.__code__:
             raise torch.OutOfMemoryError
 
     monkeypatch.setattr(patched, "check_position_wise", check)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.patched import TiledPatch
 from lt_tiled.tiling.recompute import RandomState
-from lt_tiled.tiling.state import TiledPatch
 from tests.models import Block, GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, worst
 

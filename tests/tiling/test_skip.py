@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.tiling.state import TiledPatch
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.patched import TiledPatch
 from tests.models import GatedMLP, H, RoutedMLP
 from tests.parity import EXACT, gradients, randn, reference, worst
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def packs(module: nn.Module) -> list[int | None]:
-    return list(module.__dict__[TiledPatch.attribute].learned.saved.values())
+    return list(get_patch(module, TiledPatch).learned.saved.values())
 
 
 class ReadsOutput(GatedMLP):

@@ -1,0 +1,108 @@
+"""Several patches of one method."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled.modules.patch import Order, Patch, get_patches, remove_patch, set_patch
+
+
+class Noted(Patch):
+    """Notes that it ran."""
+
+    def __init__(self, order: Order, ran: list[Order]) -> None:
+        self.order, self.ran = order, ran  # type: ignore[misc]
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.ran.append(self.order)
+        return self.inner(module, *args, **kwargs)
+
+
+class Plain(nn.Module):
+    """Doubles."""
+
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:
+        return x * scale
+
+
+ORDERS = [Order.SEQUENCE, Order.CHECKPOINT, Order.PARENT, Order.TILE]
+
+
+def patched(orders: Any) -> tuple[Plain, list[Noted], list[Order]]:
+    module, ran = Plain(), list[Order]()
+    patches = [Noted(order, ran) for order in orders]
+    for patch in patches:
+        set_patch(module, patch)
+    return module, patches, ran
+
+
+@pytest.mark.parametrize("orders", list(permutations(ORDERS)))
+def test_patches_run_in_their_order(orders: Any) -> None:
+    """Region, checkpoint, parent and tile run in that order, whichever was set first."""
+    module, _, ran = patched(orders)
+    assert module(torch.ones(1)) == 2
+    assert ran == ORDERS
+
+
+@pytest.mark.parametrize("removed", range(4))
+def test_any_patch_can_be_removed(removed: int) -> None:
+    """The others stay in their order, and the last one takes everything with it."""
+    module, patches, ran = patched(ORDERS)
+    remove_patch(module, patches.pop(removed))
+    module(torch.ones(1))
+    assert ran == [patch.order for patch in patches]
+    for patch in patches:
+        remove_patch(module, patch)
+    assert vars(module).keys() == vars(Plain()).keys()
+
+
+def test_a_copy_has_patches_of_its_own() -> None:
+    """A deep copy keeps its patches, on itself, when those of the original are removed."""
+    module, patches, _ = patched(ORDERS)
+    twin = copy.deepcopy(module)
+    for patch in patches:
+        remove_patch(module, patch)
+    assert twin(torch.ones(1)) == 2
+    assert [patch.order for patch in get_patches(twin, Patch)] == ORDERS
+    assert twin.forward.__self__ is twin  # type: ignore[attr-defined]
+
+
+def test_a_pickled_module_loads_as_a_plain_one() -> None:
+    """Its results are as they were, and nothing of the patches is there."""
+    loaded = pickle.loads(pickle.dumps(patched(ORDERS)[0]))
+    assert get_patches(loaded, Patch) == []
+    assert loaded(torch.ones(1), scale=3.0) == 3
+
+
+@pytest.mark.parametrize("calls_ours", [True, False])
+def test_patches_go_above_the_code_of_others(calls_ours: bool) -> None:
+    """What is set after other code replaced the method runs above it, and that code is there after release."""
+    module, patches, ran = patched([Order.TILE])
+    ours, result = module.forward, 3 if calls_ours else 2
+
+    def theirs(x: Tensor) -> Tensor:
+        return ours(x) + 1 if calls_ours else x + 1
+
+    module.forward = theirs  # type: ignore[method-assign, assignment]
+    later = Noted(Order.PARENT, ran)
+    set_patch(module, later)
+    assert module(torch.ones(1)) == result
+    assert ran == [Order.PARENT, *([Order.TILE] if calls_ours else [])]
+    remove_patch(module, patches[0])
+    remove_patch(module, later)
+    assert module.forward is theirs
+    assert module(torch.ones(1)) == result
+
+
+def test_the_signature_is_that_of_the_method() -> None:
+    """Libraries read the arguments of a model from its forward."""
+    module, _, _ = patched(ORDERS)
+    assert list(inspect.signature(module.forward).parameters) == ["x", "scale"]
