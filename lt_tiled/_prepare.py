@@ -90,8 +90,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                     raise ValueError(
                         f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use"
                         " activation checkpointing already. Pass activation_checkpointing="
-                        f"{activation_checkpointing.offload!r} to the strategy, or activation_checkpointing=False to"
-                        " the strategy and keep this one."
+                        f"{activation_checkpointing.offload!r} to the strategy instead, or set"
+                        " activation_checkpointing=False there."
                     )
                 self.offloader = build(activation_checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
@@ -116,7 +116,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         inform(self.report().summary())
 
     def report(self) -> Report:
-        """Return what is tiled and checkpointed, and the number of tiles of the largest call so far."""
+        """Return what is tiled and what is recomputed, and the number of tiles of the largest call so far."""
         return Report.of(self.model)
 
     def release(self) -> None:
@@ -254,7 +254,6 @@ def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[
     inside = {id(part) for wrapper in wrappers for part in wrapper.modules()}
     free = [(path, m) for path, m in blocks if not any(id(part) in inside for part in m.modules())]
     warn(
-        f"{len(blocks) - len(free)} of {len(blocks)} blocks use torch's checkpoint_wrapper already and are not wrapped"
-        " again."
+        f"{len(blocks) - len(free)} of {len(blocks)} blocks use torch's checkpoint_wrapper already and are left to it."
     )
     return free

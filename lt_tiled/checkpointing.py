@@ -19,7 +19,7 @@ from lt_tiled._log import warn
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.cache import by_name, without_unread_cache
-from lt_tiled.modules.find import find_blocks, find_named, walk
+from lt_tiled.modules.find import find_blocks, find_named, walk_all
 from lt_tiled.modules.patch import Order, Patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
@@ -188,7 +188,7 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
 
 def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
     """Turn off a model's own gradient checkpointing, so that nothing is recomputed twice. Return where it was on."""
-    switched = [m for _, m in [("", model), *walk(model)] if _checkpoints_itself(m)]
+    switched = [m for _, m in walk_all(model) if _checkpoints_itself(m)]
     for module in switched:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     if switched:

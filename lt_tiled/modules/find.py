@@ -47,6 +47,12 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield from walk(child, below)
 
 
+def walk_all(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module itself, with an empty path, and every submodule."""
+    yield "", model
+    yield from walk(model)
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks: layers of a known class, and other repeated children of a ``ModuleList`` or ``Sequential``.
 
@@ -55,7 +61,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     known = [(path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES)]
     layers = {m for _, m in known}
-    others = (pair for path, m in [("", model), *walk(model)] for pair in _repeated(path, m))
+    others = (pair for path, m in walk_all(model) for pair in _repeated(path, m))
     found = outermost([*known, *((path, m) for path, m in others if layers.isdisjoint(m.modules()))])
     lists = [(path, m) for path, m in walk(model) if isinstance(m, nn.ModuleList) and len(m) == 1]
     return found or outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))

@@ -55,12 +55,12 @@ def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileabl
             " intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'),"
             " or pass tiling=False."
         )
-    heads = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
+    outer = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
     taken = {id(t.module) for t in named}
     unique = {
         (id(t.module), t.method): t
         for t in [*found, *named]
-        if id(t.module) in heads and (t in named or id(t.module) not in taken)
+        if id(t.module) in outer and (t in named or id(t.module) not in taken)
     }
     return [
         replace(

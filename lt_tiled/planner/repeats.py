@@ -91,6 +91,10 @@ class RepeatPatch(Patch):
     def __init__(self, repeats: Repeats, kind: Hashable, repeated: bool) -> None:
         self.repeats, self.kind, self.repeated = repeats, kind, repeated
 
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Simulate the block, or repeat another one."""
+        return self.repeats.run(module, self, args, kwargs)
+
 
 class Repeats(ExitStack):
     """Repeats blocks in a forward and a backward pass: see NOTE [Blocks that repeat]."""

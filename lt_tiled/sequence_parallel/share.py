@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
+from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
@@ -63,7 +63,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
         NothingFoundError: If there are no blocks.
         ValueError: If a target matches nothing, or a model cannot be shared.
     """
-    everything = [("", model), *walk(model)]
+    everything = list(walk_all(model))
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
     inside = {part for _, m in pretrained for part in m.modules()}
 
@@ -111,7 +111,7 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks of a model in their order, with full paths."""
     decoder: Any = getattr(model, "get_decoder", None)  # of a vision-language model
     inner: nn.Module = model if decoder is None else decoder()
-    names = {m: name for name, m in [("", model), *walk(model)]}
+    names = {m: name for name, m in walk_all(model)}
     blocks = find_blocks(inner) or find_blocks(model)  # a decoder may be a head
     parents = {name.rpartition(".")[0] for name, _ in blocks}
     if not blocks or len(parents) > 1:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import repeat
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from lt_tiled.tiling.recompute import (
 )
 from lt_tiled.tiling.state import Tiled
 from lt_tiled.tiling.weights import GradientSum, Work, trainable_weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,10 @@ class Call:
     def of(
         cls, work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Self, list[Tensor]] | None:
-        """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
+        """Return the call and the tensors among its arguments, or ``None`` to run untiled.
+
+        That is with fewer than two tiles, unless all ranks need the same order, and without plain hidden states.
+        """
         # By the module that runs last: with a graph it may run together with a neighbor, and without one alone.
         runs = patch.learned.runs[tuple(map(id, work.modules[-1:]))]
         due = never if is_recomputing() else runs.begin()
@@ -201,14 +207,14 @@ class Call:
 
     @cached_property
     def key(self) -> Hashable:
-        """Tells calls apart whose tiles run different code."""
+        """Identifies the code that a tile runs."""
         switches = tuple(map(_switches, self.work.parts))
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
     @property
     def mode(self) -> Hashable:
-        """Tells apart what the self-check must see by itself.
+        """Identifies a case that needs a self-check of its own.
 
         Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
         weights or arguments not what their gradients show.
@@ -224,12 +230,12 @@ class Call:
     # Running one tile
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on per-token arguments ``[t, ...]``, which it sees as ``[1, t, ...]``."""
+        """Run the work on per-token arguments ``[t, ...]``, which it sees as ``[1, t, ...]``."""
         pairs = zip(tensors, self.per_token, strict=True)
         return self.run_views([self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs])
 
     def run_views(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on the tensors of a tile as it sees them."""
+        """Run the work on the tensors of a tile as it sees them."""
         return self.arguments.call(self.work.function, tensors)
 
     def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
-from lt_tiled.modules.find import outermost, walk
+from lt_tiled.modules.find import outermost, walk, walk_all
 from lt_tiled.modules.norms import is_one_kernel
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
@@ -38,7 +38,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
     parts, norm_of = roots(module, tileable.parts), tileable.norm_of
-    for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
+    for below, part in (pair for root in parts for pair in walk_all(root)):
         if reason := depends_on_others(part):
             raise ValueError(
                 f"{name} is not position-wise: {below or 'it'} is a {type(part).__name__}, {reason}. {REMEDY}"
@@ -69,7 +69,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
 
 def restore_tiled(model: nn.Module, owner: object) -> None:
     """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
-    for _, module in [("", model), *walk(model)]:
+    for _, module in walk_all(model):
         for patch in get_patches(module, Patch):
             if isinstance(patch, TiledPatch | NeighborPatch | ParentPatch) and patch.owner is owner:
                 remove_patch(module, patch)
@@ -77,7 +77,7 @@ def restore_tiled(model: nn.Module, owner: object) -> None:
 
 def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
     """Yield path, module and patch of each tiled module."""
-    for path, module in [("", model), *walk(model)]:
+    for path, module in walk_all(model):
         for patch in get_patches(module, TiledPatch):
             yield path, module, patch
 
@@ -88,7 +88,7 @@ def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     These are the parents of tiled modules and of their neighbors, which may run in the same tiles, and tiled modules
     that have no neighbors.
     """
-    everything = [("", model), *walk(model)]
+    everything = list(walk_all(model))
     return outermost((path, m) for path, m in everything if get_patch(m, ParentPatch) or get_patches(m, TiledPatch))
 
 
@@ -123,7 +123,7 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
         args, kwargs = values((args, kwargs))
         decision = decide(work, patch, args, kwargs)
         if isinstance(decision, Untiled):
-            _accept(decision, module, patch)
+            accept(decision, module, patch)
             return work.function(*args, **kwargs)
         made = decision
     if patch.found.after and not kwargs and _may_defer(made, patch):
@@ -197,7 +197,7 @@ def _is_real(made: CallWithInputs) -> bool:
     return type(made[1][0]) in (Tensor, nn.Parameter)
 
 
-def _accept(untiled: Untiled, module: nn.Module, patch: Tiled) -> None:
+def accept(untiled: Untiled, module: nn.Module | None, patch: Tiled) -> None:
     """Warn that a call runs untiled, and remember it where later calls must do the same.
 
     Raises:
@@ -230,13 +230,13 @@ def _accept(untiled: Untiled, module: nn.Module, patch: Tiled) -> None:
         _tile_below(module, patch, untiled.what)
 
 
-def _tile_below(module: nn.Module, patch: Tiled, reason: str) -> None:
+def _tile_below(module: nn.Module | None, patch: Tiled, reason: str) -> None:
     """Run a mixture of experts untiled, and its experts, below the router, in tiles.
 
     From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
     """
     patch.learned.untiled = True
-    parts = dict(walk(module))
+    parts = dict(walk(module)) if module is not None else {}
     for path in patch.found.below:
         if get_patch(part := parts[path], TiledPatch) is None:
             below = Tileable.of_module(f"{patch.name}.{path}", part)
@@ -334,7 +334,7 @@ def _may_run(made: CallWithInputs) -> bool:
     untiled, call = decide_with_neighbor(made), made[0]
     if untiled is None:
         return True
-    _accept(untiled, call.work.modules[0], call.patch)
+    accept(untiled, call.work.modules[0], call.patch)
     if untiled.error is not None:
         call.patch.learned.refused.add(call.work.key)
     return False

@@ -47,7 +47,7 @@ class Learned:
     checked: set[Hashable] = field(default_factory=set)
     """What passed the self-check, by work and mode."""
     refused: set[Hashable] = field(default_factory=set)
-    """The works that are not tiled together with a neighbor."""
+    """The keys of works that are not tiled together with a neighbor."""
     layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
@@ -85,7 +85,7 @@ class Learned:
 
 @dataclass
 class EngineNeeds:
-    """What the engine needs of tiled modules. A strategy sets it in one place."""
+    """What the engine needs of tiled modules, as its strategy says."""
 
     zeros_for_unused: bool = False
     """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
