@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -31,9 +33,9 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def without_memory(where: Whereabouts) -> Iterator[FakeLedger]:
+def without_memory(where: Whereabouts) -> Iterator[Ledger]:
     """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
-    where.ledger = ledger = FakeLedger(where)
+    where.ledger = ledger = Ledger(where.now, run=partial(_run, where))
     with _unpacked(), FakeTensorMode(), ledger, where:
         yield ledger
 
@@ -58,32 +60,27 @@ def _unpacked() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_packed
 
 
-class FakeLedger(Ledger):
-    """Adds what torch's fake kernels lack, and names the module in their errors."""
+def _run(where: Whereabouts, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on fake tensors: with what torch's fake kernels lack, and with the module in errors."""
+    if func is aten._local_scalar_dense.default and not where.in_module:
+        return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
+    if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
+        left, right = args[0], args[1]
+        groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
+        return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
+    try:
+        return func(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        reason = "needs the values of tensors, which a simulation does not have"
+        raise _error(where, func, reason) from error
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise _error(where, func, "uses a tensor that is not a parameter, buffer or attribute") from error
 
-    def __init__(self, where: Whereabouts) -> None:
-        super().__init__(where.now)
-        self.whereabouts = where
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on fake tensors."""
-        if func is aten._local_scalar_dense.default and not self.whereabouts.in_module:
-            return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
-        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
-            left, right = args[0], args[1]
-            groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
-            return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
-        try:
-            return func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise self._error(func, "needs the values of tensors, which a simulation does not have") from error
-        except AssertionError as error:
-            if "FakeTensor" not in str(error):
-                raise
-            raise self._error(func, "uses a tensor that is not a parameter, buffer or attribute") from error
-
-    def _error(self, func: Any, reason: str) -> SimulationError:
-        return SimulationError(f"{func} in {self.where().path or 'the training step'} {reason}.")
+def _error(where: Whereabouts, func: Any, reason: str) -> SimulationError:
+    return SimulationError(f"{func} in {where.now().path or 'the training step'} {reason}.")
 
 
 def fake_weights(model: nn.Module) -> None:
@@ -123,16 +120,6 @@ class FakeGroup:
 
 
 @dataclass
-class _Leaving:
-    """The transfer of bytes, which leave when the offloader waits for them."""
-
-    done: bool = False
-
-    def wait(self, seconds: float) -> None:
-        self.done = True
-
-
-@dataclass
 class _FakeTier:
     """A tier from which bytes come back as new ones."""
 
@@ -143,7 +130,8 @@ class _FakeTier:
         if raw.nbytes > self.left:
             return None
         self.left -= raw.nbytes
-        return Stored(cast(Any, self), None, cast(Any, _Leaving()))
+        leaving: Any = SimpleNamespace(done=False, wait=nothing)  # until the offloader waits for it
+        return Stored(cast(Any, self), None, leaving)
 
     def load(self, room: None, nbytes: int, device: torch.device) -> Loading:
         loaded = torch.empty(nbytes, dtype=torch.uint8)

@@ -19,7 +19,7 @@ from lt_tiled._log import inform, quiet
 from lt_tiled._prepare import Prepared
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
-from lt_tiled.planner.fake import FakeGroup, FakeLedger, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger
 from lt_tiled.planner.repeats import Repeats
 from lt_tiled.planner.where import Whereabouts
@@ -180,7 +180,7 @@ def _simulate(
         return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, flops, offloaded)
 
 
-def _prepare(model: nn.Module, settings: Settings, ledger: FakeLedger) -> Prepared:
+def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     """Give a model fake weights and apply the policies, without the self-checks, which need values."""
     fake_weights(model)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -200,7 +200,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: FakeLedger) -> Prepar
 
 
 @contextmanager
-def first_two_tiles(ledger: FakeLedger) -> Iterator[None]:
+def first_two_tiles(ledger: Ledger) -> Iterator[None]:
     """Run only two tiles of each size, and count the FLOPs of all.
 
     The first tile creates the gradient sums; later ones of its size need the memory and FLOPs of the second.
