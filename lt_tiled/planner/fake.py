@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,8 +23,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored
-from lt_tiled.planner.ledger import Ledger
-from lt_tiled.planner.where import Whereabouts
+from lt_tiled.planner.where import ModelLedger
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 from lt_tiled.training_step.step import nothing
 
@@ -33,10 +31,9 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def without_memory(where: Whereabouts) -> Iterator[Ledger]:
+def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
     """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
-    where.ledger = ledger = Ledger(where.now, run=partial(_run, where))
-    with _unpacked(), FakeTensorMode(), ledger, where:
+    with _unpacked(), FakeTensorMode(), FakeLedger(model) as ledger:
         yield ledger
 
 
@@ -60,27 +57,27 @@ def _unpacked() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_packed
 
 
-def _run(where: Whereabouts, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on fake tensors: with what torch's fake kernels lack, and with the module in errors."""
-    if func is aten._local_scalar_dense.default and not where.in_module:
-        return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
-    if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
-        left, right = args[0], args[1]
-        groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
-        return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
-    try:
-        return func(*args, **kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        reason = "needs the values of tensors, which a simulation does not have"
-        raise _error(where, func, reason) from error
-    except AssertionError as error:
-        if "FakeTensor" not in str(error):
-            raise
-        raise _error(where, func, "uses a tensor that is not a parameter, buffer or attribute") from error
+class FakeLedger(ModelLedger):
+    """Adds what torch's fake kernels lack, and names the module in their errors."""
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten._local_scalar_dense.default and not self.in_module:
+            return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
+            left, right = args[0], args[1]
+            groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
+            return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise self._error(func, "needs the values of tensors, which a simulation does not have") from error
+        except AssertionError as error:
+            if "FakeTensor" not in str(error):
+                raise
+            raise self._error(func, "uses a tensor that is not a parameter, buffer or attribute") from error
 
-def _error(where: Whereabouts, func: Any, reason: str) -> SimulationError:
-    return SimulationError(f"{func} in {where.now().path or 'the training step'} {reason}.")
+    def _error(self, func: Any, reason: str) -> SimulationError:
+        return SimulationError(f"{func} in {self.place().path or 'the training step'} {reason}.")
 
 
 def fake_weights(model: nn.Module) -> None:

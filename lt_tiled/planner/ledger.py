@@ -45,19 +45,12 @@ class Ledger(TorchDispatchMode):
     modules keep tensors alive.
 
     Args:
-        where: Tells what is running.
         only: Record storages of this device type only.
-        run: Runs an operation.
     """
 
-    def __init__(
-        self,
-        where: Callable[[], Place] = lambda: Place("rest", ""),
-        only: str | None = None,
-        run: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
-    ) -> None:
+    def __init__(self, only: str | None = None) -> None:
         super().__init__()
-        self.where, self.only, self.run = where, only, run
+        self.only = only
         self.now = self.peak = 0
         """Bytes."""
         self.flops = 0
@@ -84,10 +77,18 @@ class Ledger(TorchDispatchMode):
                 self.name(tensor, "communication")
         return result
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation."""
+        return func(*args, **kwargs)
+
+    def place(self) -> Place:
+        """Return what is running."""
+        return Place("rest", "")
+
     def _track(self, tensor: Tensor) -> None:
         key, storage = _key(tensor), tensor.untyped_storage()
         if key not in self._live and tensor.device.type != "meta" and self.only in (None, tensor.device.type):
-            self._live[key] = self._add(storage.nbytes(), *self.where())
+            self._live[key] = self._add(storage.nbytes(), *self.place())
             weakref.finalize(storage, self._forget, key).atexit = False
 
     def _add(self, nbytes: int, part: str, path: str) -> Allocation:

@@ -30,8 +30,8 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from lt_tiled.modules.find import find_blocks
 from lt_tiled.modules.patch import HOOKS, Patch, is_of, remove_patch, set_patch
 from lt_tiled.planner.engines import Release
-from lt_tiled.planner.ledger import Allocation, Ledger
-from lt_tiled.planner.where import Whereabouts
+from lt_tiled.planner.ledger import Allocation
+from lt_tiled.planner.where import ModelLedger
 from lt_tiled.tiling.deferred import values
 
 EDGE = 2
@@ -86,9 +86,9 @@ class RepeatPatch(Patch):
 class Repeats(ExitStack):
     """Repeats blocks in a forward and a backward pass: see NOTE [Blocks that repeat]."""
 
-    def __init__(self, model: nn.Module, where: Whereabouts, ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module, ledger: ModelLedger) -> None:
         super().__init__()
-        self.where, self.ledger = where, ledger
+        self.ledger = ledger
         self.calls: dict[nn.Module, Call] = {}
         self.simulated: defaultdict[Hashable, list[Call]] = defaultdict(list)
         self.begun: list[tuple[Call, Moment]] = []
@@ -114,7 +114,7 @@ class Repeats(ExitStack):
     def run(self, block: nn.Module, patch: RepeatPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Simulate or repeat a block, in the forward pass or in its recompute."""
         inputs = _tensors((args, kwargs))
-        if self.where.phase != "forward":
+        if self.ledger.phase != "forward":
             call = self.calls[block]
             return patch.inner(block, *args, **kwargs) if call.like is None else self._repeat(block, call, inputs)
         if block in self.calls:

@@ -22,7 +22,6 @@ from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger
 from lt_tiled.planner.repeats import Repeats
-from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
@@ -132,23 +131,22 @@ def _simulate(
     settings: Settings,
     whole: bool,
 ) -> Simulation:
-    where = Whereabouts(model)
     phases: dict[str, int] = {}
-    with quiet(), without_memory(where) as ledger, ExitStack() as stack:
+    with quiet(), without_memory(model) as ledger, ExitStack() as stack:
         prepared = stack.enter_context(_prepare(model, settings, ledger))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
                 group["foreach"] = True
         memory = stack.enter_context(MEMORY[settings.engine.name](settings.engine, model, optimizer, ledger))
-        where.begin("optimizer")
+        ledger.begin("optimizer")
         on_device = not settings.engine.offload_optimizer
         if on_device:
             _run_first_step(optimizer, ledger)
         memory.stepped()
-        followers: list[Any] = [where, memory]
+        followers: list[Any] = [ledger, memory]
         if not whole:
-            followers.append(stack.enter_context(Repeats(model, where, ledger)))
+            followers.append(stack.enter_context(Repeats(model, ledger)))
         stack.enter_context(first_two_tiles(ledger))
 
         def begin(phase: str) -> None:
