@@ -58,7 +58,7 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
         zero = strategy.config.get("zero_optimization", {})
         stage: Any = f"zero{zero.get('stage', 0)}"
         if stage == "zero0":
-            return Engine("ddp", ranks, "TiledDeepSpeedStrategy")
+            return Engine("ddp", ranks, "TiledDDPStrategy")
         offload = [zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param")]
         overlap = zero.get("overlap_comm", False) and stage != "zero3"
         live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))

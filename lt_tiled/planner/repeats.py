@@ -95,7 +95,6 @@ class Repeats(ExitStack):
         """The calls whose backward pass began."""
         self.trained: set[tuple[Hashable, str]] = set()
         """The weights that get gradients: the kind of their block, and their name."""
-        self.backward_clock = 0
         blocks = find_blocks(model)
         kinds, seen = kinds_of(blocks), Counter[Hashable]()
         for (_, block), kind in zip(blocks, kinds, strict=True):
@@ -178,11 +177,12 @@ class Repeats(ExitStack):
         """
         repeated = [(call, call.like) for call in self.calls.values() if call.like is not None]
         if phase == "backward":
-            self.backward_clock = self.ledger.clock
             for call, like in repeated:
                 for release, allocation in zip(call.releases, like.kept, strict=True):
                     if allocation.died is not None:  # at the end of the forward pass, as autocast's copies of weights
                         release()
+            for call in self.calls.values():
+                call.kept = [allocation for allocation in call.kept if allocation.died is None]
         elif phase == "optimizer":
             for (call, begin), (_, end) in pairwise(self.begun):
                 call.begin, call.end = begin, end
@@ -194,10 +194,9 @@ class Repeats(ExitStack):
         same = self.simulated[call.key]
         if call.live > max(c.live for c in same) or len({c.flops for c in same}) > 1:
             raise IrregularError("the forward pass of a block begins with more live bytes or has other FLOPs")
-        for allocation in like.kept:
-            died = allocation.died
-            in_backward = died and like.begin and like.end and like.begin.clock <= died <= like.end.clock
-            if died is None or (died > self.backward_clock and not in_backward):
+        begin, end = like.begin, like.end
+        for died in [allocation.died for allocation in like.kept]:
+            if not (died and begin and end and begin.clock <= died <= end.clock):
                 raise IrregularError("what a block keeps outlives its backward pass")
         if call.begin is not None:
             known = [(c.begin, c.end) for c in same if c.begin and c.end]
