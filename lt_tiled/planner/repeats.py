@@ -284,5 +284,5 @@ def _fact(value: Any) -> Hashable:
         return _fact(value.func), str((value.args, value.keywords))
     if isinstance(value, MethodType):
         return id(vars(value.__func__).get("stands_for", value.__func__))
-    known = value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device)
+    known = isinstance(value, int | float | str | bytes | torch.dtype | torch.device | torch.Size | None)
     return value if known else (id(value),)
