@@ -108,15 +108,14 @@ class EngineSteps:
 
     def _count(self) -> tuple[int, int]:
         """Run a step and return its FLOPs, and the peak of the bytes that it allocates."""
-        from lt_tiled.planner.ledger import Flops, Ledger
+        from lt_tiled.planner.ledger import Ledger
 
         memory = PeakMemory(self.device)
         memory.reset()
         base = memory.read()
-        counted = Flops() if memory.counts else Ledger(only=self.device.type)
-        with counted:
+        with Ledger(only=self.device.type) as counted:
             self._step(read=False)
-        return counted.flops, counted.peak if isinstance(counted, Ledger) else memory.read() - base
+        return counted.flops, memory.read() - base if memory.counts else counted.peak
 
     def _step(self, passes: int = 1, read: bool = True) -> tuple[dict[str, Tensor], float]:
         """Run a step of some passes. Return its values, with mean gradients, and the seconds of the last pass."""

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling
-from lt_tiled.planner.ledger import Flops
+from lt_tiled.planner.ledger import Ledger
 from tests.engines.cells import ENGINES, draw, set_up, strategy
 from tests.engines.conftest import OnRanks
 from tests.models import Block, PythonNorm, TinyLM, lm_loss
@@ -77,7 +77,7 @@ def flops(engine: str, shards: int | None) -> int:
     model, optimizer = set_up(fabric, net, engine)
     ids = draw((2, 32), dist.get_rank())
     for _ in range(2):
-        with Flops() as counter:
+        with Ledger() as counter:
             fabric.backward(lm_loss(model(ids), ids))
         optimizer.step()
         optimizer.zero_grad()
