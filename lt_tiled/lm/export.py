@@ -50,7 +50,7 @@ def export(checkpoint: str, output: str, merge: bool = False) -> None:
         )
     tokenizer, its_name = _tokenizer(state, path)
     # Attention that this machine lacks, and tiles, are not needed.
-    arguments.update(attn_implementation="eager", attn_compile=None, tiled_loss=False)
+    arguments.update(attn_implementation="eager", attn_compile=None, loss=False)
     with torch.device("meta"):
         module: CausalLM = instantiate_class((), {"class_path": name, "init_args": arguments})
         module.configure_model()
