@@ -14,7 +14,7 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import ActivationCheckpointing, ActivationCheckpointingLike, Tiers, Tiling
-from lt_tiled.strategies.base import OffloadLog
+from lt_tiled.strategies.base import OffloadLog, restored_on_error
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.deepspeed import adapt_tiles
 
@@ -51,15 +51,11 @@ class PreparingCallback(AppliesPolicies, Callback):
         self._prepare(module, fabric.strategy, len(devices))
 
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
-        before = len(self.prepared)
-        self.prepared.add(model, self, ranks_per_node)
-        try:
+        with restored_on_error(self.prepared):
+            self.prepared.add(model, self, ranks_per_node)
             if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
                 adapt_tiles(strategy, model)
             adapt_to_fsdp_units(model)
-        except BaseException:
-            self.prepared.release(keep=before)
-            raise
 
 
 class TiledMLP(PreparingCallback):
@@ -93,8 +89,7 @@ class OffloadedCheckpointing(PreparingCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.prepared and self.prepared[-1].offloader is not None:
-            self._log.step(trainer, self.prepared[-1].offloader)
+        self._log.end_step(trainer, self.prepared)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.prepared.free_buffers()  # the last checkpoint of the run may need the memory
