@@ -57,9 +57,9 @@ class TiledCLI(LightningCLI):
         super().__init__(**kwargs)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
-        own = {"config", "trainer", "model", "datamodule"}
-        every = {**LightningCLI.subcommands(), "plan": own, "verify": own, "export": own}
-        return {self.command: every[self.command]} if self.command in every else every
+        arguments = {"config", "trainer", "model", "datamodule"}
+        commands = {**LightningCLI.subcommands(), "plan": arguments, "verify": arguments, "export": arguments}
+        return {self.command: commands[self.command]} if self.command in commands else commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
@@ -158,8 +158,8 @@ def run(args: list[str] | None = None) -> None:
     command = args[0] if args else ""
     try:
         if command == "export":
-            about = str(export.__doc__).partition("\n")[0]
-            auto_cli(export, args=args[1:], parser_class=Parser, prog="lt-tiled export", description=about)
+            description = str(export.__doc__).partition("\n")[0]
+            auto_cli(export, args=args[1:], parser_class=Parser, prog="lt-tiled export", description=description)
             return
         TiledCLI(
             command=command,
@@ -183,10 +183,10 @@ def run(args: list[str] | None = None) -> None:
 
 def _with_own_configs(args: list[str]) -> list[str]:
     """Replace ``configs/...`` by the package's file (in a checkout, the repository's) where no such file exists."""
-    package, result, before = Path(lt_tiled.__file__).parent, list[str](), ""
+    package, result, previous = Path(lt_tiled.__file__).parent, list[str](), ""
     for arg in args:
-        option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)
-        before = arg
+        option, equals, name = arg.partition("=") if arg.startswith("--") else (previous, "", arg)
+        previous = arg
         if option in ("--config", "--model", "--data", "--trainer") and name.startswith("configs/"):
             places = (Path(), package, package.parent)
             name = next((str(place / name) for place in places if (place / name).exists()), name)

@@ -177,13 +177,13 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
             ValueError: If a run is resumed in the middle of an epoch, whose batches other groups of ranks shared.
         """
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        before, now = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
+        saved, size = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-        fits = self.lightning_module.trainer.state.fn == "fit"
-        if before != now and fits and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
+        in_epoch = progress and progress["current"]["ready"] and not progress["is_last_batch"]
+        if saved != size and in_epoch and self.lightning_module.trainer.state.fn == "fit":
             raise ValueError(
-                f"The checkpoint was saved in the middle of an epoch with sequence_parallel={before}, and with"
-                f" sequence_parallel={now} its batches are not those that were left: resume with {before}, or from a"
+                f"The checkpoint was saved in the middle of an epoch with sequence_parallel={saved}, and with"
+                f" sequence_parallel={size} its batches are not those that were left: resume with {saved}, or from a"
                 " checkpoint of an epoch's end."
             )
         return checkpoint
@@ -244,8 +244,8 @@ class OffloadLog:
 
 def log_step(trainer: pl.Trainer, steps: int, metrics: dict[str, float], step: int) -> None:
     """Log the metrics of a step where Lightning logs too, given how many steps there were."""
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if every and steps % every == 0:
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if interval and steps % interval == 0:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
