@@ -199,11 +199,9 @@ def reference_values(
         batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
         plain.trainer = steps.trainer
         plain.configure_model()
-        state_dict = plain.state_dict()  # with the names of compiled submodules
-        state_dict |= {
-            name: weights[plain_name(name)] for name, value in state_dict.items() if isinstance(value, Tensor)
-        }
-        plain.load_state_dict(state_dict)
+        full = plain.state_dict()  # with the names of compiled submodules
+        full |= {name: weights[plain_name(name)] for name, value in full.items() if isinstance(value, Tensor)}
+        plain.load_state_dict(full)
         make_comparable(plain.to(steps.device, dtype))
         torch.set_default_dtype(dtype)
         with turned_off(plain):
