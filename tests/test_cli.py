@@ -105,9 +105,9 @@ def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
     """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``."""
     for value, expected in (("true", True), ("8", 8)):
-        whole = config(capsys, *STRATEGY, f"--trainer.strategy.loss={value}", f"--model.tiled_loss={value}")
+        whole = config(capsys, *STRATEGY, f"--trainer.strategy.loss={value}", f"--model.loss={value}")
         assert whole["trainer"]["strategy"]["init_args"]["loss"] == expected
-        assert whole["model"]["init_args"]["tiled_loss"] == expected
+        assert whole["model"]["init_args"]["loss"] == expected
 
 
 PARENTS = {
@@ -160,7 +160,7 @@ def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
         ("--trainer.strategy.tiling.compile={modes: default}", "modes"),
         ("--trainer.strategy.tiling.accumulate=float16", "accumulate"),
         ("--trainer.strategy.loss=0", "loss"),
-        ("--model.tiled_loss=-1", "tiled_loss"),
+        ("--model.loss=-1", "loss"),
         ("--data.seq_len=0", "seq_len"),
         ("--data.held_out=1.5", "held_out"),
     ],

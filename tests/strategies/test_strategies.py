@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from lt_tiled.checkpointing import find_checkpointable
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import Block, TinyLM
 from tests.parity import near
+
+STRATEGIES = lt_tiled.strategies.__all__
 
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
@@ -355,3 +358,17 @@ def test_the_package_exports_the_public_names() -> None:
     """The names of the README are there."""
     assert all(hasattr(lt_tiled, name) for name in lt_tiled.__all__)
     assert lt_tiled.fabric.TiledDDPStrategy is not TiledDDPStrategy
+
+
+@pytest.mark.parametrize(
+    "strategy", [getattr(module, name) for module in (lt_tiled.strategies, lt_tiled.fabric) for name in STRATEGIES]
+)
+def test_defaults_are_those_of_the_parent(strategy: type) -> None:
+    """A strategy with its defaults has the settings of Lightning's own with its defaults."""
+    parent = next(base for base in strategy.__mro__ if base.__module__.startswith("lightning."))
+    needs_function = "parallelize_fn" in inspect.signature(parent).parameters
+    arguments = {"parallelize_fn": lambda model, mesh: model} if needs_function else {}
+    settings = vars(strategy(**arguments))
+    for name, value in vars(parent(**arguments)).items():
+        if isinstance(value, bool | int | float | str | dict | timedelta | None):
+            assert settings[name] == value, name
