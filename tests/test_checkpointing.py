@@ -372,3 +372,15 @@ def test_copies_and_pickles() -> None:
         assert not torch.allclose(twin(IDS), model(IDS))
         assert torch.allclose(back(IDS), model(IDS), atol=1e-6)
         assert "lt_tiled" not in repr(vars(back.blocks[0])["forward"])
+
+
+@pytest.mark.self_checks
+def test_a_hook_around_the_backward_sees_no_tile() -> None:
+    """Saved-tensors hooks around forward and backward see the block inputs, and no intermediate of a tile."""
+    packed: list[tuple[int, ...]] = []
+    model = TinyLM(3)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t)
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()), hooks:
+        lm_loss(model(IDS), IDS).backward()
+    assert packed.count((2, 24, H)) >= 3
+    assert not any(48 in shape[-1:] for shape in packed)  # intermediate_size
