@@ -287,9 +287,13 @@ def test_unlink_that_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_unlink_that_is_refused(tmp_path: Path) -> None:
     """A filesystem that unlinks no open file is refused with our error, and the file is unlinked when closed."""
+
+    def busy(_: Any, path: str) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
     with (
         no_tmpfile(),
-        nth_call("unlink", 1, fail(errno.EBUSY)),
+        nth_call("unlink", 1, busy),
         pytest.raises(OffloadError, match=r"cannot create the spill file .*: Device or resource busy"),
     ):
         disk(tmp_path)

@@ -233,3 +233,21 @@ def test_evaluation_mode_before_the_backward() -> None:
     module, x = PlainMLP(dropout=0.3).double(), tokens(24)
     tile(module, tile_tokens=12, compile={"backend": Graphs()})
     assert torch.equal(*toggled_gradients(module, x))
+
+
+class InHalf(GatedMLP):
+    """Returns float32 of what autocast computes in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+@pytest.mark.slow
+@pytest.mark.low_precision
+def test_compiled_tiles_are_not_compared() -> None:
+    """A compiled tile that rounds otherwise than uncompiled is not taken for one that reads something else."""
+    m, x = tile(InHalf().float(), num_shards=4, compile=True, self_check=False), randn(1, 64, H).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m(x.requires_grad_())
+    y.sum().backward()
+    assert m.up.weight.grad is not None
