@@ -111,7 +111,7 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
         assert disk_bytes > 0
 
 
-@pytest.mark.table("(fsdp2|zero3)-accumulation|(fsdp_flat|zero1)-clipping")
+@pytest.mark.table("(ddp|fsdp2|zero3)-accumulation|(fsdp_flat|zero1)-clipping")
 @pytest.mark.parametrize(
     "kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=["accumulation", "clipping"]
 )
