@@ -91,7 +91,7 @@ def test_results_are_the_same(tiling: Tiling | None, device: str) -> None:
     torch.manual_seed(0)
     model = TinyLM().double()
     true = reference(model, IDS, loss=lambda logits: lm_loss(logits, IDS))
-    with prepare(model.to(device), activation_checkpointing=ActivationCheckpointing(), tiling=tiling):
+    with prepare(model.to(device), activation_checkpointing=True, tiling=tiling):
         for _ in range(2):
             assert worst(loss(model, device), true) < EXACT
 
@@ -102,7 +102,7 @@ def test_dropout_is_replayed(device: str) -> None:
     x = randn(2, 9, H, dtype=torch.float64)
     torch.manual_seed(3)
     true = gradients(model, x, device=device)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         torch.manual_seed(3)
         assert worst(gradients(model, x, device=device), true) < 1e-12
 
@@ -113,7 +113,7 @@ def test_only_block_inputs_are_kept() -> None:
     """
     model = nn.Sequential(*(Block() for _ in range(4)))
     x = randn(1, 512, H)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()), LiveBytes() as meter:
+    with prepare(model, activation_checkpointing=True), LiveBytes() as meter:
         y = model(x)
         held = meter.now
     assert y.requires_grad
@@ -130,7 +130,7 @@ def test_tensors_in_keywords_and_containers_are_packed() -> None:
 
     model = nn.ModuleList([Wrapped(), Wrapped()])
     packed: list[torch.Size] = []
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         x = randn(1, 8, H)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
             y = model[1](pair=(model[0](pair=(x, None)), None))
@@ -144,7 +144,7 @@ def test_no_grad_runs_the_block_as_it_is() -> None:
     model = TinyLM()
     with torch.no_grad():
         plain = peak_bytes(lambda: model(IDS))
-        with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+        with prepare(model, activation_checkpointing=True):
             assert peak_bytes(lambda: model(IDS)) == plain
 
 
@@ -162,7 +162,7 @@ def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureF
     model.gradient_checkpointing_enable()
     theirs = flops(run)
     assert theirs > plain
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()) as prepared:
+    with prepare(model, activation_checkpointing=True) as prepared:
         assert "recomputes its own layers" in caplog.text
         assert flops(run) == theirs
         model.gradient_checkpointing_enable()
@@ -194,7 +194,7 @@ def test_the_key_value_cache_is_left_out_in_training() -> None:
         return model(input_ids=ids, labels=ids).loss
 
     true = gradients(model, ids, call=call)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         assert worst(gradients(model, ids, call=call), true) < MIXED
         assert model(input_ids=ids).past_key_values.get_seq_length() == 0
 
@@ -221,7 +221,7 @@ def test_a_cache_is_found_by_position_and_under_any_name(build: Callable[[], nn.
         return model(input_ids=IDS, labels=IDS).loss
 
     true = gradients(model, IDS, call=call)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         for _ in range(2):
             assert worst(gradients(model, IDS, call=call), true) < 1e-12
 
@@ -249,7 +249,7 @@ def test_gradients_through_a_cache(case: str) -> None:
         return loss + first.logits.square().mean()
 
     true = gradients(model, IDS, call=call)
-    with prepare(model, tiling=4, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, tiling=4, activation_checkpointing=True):
         for _ in range(2):
             assert worst(gradients(model, IDS, call=call), true) < MIXED
 
@@ -261,7 +261,7 @@ def test_a_cache_that_was_left_out_is_refused(gradients_on: bool, copies: bool) 
     see the tokens before.
     """
     model = tiny_llama()
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         cache = model(input_ids=IDS[:, :8]).past_key_values
         refused = pytest.raises(
             ValueError, match=r"was given past_key_values again, which it left out.* use_cache=True"
@@ -356,14 +356,14 @@ def test_generation_keeps_its_cache() -> None:
     """Generation, which runs without gradients, uses the cache and gives the plain tokens."""
     model = tiny_llama().eval()
     plain = model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(2)):
+    with prepare(model, activation_checkpointing=True, tiling=Tiling(2)):
         assert torch.equal(model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False), plain)
 
 
 def test_copies_and_pickles() -> None:
     """A deep copy of a checkpointed model uses its own weights; a pickled one comes back plain."""
     model = TinyLM()
-    with prepare(model, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(4)):
+    with prepare(model, activation_checkpointing=True, tiling=Tiling(4)):
         twin, back = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         with torch.no_grad():
             for p in twin.parameters():
@@ -380,7 +380,7 @@ def test_a_hook_around_the_backward_sees_no_tile() -> None:
     packed: list[tuple[int, ...]] = []
     model = TinyLM(3)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t)
-    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()), hooks:
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=True), hooks:
         lm_loss(model(IDS), IDS).backward()
     assert packed.count((2, 24, H)) >= 3
     assert not any(48 in shape[-1:] for shape in packed)  # intermediate_size

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lt_tiled import ActivationCheckpointing, Tiling
+from lt_tiled import Tiling
 from lt_tiled.planner.ledger import Flops
 from tests.engines.cells import ENGINES, draw, launch, set_up
 from tests.engines.conftest import OnRanks
@@ -24,7 +24,7 @@ READ = "aten::_local_scalar_dense"
 def operations(engine: str, shards: int | None, checkpointed: bool, calls: int = 1) -> dict[str, int]:
     """Collectives, and reads of a value by the host, in the forward passes and the backward of a settled step."""
     tiling = None if shards is None else Tiling(shards, self_check=False)
-    fabric = launch(engine, tiling=tiling, activation_checkpointing=ActivationCheckpointing() if checkpointed else None)
+    fabric = launch(engine, tiling=tiling, activation_checkpointing=checkpointed)
     model, optimizer = set_up(fabric, TinyLM(), engine)
     ids = draw((2, 32), dist.get_rank())
 
@@ -61,7 +61,7 @@ def flops(engine: str, shards: int | None) -> int:
     net = TinyLM()
     net.blocks = nn.ModuleList([Block(), Block(), NormAfter(), NormAfter()])
     tiling = None if shards is None else Tiling(shards, self_check=False)
-    fabric = launch(engine, tiling=tiling, activation_checkpointing=ActivationCheckpointing())
+    fabric = launch(engine, tiling=tiling, activation_checkpointing=True)
     model, optimizer = set_up(fabric, net, engine)
     ids = draw((2, 32), dist.get_rank())
     for _ in range(2):

@@ -63,11 +63,7 @@ def ddp_error(
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
 
-    prepared = prepare(
-        net,
-        tiling=Tiling(shards[dist.get_rank()]),
-        activation_checkpointing=ActivationCheckpointing() if checkpointed else None,
-    )
+    prepared = prepare(net, tiling=Tiling(shards[dist.get_rank()]), activation_checkpointing=checkpointed)
     wrapped = DistributedDataParallel(net, **options)
     worst = 0.0
     for _ in range(steps):

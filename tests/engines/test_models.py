@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, Tiling
+from lt_tiled import Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.patched import tiled_patches
 from tests.architectures import ARCHITECTURES
@@ -44,7 +44,7 @@ def losses(
     were compiled.
     """
     rank = dist.get_rank()
-    fabric = launch(engine, tiling=tiling, activation_checkpointing=ActivationCheckpointing(), loss=loss)
+    fabric = launch(engine, tiling=tiling, activation_checkpointing=True, loss=loss)
     net = built(kind, tied=engine == "ddp")
     model, optimizer = set_up(fabric, net, engine)
     found = []
@@ -106,9 +106,7 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
             "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == image, 7),
             "labels": inputs["labels"],
         }
-    chosen = lt_tiled.fabric.TiledDDPStrategy(
-        tiling=tiling, activation_checkpointing=ActivationCheckpointing(), find_unused_parameters=True
-    )
+    chosen = lt_tiled.fabric.TiledDDPStrategy(tiling=tiling, activation_checkpointing=True, find_unused_parameters=True)
     fabric = launch(chosen)
     model = fabric.setup_module(net)
     fabric.backward(model(**inputs).loss)

@@ -85,19 +85,17 @@ def causal(_: str, name: str) -> tuple[float, list[tuple[int, float]]]:
     return look.spread, model.groups
 
 
-@pytest.mark.parametrize("name", ["tiled_ddp", "tiled_fsdp2", "tiled_deepspeed_stage_2", "tiled_deepspeed_stage_3"])
+NAMES = ["tiled_ddp", "tiled_fsdp", "tiled_fsdp2", "tiled_deepspeed_stage_2", "tiled_deepspeed_stage_3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_causal_lm(name: str, on_ranks: OnRanks) -> None:
     """A Hugging Face model has its own initial weights, also built sharded, and its norms alone are spared from weight
-    decay.
+    decay, also under FSDP, whose sharded weights have one dimension each.
     """
     for spread, groups in on_ranks(causal, "zero" if "deepspeed" in name else "ddp", name):
-        assert spread == pytest.approx(0.02, rel=0.1)  # transformers' initializer_range; torch's default would give 0.1
-        assert groups == [(2 + 7 * 2, 0.1), (5, 0.0)]
-
-
-def test_causal_lm_groups_under_fsdp(on_ranks: OnRanks) -> None:
-    """Under FSDP, whose sharded weights have one dimension each, the same weights decay."""
-    for _, groups in on_ranks(causal, "fsdp", "tiled_fsdp"):
+        if name != "tiled_fsdp":  # whose weights are parts here
+            assert spread == pytest.approx(0.02, rel=0.1)  # transformers' initializer_range; torch's default gives 0.1
         assert groups == [(2 + 7 * 2, 0.1), (5, 0.0)]
 
 

@@ -16,7 +16,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing
 from tests.engines.cells import ENGINES, draw, launch, set_up, step_on, train
 from tests.engines.conftest import OnRanks
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss
@@ -90,8 +89,8 @@ FREEZES = ("ddp", "fsdp", "fsdp2")
 POLICIES: dict[str, dict[str, Any]] = {
     "untiled": {"tiling": None, "activation_checkpointing": None},
     "tiles": {"tiling": 4, "activation_checkpointing": None},
-    "activation_checkpointing": {"tiling": None, "activation_checkpointing": ActivationCheckpointing()},
-    "both": {"tiling": 4, "activation_checkpointing": ActivationCheckpointing()},
+    "activation_checkpointing": {"tiling": None, "activation_checkpointing": True},
+    "both": {"tiling": 4, "activation_checkpointing": True},
 }
 
 

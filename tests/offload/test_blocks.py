@@ -177,7 +177,7 @@ def test_graphs_of_any_use(gradients: Callable[[nn.Sequential, Tensor], list[Ten
     several times, as shared layers do, are bit for bit those without offloading.
     """
     model, x = nn.Sequential(*(Block() for _ in range(4))), randn(1, 16, H)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         plain = gradients(model, x)
     with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), plain, strict=True))
@@ -196,7 +196,7 @@ def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseE
         lm_loss(model(IDS), IDS).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         plain = step()
     fail_at, calls = (after + 1 if moment == "forward" else 4 + after + 1), itertools.count(1)  # no data to restore
 
@@ -285,10 +285,7 @@ def test_select_of_a_missing_argument() -> None:
             model := nn.Sequential(Block(), Block()), activation_checkpointing=policy(offload="disk", select=["hidden"])
         )
     assert all("forward" not in vars(block) for block in model)
-    for kind, select, text in (
-        (AnyArguments, "hidden", message),
-        (Block, 3, "select=3: Block was .* use a position"),
-    ):
+    for kind, select, text in ((AnyArguments, "hidden", message), (Block, 3, "select=3: Block was .* use a position")):
         model = nn.Sequential(kind(), kind())
         prepared = prepare(model, activation_checkpointing=policy(offload="disk", select=[select]))
         with prepared, pytest.raises(ValueError, match=text):
@@ -318,10 +315,7 @@ def test_select_of_a_second_model() -> None:
             "disk_budget='1MB' has no room for one block input of min_bytes='1MiB'",
         ),
         ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
-        (
-            {"offload": "disk", "disk_budget": "9000000TiB"},
-            "disk_budget='9000000TiB' is more than the 4194304 TiB",
-        ),
+        ({"offload": "disk", "disk_budget": "9000000TiB"}, "disk_budget='9000000TiB' is more than the 4194304 TiB"),
         ({"offload": "cpu", "cpu_budget": 2**63}, "cpu_budget=9223372036854775808 is more than the 4194304 TiB"),
         ({"offload": "cpu", "cpu_budget": "9" * 400}, "is more than the 4194304 TiB"),
         ({"offload": "disk", "directory": ""}, "directory='' names no directory: leave it out for"),
@@ -385,7 +379,7 @@ def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
     """A second policy that has nothing to offload, because all blocks are checkpointed already, raises."""
     model = TinyLM()
     with (
-        prepare(model, activation_checkpointing=ActivationCheckpointing()),
+        prepare(model, activation_checkpointing=True),
         pytest.raises(ValueError, match="offload='disk' has no effect: all 2 blocks use activation checkpointing"),
     ):
         prepare(model, activation_checkpointing=policy(offload="disk"))
@@ -453,49 +447,48 @@ def test_what_cannot_be_moved_stays(kind: str, select: Any) -> None:
         assert (moved.cpu_bytes + moved.disk_bytes == 2 * expected) == (select != "all")
 
 
+class OnEdges(nn.Module):
+    """Holds a sparse weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(H, H)
+        self.edges = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.sparse.mm(self.edges, x)).sin()
+
+
+def jagged_gradient(model: nn.Module) -> Tensor:
+    x = torch.nested.nested_tensor([randn(n, H).detach() for n in (3, 5)], layout=torch.jagged, requires_grad=True)
+    model(x).values().sum().backward()
+    return x.grad.values()
+
+
+def gradient(model: nn.Module) -> Tensor:
+    x = randn(8, H)
+    return torch.autograd.grad(model(x).sum(), x)[0]
+
+
+STAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
+    "jagged hidden states": (lambda: nn.Sequential(nn.Linear(H, H), nn.Sigmoid()), jagged_gradient),
+    "a sparse weight": (OnEdges, gradient),
+    "vmap": (Block, lambda model: torch.func.vmap(model)(randn(2, 1, 8, H))),
+}
+
+
 @pytest.mark.parametrize("fields", [{}, {"activations": "all"}], ids=str)
-def test_nested_hidden_states_stay(fields: dict[str, Any]) -> None:
-    """Hidden states of the jagged layout stay where they are, with the gradients without offloading."""
+@pytest.mark.parametrize("name", STAYS)
+def test_models_whose_tensors_cannot_be_moved(name: str, fields: dict[str, Any]) -> None:
+    """Jagged hidden states, tensors under ``torch.func.vmap`` and sparse weights stay where they are, with the results
+    without offloading.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Sigmoid()) for _ in range(3)))
-
-    def gradient() -> Tensor:
-        rows = [randn(n, H).detach() for n in (3, 5)]
-        x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
-        model(x).values().sum().backward()
-        return x.grad.values()
-
-    plain = gradient()
+    build, run = STAYS[name]
+    model = nn.Sequential(*(build() for _ in range(3)))
+    plain = run(model)
     with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0, **fields)):
-        assert torch.equal(gradient(), plain)
-
-
-def test_sparse_weights_of_the_model() -> None:
-    """A model that holds a sparse weight is offloaded as others are."""
-
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.proj = nn.Linear(H, H)
-            self.edges = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.proj(torch.sparse.mm(self.edges, x)).sin()
-
-    model, x = nn.Sequential(Graph(), Graph()), randn(8, H)
-    (plain,) = torch.autograd.grad(model(x).sum(), x)
-    for fields in ({}, {"activations": "all"}):
-        with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0, **fields)):
-            assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], plain)
-
-
-@pytest.mark.parametrize("fields", [{}, {"activations": "all"}], ids=str)
-def test_tensors_of_vmap_stay(fields: dict[str, Any]) -> None:
-    """Under ``torch.func.vmap`` nothing is offloaded, and nothing raises."""
-    model, x = nn.Sequential(Block(), Block()), randn(2, 1, 8, H)
-    plain = torch.func.vmap(model)(x)
-    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0, **fields)):
-        assert torch.equal(torch.func.vmap(model)(x), plain)
+        assert torch.equal(run(model), plain)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
+from lt_tiled import Tiling, prepare, tile
 from lt_tiled.tiling.patched import tiled_patches
 from tests.models import GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
-from tests.parity import gradients, less_accurate, randn, reference, spread, toggled_gradients, worst
+from tests.parity import gradients, less_accurate, randn, reference, spread, step_of, toggled_gradients, worst
 
 pytestmark = pytest.mark.slow
 
@@ -114,11 +114,7 @@ def test_a_whole_model() -> None:
 
     def run(model: nn.Module, autocast: bool) -> dict[str, Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
-        return {"loss": loss.detach(), **found}
+            return step_of(model, {"input_ids": ids, "labels": ids})
 
     true = run(copy.deepcopy(model).double(), False)
     for autocast in (False, True):
@@ -126,7 +122,7 @@ def test_a_whole_model() -> None:
         with prepare(
             model,
             tiling=Tiling(tile_tokens=16, targets="mlp", compile={"backend": graphs}),
-            activation_checkpointing=ActivationCheckpointing(),
+            activation_checkpointing=True,
         ):
             dtype = torch.bfloat16 if autocast else torch.float32
             assert less_accurate(run(model, autocast), untiled, true, dtype) == {}
