@@ -26,7 +26,7 @@ from lt_tiled.checkpointing import find_checkpointable
 from tests.lit import LitTiny, trainer
 from tests.meters import LiveBytes, flops, peak_bytes
 from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
-from tests.parity import EXACT, MIXED, gradients, randn, reference, worst
+from tests.parity import EXACT, MIXED, gradients, randn, reference, step_of, worst
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 
@@ -35,36 +35,31 @@ def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
     return [path for path, _ in find_checkpointable(model, ActivationCheckpointing(targets))]
 
 
-def test_auto_finds_hugging_face_layers() -> None:
-    """Hugging Face's gradient-checkpointing layers are found."""
-    assert found(tiny_llama()) == ["model.layers.0", "model.layers.1"]
+FINDS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "layers of Hugging Face": (tiny_llama, ["model.layers.0", "model.layers.1"]),
+    "one layer of torch": (lambda: nn.Sequential(nn.TransformerEncoderLayer(H, 2, 32, batch_first=True)), ["0"]),
+    "repeated children of a ModuleList": (lambda: TinyLM(3), ["blocks.0", "blocks.1", "blocks.2"]),
+    "repeated children of a Sequential, and no bare projections": (
+        lambda: nn.Sequential(nn.Linear(H, H), nn.Linear(H, H), Block(), Block()),
+        ["2", "3"],
+    ),
+    "repeated children next to known layers": (  # as in Llama 3.2's vision tower
+        lambda: nn.ModuleDict({"tower": TinyLM(2).blocks, "text": tiny_llama()}),
+        ["text.model.layers.0", "text.model.layers.1", "tower.0", "tower.1"],
+    ),
+    "no stages that hold known layers": (
+        lambda: nn.ModuleList([tiny_llama(), tiny_llama()]),
+        [f"{i}.model.layers.{j}" for i in "01" for j in "01"],
+    ),
+    "the one layer of a ModuleList": (lambda: TinyLM(1), ["blocks.0"]),  # which ALBERT calls many times
+}
 
 
-def test_auto_finds_torch_layers() -> None:
-    """``nn.TransformerEncoderLayer`` is found, also if there is only one."""
-    layer = nn.TransformerEncoderLayer(H, 2, 32, batch_first=True)
-    assert found(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)) == ["layers.0"]
-
-
-def test_auto_finds_repeated_children() -> None:
-    """The repeated children of a ModuleList and of a Sequential are found; single ones and bare projections are not."""
-    assert found(TinyLM(3)) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert found(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H), Block(), Block())) == ["2", "3"]
-
-
-def test_auto_finds_repeated_children_next_to_known_layers() -> None:
-    """Repeated layers of other classes are found next to those of Hugging Face, as in Llama 3.2's vision tower. A stage
-    that holds known layers is no block.
-    """
-    model = nn.ModuleDict({"tower": TinyLM(2).blocks, "text": tiny_llama()})
-    layers = ["text.model.layers.0", "text.model.layers.1"]
-    assert found(model) == [*layers, "tower.0", "tower.1"]
-    assert found(nn.ModuleList([tiny_llama(), tiny_llama()])) == [f"{i}.model.layers.{j}" for i in "01" for j in "01"]
-
-
-def test_auto_finds_a_single_layer() -> None:
-    """The one layer of a ``ModuleList``, which a model such as ALBERT calls many times, is found if nothing repeats."""
-    assert found(TinyLM(1)) == ["blocks.0"]
+@pytest.mark.parametrize("name", FINDS)
+def test_auto_finds(name: str) -> None:
+    """``auto`` finds the blocks of any kind of model."""
+    build, paths = FINDS[name]
+    assert found(build()) == paths
 
 
 def test_named_blocks() -> None:
@@ -181,24 +176,6 @@ def test_checkpoint_wrapper_keeps_its_blocks(caplog: pytest.LogCaptureFixture) -
         assert [row.path for row in prepared.report().blocks] == ["blocks.1"]
 
 
-def test_the_key_value_cache_is_left_out_in_training() -> None:
-    """A model called with its cache on, as Hugging Face's default is, gives the plain loss and gradients, and its cache
-    holds no keys and values.
-    """
-    torch.manual_seed(0)
-    model = tiny_llama().double()
-    assert model.config.use_cache
-    ids = IDS[:, :16]
-
-    def call(_: Tensor) -> Tensor:
-        return model(input_ids=ids, labels=ids).loss
-
-    true = gradients(model, ids, call=call)
-    with prepare(model, activation_checkpointing=True):
-        assert worst(gradients(model, ids, call=call), true) < MIXED
-        assert model(input_ids=ids).past_key_values.get_seq_length() == 0
-
-
 def recurrent_gemma() -> nn.Module:
     sizes = {"vocab_size": 32, "hidden_size": H, "intermediate_size": 32, "num_attention_heads": 2, "lru_width": H}
     return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, pad_token_id=None))
@@ -209,21 +186,22 @@ def xlm() -> nn.Module:
     return XLMWithLMHeadModel(XLMConfig(**sizes, n_langs=1, dropout=0.0, attention_dropout=0.0))
 
 
-@pytest.mark.parametrize("build", [recurrent_gemma, xlm])
-def test_a_cache_is_found_by_position_and_under_any_name(build: Callable[[], nn.Module]) -> None:
-    """A cache that a model passes to its layers by position, as RecurrentGemma does, or as ``cache``, as XLM does, is
-    left out in training.
+@pytest.mark.parametrize("build", [tiny_llama, recurrent_gemma, xlm])
+def test_the_cache_is_left_out_in_training(build: Callable[[], Any]) -> None:
+    """A model called with its cache on, as Hugging Face's default is, gives the plain loss and gradients, and its cache
+    holds no keys and values, also if it passes the cache to its layers by position, as RecurrentGemma does, or as
+    ``cache``, as XLM does.
     """
     torch.manual_seed(0)
     model = build().double()
-
-    def call(_: Tensor) -> Tensor:
-        return model(input_ids=IDS, labels=IDS).loss
-
-    true = gradients(model, IDS, call=call)
+    inputs = {"input_ids": IDS, "labels": IDS}
+    true = step_of(model, inputs)
     with prepare(model, activation_checkpointing=True):
         for _ in range(2):
-            assert worst(gradients(model, IDS, call=call), true) < 1e-12
+            assert worst(step_of(model, inputs), true) < MIXED
+        if build is tiny_llama:
+            assert model.config.use_cache
+            assert model(input_ids=IDS).past_key_values.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("case", ["filled", "asked for", "own", "copied", "rebuilt"])

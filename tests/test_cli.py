@@ -70,26 +70,19 @@ def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
-    """Targets are a name or a list of names."""
-    for value, expected in (("MLP", "MLP"), ("[MLP, 'layers.*.mlp']", ["MLP", "layers.*.mlp"])):
-        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.targets={value}")["trainer"]["strategy"][
-            "init_args"
-        ]
-        assert init["tiling"]["targets"] == expected
-
-
-@pytest.mark.slow
-def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """``compile`` is a truth value or arguments of ``torch.compile``."""
-    for value, expected in (
-        ("true", True),
-        ("{mode: max-autotune, dynamic: true}", {"mode": "max-autotune", "dynamic": True}),
-    ):
-        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.compile={value}")["trainer"]["strategy"][
-            "init_args"
-        ]
-        assert init["tiling"]["compile"] == expected
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("targets", "MLP", "MLP"),
+        ("targets", "[MLP, 'layers.*.mlp']", ["MLP", "layers.*.mlp"]),
+        ("compile", "true", True),
+        ("compile", "{mode: max-autotune, dynamic: true}", {"mode": "max-autotune", "dynamic": True}),
+    ],
+)
+def test_fields_of_several_types(field: str, value: str, expected: object, capsys: pytest.CaptureFixture[str]) -> None:
+    """Targets are a name or a list of names; ``compile`` is a truth value or arguments of ``torch.compile``."""
+    whole = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.{field}={value}")
+    assert whole["trainer"]["strategy"]["init_args"]["tiling"][field] == expected
 
 
 @pytest.mark.slow

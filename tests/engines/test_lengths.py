@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.engines.cells import ENGINES, draw, launch, set_up
+from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
 from tests.models import GatedMLP, H, PythonNorm
 from tests.parity import SPREADS, spread_of
@@ -72,10 +72,7 @@ def train(engine: str, norms: bool, lengths: tuple[int, int], tiled: bool) -> tu
     for step in range(3):  # each length on each rank, and the losses behind the gradients of both
         ids = draw((1, lengths[(dist.get_rank() + step) % 2]), dist.get_rank())
         loss = (model(ids) * torch.linspace(-1, 1, 32)).square().sum() / 2**17
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(step_on(fabric, optimizer, loss))
         orders.append(arrived.copy())
         arrived.clear()
     fabric.strategy.release()

@@ -18,7 +18,7 @@ from lt_tiled import Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.patched import tiled_patches
 from tests.architectures import ARCHITECTURES
-from tests.engines.cells import draw, launch, policies, set_up, train
+from tests.engines.cells import draw, launch, policies, set_up, step_on, train
 from tests.engines.conftest import OnRanks
 from tests.models import GatedMLP, RoutedMLP, TinyLM
 from tests.parity import near
@@ -51,10 +51,7 @@ def losses(
     for step in range(2):  # in the second one, the gradients of the first count
         ids = torch.randint(3, 64, (2, 40 + 6 * rank), generator=torch.Generator().manual_seed(10 * step + rank))
         value = model(input_ids=ids, labels=ids, **inputs).loss
-        fabric.backward(value)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(value.detach()))
+        found.append(step_on(fabric, optimizer, value))
     rows = Report.of(net).tiled
     compiled = all(
         bool(tiling and tiling.compile) and not patch.learned.uncompiled for _, _, patch in tiled_patches(net)
@@ -146,10 +143,7 @@ def with_units(wrap: str, tiling: Tiling | None) -> list[float]:
         ids, found = torch.arange(96).view(2, 48) % 64, []
         for _ in range(3):
             loss = model(input_ids=ids, labels=ids).loss
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss.detach()))
+            found.append(step_on(fabric, optimizer, loss))
         return found
     finally:
         fabric.strategy.release()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
-import linecache
 import os
 import resource
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +23,7 @@ from lt_tiled.offload import spill as spilling
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.offload.spill import SpillFile
+from tests.interrupts import interrupted_at
 from tests.offload.faults import EIO, ENOSPC, Fault, fail, no_tmpfile, nothing, nth_call
 from tests.offload.offloaders import disk, settle, unused
 from tests.processes import LIMIT
@@ -47,34 +45,6 @@ def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bo
     assert all(record.stored.transfer.ended_within(LIMIT) for record in packed)
     then()
     return all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
-
-
-def interrupted_at(line: int, run: Callable[[], object]) -> bool:
-    """Run and raise ``KeyboardInterrupt`` at the n-th line or call of the package; return whether there was one."""
-    left = line
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal left
-        if "lt_tiled" not in frame.f_code.co_filename:
-            return None
-        # Python handles no signal between the last line inside ``with`` and its end, which is an event too, and
-        # ignores exceptions in finalizers.
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event in ("call", "line") and not text.startswith("with "):
-            left -= 1
-            if left <= 0 and not any(caller.f_code.co_name == "__del__" for caller, _ in traceback.walk_stack(frame)):
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        run()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 class SlowWrites:

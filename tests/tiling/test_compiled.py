@@ -177,13 +177,6 @@ def test_a_line_before_the_first_compilation(caplog: pytest.LogCaptureFixture) -
     assert "compiles the tiles of Announced" in lines[0][-1]
 
 
-@pytest.mark.parametrize("value", ["max-autotune", 1, {"modes": "default"}])
-def test_bad_options(value: Any) -> None:
-    """What ``torch.compile`` would not take is refused when the policy is made, with what it takes."""
-    with pytest.raises(ValueError, match=r"compile"):
-        Tiling(compile=value)
-
-
 def test_unused_weights_keep_no_gradient() -> None:
     """A weight that the module does not use has no gradient when compiled either, as untiled."""
     module = GatedMLP()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lt_tiled import Tiling, prepare, tile, untile
 from lt_tiled.report import Report
+from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
 from tests.models import Block, GatedMLP, H, TinyLM, tiny_llama
 from tests.parity import gradients, randn, reference, step_of, worst
@@ -271,37 +272,16 @@ def test_state_space_block_is_refused() -> None:
         model(randn(1, 24, H))
 
 
-def test_state_space_models_of_transformers_are_refused() -> None:
-    """Mamba has no feed-forward part, and RWKV's reads the token before: ``auto`` says so, and what is named is refused
-    by the self-check.
-    """
-    from transformers import MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
-
-    mamba = MambaForCausalLM(
-        MambaConfig(hidden_size=H, state_size=4, num_hidden_layers=2, vocab_size=32, time_step_rank=4)
-    )
-    with pytest.raises(ValueError, match="found no MLP in MambaForCausalLM"):
-        prepare(mamba, tiling=Tiling())
+@pytest.mark.parametrize(("name", "target"), [("Mamba", "MambaMixer"), ("RWKV", "RwkvFeedForward")])
+def test_state_space_models_of_transformers_are_refused(name: str, target: str) -> None:
+    """Mamba's mixer, and RWKV's feed-forward part, which reads the token before, are refused if they are named."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(torch.float32)
     with (
-        prepare(mamba, tiling=Tiling(4, targets="MambaMixer")),
-        pytest.raises(ValueError, match=r"MambaMixer.* is not position-wise"),
+        prepare(model, tiling=Tiling(4, targets=target)),
+        pytest.raises(ValueError, match=rf"{target}.* is not position-wise"),
     ):
-        mamba(IDS)
-    sizes = {
-        "hidden_size": H,
-        "attention_hidden_size": H,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 32,
-    }
-    rwkv = RwkvForCausalLM(RwkvConfig(**sizes))
-    with pytest.raises(ValueError, match="found no MLP in RwkvForCausalLM"):
-        prepare(rwkv, tiling=Tiling())
-    with (
-        prepare(rwkv, tiling=Tiling(4, targets="RwkvFeedForward")),
-        pytest.raises(ValueError, match=r"RwkvFeedForward.* is not position-wise"),
-    ):
-        rwkv(IDS, use_cache=False)
+        model(**architecture.feed(model))
 
 
 @pytest.mark.parametrize("when", ["instance, before", "class, before", "instance, after"])
