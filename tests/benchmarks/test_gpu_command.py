@@ -209,7 +209,7 @@ def verdicts(**changed: Any) -> list[bool | None]:
     return [row[2].good for row in gpu.goals(results(**changed)).rows]
 
 
-def tested(passed: int, failed: int, **more: str) -> dict[str, Any]:
+def counted(passed: int, failed: int, **more: str) -> dict[str, Any]:
     """What pytest found."""
     return {"tests": {"pytest -m gpu": {"passed": passed, "failed": failed, "skipped": 0, **more}}}
 
@@ -226,10 +226,10 @@ LATE, NO_MEMORY = {"missing": "no time left"}, {"error": "OutOfMemoryError: no"}
 @pytest.mark.parametrize(
     ("index", "changed"),
     [
-        (0, tested(29, 1)),
-        (0, tested(0, 30)),
-        (0, tested(9, 0, error="ended with code -9")),
-        (0, tested(9, 1, missing="no time left")),
+        (0, counted(29, 1)),
+        (0, counted(0, 30)),
+        (0, counted(9, 0, error="ended with code -9")),
+        (0, counted(9, 1, missing="no time left")),
         (1, stepped("offload", "32768 tokens", 1.07)),
         (2, stepped("offload", "131072 tokens", 1.02)),
         (3, {"peak": {"plain": {"predicted over measured": 1.01}, "last": {"predicted over measured": 0.94}}}),
@@ -259,7 +259,7 @@ def test_goals_that_were_not_measured() -> None:
 @pytest.mark.parametrize(
     ("index", "changed", "text"),
     [
-        (0, tested(9, 0, missing="no time left"), "9 passed, 0 failed, no time left"),
+        (0, counted(9, 0, missing="no time left"), "9 passed, 0 failed, no time left"),
         (2, stepped("offload", "131072 tokens", 1.002, rounds=2), "1.002 (2 rounds)"),
         (3, {"peak": {"plain": {"predicted over measured": 0.98}, "last": NO_MEMORY}}, "0.980 (1 of 2 rows)"),
         (4, {"engines": {"FSDP2": LATE, "ZeRO-3": {"missing": "No module named 'deepspeed'"}}}, "0.995 (2 of 3 rows)"),

@@ -213,7 +213,7 @@ def test_own_leaves(model: type[OfBlocks], kind: type[Block], path: str, on_rank
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_blocks_that_run_twice(own: bool, on_ranks: OnRanks) -> None:
+def test_blocks_that_run_twice_under_zero3(own: bool, on_ranks: OnRanks) -> None:
     """Blocks that run twice train in tiles as under DDP, also if the model makes its MLPs leaf modules."""
     plain = on_ranks.once(losses, "ddp", RunsTwice, Block)
     assert on_ranks(losses, "zero3", RunsTwice, Block, False, own) == [near(each) for each in plain]
