@@ -281,6 +281,6 @@ def _fact(value: Any) -> Hashable:
     if isinstance(value, partial):
         return _fact(value.func), str((value.args, value.keywords))
     if isinstance(value, MethodType):
-        return id(vars(value.__func__).get("_lt_tiled_place", value.__func__))
+        return vars(value.__func__).get("_lt_tiled_place") or id(value.__func__)
     known = isinstance(value, int | float | str | bytes | torch.dtype | torch.device | torch.Size | None)
     return value if known else (id(value),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import ExitStack, suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,10 @@ from lt_tiled.tiling.patched import tiled_patches
 
 _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ModelLedger(Ledger):
