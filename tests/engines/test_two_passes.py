@@ -82,7 +82,7 @@ CHANGES: dict[str, Callable[[Switched], object]] = {
 IN_PLACE, OTHER, SHARDED = (
     r"Switched\.shift of shape \[16\] was changed in place",
     r"its recompute computes other values",
-    "was sharded again .what modules compute beside",
+    "was sharded again by FSDP",
 )
 FREEZES = ("ddp", "fsdp", "fsdp2")
 """The engines that let weights be frozen between two forward passes."""
