@@ -378,9 +378,9 @@ def test_select_of_a_second_model() -> None:
         ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
         (
             {"offload": "disk", "disk_budget": "9000000TiB"},
-            "disk_budget='9000000TiB' is more than the 4194304 TiB",
+            "disk_budget='9000000TiB' is more than any machine has",
         ),
-        ({"offload": "cpu", "cpu_budget": 2**63}, "cpu_budget=9223372036854775808 is more than the 4194304 TiB"),
+        ({"offload": "cpu", "cpu_budget": 2**63}, "cpu_budget=9223372036854775808 is more than any machine has"),
         ({"offload": "cpu", "cpu_budget": "9" * 400}, "is more than the 4194304 TiB"),
         ({"offload": "disk", "directory": ""}, "directory='' names no directory: leave it out for"),
         ({"offload": "disk", "directory": "a\0b"}, r"directory='a\\x00b' has a NUL byte, which no path may have"),
