@@ -9,7 +9,7 @@ the device:
 * weights and views of weights, which stay there anyway;
 * tensors that cannot be restored from their bytes, such as subclasses, sparse, nested and quantized tensors, and views
   whose memory is mostly not theirs (``movable`` in ``offload/geometry.py``);
-* tensors smaller than ``min_bytes``, and the last ``keep_last`` ones of a forward pass;
+* tensors smaller than ``min_bytes``, and the last ``keep_last`` ones that were saved;
 * with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
 
 A tensor that several blocks save is stored once. What a block keeps of attention (``SequenceParallel(keep=...)``) goes

@@ -81,9 +81,9 @@ class _DeepSpeed(TiledStrategy):
             and self.activation_checkpointing is not None
         ):
             raise ValueError(
-                f"{type(self).__name__} was given cpu_checkpointing and has activation_checkpointing on (the default):"
-                " both would checkpoint the blocks. Leave cpu_checkpointing out and pass activation_checkpointing='cpu',"
-                " or pass activation_checkpointing=False."
+                f"{type(self).__name__} was given cpu_checkpointing while activation_checkpointing is on (the default):"
+                " both would checkpoint the blocks. Leave cpu_checkpointing out and pass"
+                " activation_checkpointing='cpu', or pass activation_checkpointing=False."
             )
 
         if self.sequence_parallel is not None and "sequence_parallel_size" in self.config:
