@@ -33,7 +33,11 @@ class _FSDP2(TiledStrategy):
     _tensor_parallel_size: Any
 
     def setup_environment(self) -> None:
-        """Choose the ``"auto"`` sizes. The parents' sizes would leave a model that has no plan unsharded."""
+        """Choose the ``"auto"`` sizes: all ranks shard the model.
+
+        Lightning's ``"auto"`` is one data-parallel rank per node, chosen before it can be known whether the model has a
+        tensor-parallel plan: without one, ``fully_shard`` would shard nothing, and all ranks would train on one batch.
+        """
         ranks, data, tensor = self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size
         for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
             check_count(name, size, "auto")

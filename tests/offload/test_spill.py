@@ -19,7 +19,7 @@ import pytest
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.offload.extents import Extent, aligned
 from lt_tiled.offload.spill import CHUNK, SpillFile
-from tests.offload.faults import each_call, fail, nothing, nth_call, short
+from tests.offload.faults import each_call, fail, no_tmpfile, nothing, nth_call, short
 from tests.processes import LIMIT
 
 DATA = os.urandom(CHUNK + 12345)
@@ -85,20 +85,10 @@ def test_private_and_unnamed(spill: SpillFile, tmp_path: Path) -> None:
 
 def test_without_o_tmpfile(tmp_path: Path) -> None:
     """Without unnamed files one of mode 0600 is made, exclusively, not through a link, and unlinked at once."""
-    real, seen = os.open, []
-
-    def no_tmpfile(path: str, flags: int, *args: object, **kwargs: object) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        if flags & os.O_CREAT:
-            seen.append(flags)
-        return real(path, flags, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", no_tmpfile)
+    with no_tmpfile() as created:
         spill = SpillFile(tmp_path)
-    assert seen[0] & os.O_EXCL
-    assert seen[0] & os.O_NOFOLLOW
+    assert created[0] & os.O_EXCL
+    assert created[0] & os.O_NOFOLLOW
     assert stat.S_IMODE(os.fstat(spill._file).st_mode) == 0o600
     assert os.listdir(tmp_path) == []
     assert get(spill, put(spill)) == DATA

@@ -49,7 +49,7 @@ def figures(run: Simulation) -> Any:
 CASES: dict[str, Any] = {
     "plain, autocast": lambda: job(
         TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=False),
-        partial(CausalLM, LAYERS, tiled_loss=False),
+        partial(CausalLM, LAYERS, loss=False),
         precision="bf16-mixed",
     ),
     "FSDP2, LoRA, inputs kept": lambda: job(

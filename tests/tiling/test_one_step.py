@@ -53,7 +53,7 @@ def test_a_step_is_read_in_few_files() -> None:
     """
     architecture = ARCHITECTURES["Llama"]
     net = architecture.build(torch.float32)
-    with prepare(net, tiling=Tiling(num_shards=4), activation_checkpointing=ActivationCheckpointing()):
+    with prepare(net, tiling=Tiling(num_shards=4), activation_checkpointing=True):
         net(**architecture.feed(net)).loss.backward()
         losses: list[torch.Tensor] = []
         forward = entered(lambda: losses.append(net(**architecture.feed(net)).loss)) - AROUND
