@@ -1,4 +1,20 @@
-"""Activation checkpointing of blocks: which blocks, which of their inputs are saved, and where they are offloaded."""
+"""Activation checkpointing of blocks: which blocks, which of their inputs are saved, and where they are offloaded.
+
+NOTE [What is offloaded]
+``select="auto"`` offloads a block's hidden states, its first floating-point argument of two or more dimensions, and the
+arguments of the same shape that require a gradient, such as a separate residual stream. Other values of ``select`` name
+the arguments. ``activations="all"`` offloads everything that the block saves. Of these tensors, the following stay on
+the device:
+
+* weights and views of weights, which stay there anyway;
+* tensors that cannot be restored from their bytes, such as subclasses, sparse, nested and quantized tensors, and views
+  whose memory is mostly not theirs (``movable`` in ``offload/geometry.py``);
+* tensors smaller than ``min_bytes``, and the last ``keep_last`` ones that were saved;
+* with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
+
+A tensor that several blocks save is stored once. What a block keeps of attention (``SequenceParallel(keep=...)``) goes
+through the same offloader.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class Tiling:
     """Which modules run tile by tile, and how.
 
     Raises:
-        ValueError: If a count is not positive, both counts are given, or a reduction is unknown.
+        ValueError: If a count is not positive, both counts are given, a choice (``accumulate``, a reduction) is
+            unknown, ``targets`` is empty, or ``torch.compile`` rejects the arguments in ``compile``.
     """
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
@@ -96,8 +97,8 @@ class ActivationCheckpointing:
     disk_budget: int | str | None = None
     """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
     prefetch: PositiveInt | Literal["auto"] = "auto"
-    """How many block inputs to load ahead in the backward pass: ``"auto"`` starts with one and adds one per stall, up
-    to eight and to 4 GiB."""
+    """How many block inputs to load ahead in the backward pass. ``"auto"`` starts with one and loads more after each
+    stall."""
     keep_last: NonNegativeInt = 1
     """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
     min_bytes: int | str = "1MiB"
@@ -174,9 +175,9 @@ class SequenceParallel:
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
     time. Useful with one rank, too. At most the number of key-value heads."""
     keep: Keep | None = None
-    """What blocks with activation checkpointing keep for their recompute: what attention exchanged, so that nothing is
-    exchanged in the recompute, or attention with its saved tensors, so that it does not run again either. It is
-    offloaded as block inputs are."""
+    """What blocks with activation checkpointing keep for their recompute. ``"exchange"`` keeps what was exchanged;
+    ``"attention"`` keeps attention's saved tensors and skips it in the recompute. Kept tensors are offloaded like block
+    inputs."""
     batch: Literal["check", "trust"] = "check"
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
     differ."""
@@ -235,7 +236,7 @@ def as_activation_checkpointing(value: ActivationCheckpointingLike | None) -> Ac
         tiers = ", ".join(map(repr, get_args(Tiers)))
         raise ValueError(
             f"activation_checkpointing={value!r} is not understood: pass True, False, {tiers}, an"
-            " ActivationCheckpointing, or classes of blocks."
+            " ActivationCheckpointing, classes of blocks, or a function (module, recurse, nonwrapped_numel) -> bool."
         )
     return ActivationCheckpointing() if value else None
 
@@ -258,20 +259,21 @@ def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParall
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-MAX_BYTES = 2**62  # the system counts bytes in signed 64-bit integers
+MAX_BYTES = 2**62
+"""More bytes than any machine has. The system counts bytes in signed 64-bit integers."""
 
 
 def parse_bytes(value: int | str, name: str) -> int:
     """Return the bytes that a number, or a string such as ``"32GiB"``, ``"500 GB"`` or ``"1.5TiB"`` means.
 
     Raises:
-        ValueError: If it is neither of these, or more than a file can have.
+        ValueError: If it is neither of these, or more than any machine has.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(value).lower())
     if match is None or match[2] not in _UNITS or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not a number of bytes: write 1000000, '32GiB' or '500GB'.")
     if (nbytes := float(match[1]) * _UNITS[match[2]]) > MAX_BYTES:
-        raise ValueError(f"{name}={value!r} is more than the {MAX_BYTES >> 40} TiB that are possible: lower it.")
+        raise ValueError(f"{name}={value!r} is more than any machine has: lower it.")
     return int(nbytes)
 
 

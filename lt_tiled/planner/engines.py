@@ -1,4 +1,7 @@
-"""The engine of a strategy, and what it allocates on one rank: shards, gathered weights, buckets, float32 copies."""
+"""The engine of a strategy, and what it allocates on one rank: shards, gathered weights, buckets, float32 copies.
+
+``docs/plan.md`` lists what a prediction leaves out.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ _SIZE = "sequence_parallel_size"
 
 
 class TiledStrategy(Base):
-    """Base class of all tiled strategies, left of Lightning's own. Adds three arguments to those of the engine.
+    """Base class of all tiled strategies. Adds four arguments to those of the engine.
+
+    It must precede Lightning's class in the bases.
 
     Args:
         tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``None`` and ``False`` turn
@@ -174,7 +176,7 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         """Load a checkpoint.
 
         Raises:
-            ValueError: If a run is resumed in the middle of an epoch, whose batches other groups of ranks shared.
+            ValueError: If the number of ranks per sequence changed in the middle of an epoch.
         """
         checkpoint = super().load_checkpoint(*args, **kwargs)
         saved, size = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
@@ -183,8 +185,8 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         if saved != size and in_epoch and self.lightning_module.trainer.state.fn == "fit":
             raise ValueError(
                 f"The checkpoint was saved in the middle of an epoch with sequence_parallel={saved}, and with"
-                f" sequence_parallel={size} its batches are not those that were left: resume with {saved}, or from a"
-                " checkpoint of an epoch's end."
+                f" sequence_parallel={size} the remaining batches would differ: resume with {saved}, or from a"
+                " checkpoint saved at the end of an epoch."
             )
         return checkpoint
 

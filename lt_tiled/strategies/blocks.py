@@ -43,7 +43,9 @@ def shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Ite
 
 
 def adapt_to_fsdp_units(model: nn.Module) -> None:
-    """Set what tiled modules need under FSDP: a norm or an MLP that is a unit has its weights for its own call alone.
+    """Set what tiled modules need under FSDP.
+
+    If a norm or MLP is its own FSDP unit, its weights are gathered only during its call, so nothing is deferred.
 
     Raises:
         ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.

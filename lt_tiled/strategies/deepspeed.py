@@ -4,14 +4,18 @@ NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
 tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
 leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
-ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs for every call. But autograd sums the
-gradients of a weight over all calls before it sets them. So after two calls the first hook would reduce zeros, and the
-second one reduce the weights again, while ZeRO-3's bucket still holds them. Therefore that hook is registered on a
-token. Each call gives its hidden states and the token to a Function that returns the hidden states, and autograd
-computes the token's gradient once, when it has run that Function's backward for all calls that the backward pass goes
-through. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there;
-and those of the token come before ZeRO-3 frees the weights, whose shapes it needs for zeros. What it left unreduced is
-an error: gradients that arrive later, from outside of the leaf, and those of a call without hidden states.
+
+ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs once per call. But autograd sums the
+gradients of a weight over all calls before it sets them. After two calls the first hook would reduce zeros, and the
+second one would reduce the weights again while ZeRO-3's bucket still holds them. So that hook runs on a token instead:
+
+1. Each leaf has one token, a scalar that requires a gradient.
+2. Each call joins it: a Function takes the call's hidden states and the token, and returns the hidden states.
+3. Autograd computes the token's gradient once, after this Function's backward has run for all calls in the backward
+   pass. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there.
+   ZeRO-3 frees the weights only afterwards: the hook needs their shapes for the gradients that are zero.
+4. Gradients left over raise: those that arrive later, from outside of the leaf, and those of a call without hidden
+   states.
 
 NOTE [ZeRO-1 and 2 need one order]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
@@ -77,10 +81,9 @@ class _DeepSpeed(TiledStrategy):
             and self.activation_checkpointing is not None
         ):
             raise ValueError(
-                f"{type(self).__name__} was given cpu_checkpointing and"
-                f" activation_checkpointing={self.activation_checkpointing!r}, which both offload the same activations."
-                " Leave cpu_checkpointing out and pass activation_checkpointing='cpu', or pass"
-                " activation_checkpointing=False."
+                f"{type(self).__name__} was given cpu_checkpointing while activation_checkpointing is on (the default):"
+                " both would checkpoint the blocks. Leave cpu_checkpointing out and pass"
+                " activation_checkpointing='cpu', or pass activation_checkpointing=False."
             )
 
         if self.sequence_parallel is not None and "sequence_parallel_size" in self.config:
@@ -198,7 +201,7 @@ class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy
 
     Raises:
         ModuleNotFoundError: If deepspeed is not installed.
-        ValueError: If ``cpu_checkpointing`` and ``activation_checkpointing`` are both given.
+        ValueError: If ``cpu_checkpointing`` is given and ``activation_checkpointing`` is not ``False``.
     """
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -316,11 +319,11 @@ class _AfterAllCalls:
         if self.token is None:
             self.token = tensors[first].new_zeros((), requires_grad=True)
             self.token.register_hook(lambda _: self.hook(module, (), ()))
-        tensors[first] = _Call.apply(tensors[first], self.token)
+        tensors[first] = _JoinToken.apply(tensors[first], self.token)
         return (*args[:index], pytree.tree_unflatten(tensors, spec), *args[index + 1 :])
 
 
-class _Call(torch.autograd.Function):
+class _JoinToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, token: Tensor) -> Tensor:
         return hidden.detach()

@@ -83,8 +83,8 @@ class _FSDP2(TiledStrategy):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
 
-    def agree(self, model: nn.Module) -> None:
-        """Adapt the tiled modules to ranks that communicate; refuse tilings with which they would hang."""
+    def adapt_to_communicating_ranks(self, model: nn.Module) -> None:
+        """Adapt the tiled modules to ranks that communicate; refuse different tilings, with which they would hang."""
         if self.device_mesh.size() > 1:
             for _, _, patch in tiled_patches(model):
                 # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
@@ -119,7 +119,7 @@ class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStra
             if step not in vars(module):  # else an earlier run registered it
                 register_fsdp_forward_method(module, step)  # has no effect on a module that is not the FSDP root
         super().setup(trainer)
-        self.agree(module)
+        self.adapt_to_communicating_ranks(module)
 
 
 class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelParallelStrategy):
@@ -140,7 +140,7 @@ class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelP
         if self._plan is not None:
             module = self._plan(module, mesh)
         self.shard(module)
-        self.agree(module)
+        self.adapt_to_communicating_ranks(module)
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -41,7 +41,7 @@ def settle(offloader: Offloader) -> None:
     def stored() -> bool:
         with offloader._lock, suppress(OffloadError):
             offloader._reap()
-        return not offloader._leaving
+        return not offloader._storing
 
     assert within_limit(stored)
 

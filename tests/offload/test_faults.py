@@ -158,7 +158,7 @@ def test_the_step_after_an_error_waits_for_no_write_of_it(
         return real(*args)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
-    offloader.wait_seconds = 0.2
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.5)
     packed: list[Any] = []
     with pytest.raises(OffloadError) as kept:
         packed.extend(offloader.pack(torch.randn(2000), "block") for _ in range(100))

@@ -20,6 +20,7 @@ from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, OffloadError
 from lt_tiled.errors import Origin
 from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
+from lt_tiled.offload import spill as spilling
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.stats import StallClock
@@ -31,8 +32,9 @@ Make = Callable[..., Offloader]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes offloaders, to disk by default, and closes them; each must have freed its space."""
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", LIMIT)
     made: list[Offloader] = []
 
     def build(offload: str = "disk", **fields: object) -> Offloader:
@@ -40,7 +42,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
             fields.setdefault("directory", str(tmp_path))
         fields = {"min_bytes": 0, "keep_last": 0, **fields}
         made.append(build_offloader(ActivationCheckpointing(offload=offload, **fields)))
-        made[-1].wait_seconds = LIMIT
         return made[-1]
 
     yield build
@@ -167,9 +168,9 @@ def test_slow_disk_costs_time_and_not_memory(make: Make) -> None:
 def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that no longer responds raises an error that names the tensor, and does not hang."""
     offloader = make()
-    offloader.wait_seconds = 0.1
     _, gate = hold_writes(offloader, monkeypatch)
     packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(offloading.IN_FLIGHT)]
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.1)
     with pytest.raises(
         OffloadError,
         match=r"the write of 400 bytes has not ended within 0.1 s \(step 1, block layers.0, \[100\] float32",
@@ -225,7 +226,7 @@ def test_large_tensors_are_not_loaded_ahead(
     make: Make, monkeypatch: pytest.MonkeyPatch, depth: int | str, ahead: int
 ) -> None:
     """``prefetch="auto"`` loads nothing ahead beyond its bytes, whatever stalls; a number is obeyed."""
-    monkeypatch.setattr(prefetch, "MAX_BYTES", 399)
+    monkeypatch.setattr(prefetch, "MAX_PREFETCH_BYTES", 399)
     offloader = make(prefetch=depth)
     offloader.clock = Clock(2 * prefetch.STALL_MS)
     packed = [away(offloader, torch.randn(100)) for _ in range(6)]
@@ -349,8 +350,8 @@ def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -
     packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
     assert all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True))
     assert offloader.stats.cpu_bytes == 8000
-    assert offloader.stats.kept_bytes == 12000
-    assert caplog.text.count("is full: a tensor of") == 1
+    assert offloader.stats.over_budget_bytes == 12000
+    assert caplog.text.count("This rank's share of cpu_budget, 0.0 MiB, is full: a tensor of") == 1
 
 
 def test_tiers_in_order(make: Make) -> None:
@@ -393,7 +394,7 @@ def test_each_failing_call(make: Make, function: str, fault: object, kind: type[
             assert torch.equal(offloader.unpack(p), t)
 
     def settle_loud(offloader: Offloader) -> None:
-        while offloader._leaving:
+        while offloader._storing:
             offloader._reap()
 
     errors: list[OffloadError] = []

@@ -211,16 +211,16 @@ def test_full_disk_while_growing(tmp_path: Path) -> None:
 
 def test_budget(tmp_path: Path) -> None:
     """A budget is reserved at once, is enough for exactly as much, and the error beyond it says what is in use."""
-    spill = SpillFile(tmp_path, 10 * 4096)
-    assert os.fstat(spill._file).st_blocks * 512 >= 10 * 4096
-    offsets = [spill.take(4096) for _ in range(10)]
+    spill = SpillFile(tmp_path, 10 * 2**20)
+    assert os.fstat(spill._file).st_blocks * 512 >= 10 * 2**20
+    offsets = [spill.take(2**20) for _ in range(10)]
     with pytest.raises(
         OffloadDiskFullError,
-        match=r"budget of 40960 bytes has no free range of 4096 bytes \(40960 are in use\): raise disk_budget",
+        match=r"share of disk_budget, 10\.0 MiB, has no free range of 1\.0 MiB \(10\.0 MiB are in use\): raise disk_b",
     ):
-        spill.take(1)
+        spill.take(2**20 - 4095)
     free = offsets.pop(3).offset
-    assert spill.take(1).offset == free
+    assert spill.take(2**20).offset == free
     spill.close()
 
 
