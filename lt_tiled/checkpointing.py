@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from lt_tiled._log import warn
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
-from lt_tiled.modules.find import find_blocks, find_named, walk_all
+from lt_tiled.modules.find import find_named, walk_all
 from lt_tiled.modules.patch import Order, Patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader

@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.feed_forward import Tileable, find_feed_forwards
-from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
+from lt_tiled.modules.find import find_named, has_class, outermost, walk
 from lt_tiled.modules.norms import find_norms
 from lt_tiled.policies import Tiling
 
