@@ -31,6 +31,8 @@ class Tileable:
     """Norms whose output goes into this module."""
     after: tuple[nn.Module, ...] = ()
     """Norms that take this module's output, or projections if it is a norm itself."""
+    named: bool = False
+    """Whether the policy names it."""
     norm_of: int | None = None
     """Of a norm that the policy does not name: the hidden size of its block."""
 
