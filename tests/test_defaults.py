@@ -68,7 +68,6 @@ def test_what_auto_finds_and_cannot_tile(mlp: type[nn.Module], tokens: int, capl
         assert len(warnings) == 1
         assert mlp.__name__ in warnings[0]
         assert "runs untiled" in warnings[0]
-        assert worst(gradients(net, randn(2, tokens, H)), reference(net, randn(2, tokens, H))) < 1  # trains on
 
 
 @pytest.mark.parametrize("mlp", [Mixing, Conditioned])
@@ -117,6 +116,31 @@ def test_a_model_that_recomputes_its_blocks(reentrant: bool, caplog: pytest.LogC
         assert flops(net, x) == own
         assert worst(gradients(net, x), true) < EXACT
     assert caplog.text.count("Layer is left to the activation checkpointing that its model applies itself") == 1
+
+
+def peak(net: nn.Module, x: Tensor) -> tuple[int, int]:
+    """The FLOPs and the peak of live bytes of a later step."""
+    net(x).last_hidden_state.square().mean().backward()
+    net.zero_grad()
+    with Ledger() as ledger:
+        net(x).last_hidden_state.square().mean().backward()
+    return ledger.flops, ledger.peak
+
+
+def test_a_model_with_stages_needs_less_than_its_own_checkpointing() -> None:
+    """Swin takes fewer FLOPs than with its own activation checkpointing, and less memory with tiles."""
+    from transformers import SwinConfig, SwinModel
+
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2], "image_size": 64, "window_size": 4}
+    net, x = SwinModel(SwinConfig(**sizes, hidden_size=32)).train(), randn(1, 3, 64, 64)
+    net.gradient_checkpointing_enable()
+    flops, memory = peak(net, x)
+    net.gradient_checkpointing_disable()
+    with prepare(net, tiling=4, activation_checkpointing=True):
+        tiled_flops, tiled_memory = peak(net, x)
+    assert tiled_flops <= flops
+    assert tiled_memory < memory
 
 
 def _names(net: nn.Module) -> Any:
