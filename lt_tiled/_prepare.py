@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,7 @@ from lt_tiled.checkpointing import (
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.cache import CachePatch, patch_models
+from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_patch, remove_patches
 from lt_tiled.modules.targets import find_tileable
@@ -41,6 +43,8 @@ from lt_tiled.sequence_parallel.share import find_shared
 from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds
 
+Found = TypeVar("Found")
+
 
 class Prepared(AbstractContextManager["Prepared"]):
     """A model that is tiled and activation-checkpointed until :meth:`release`. Usable in ``with``.
@@ -59,27 +63,26 @@ class Prepared(AbstractContextManager["Prepared"]):
         *,
         group: dist.ProcessGroup | None = None,
         needs: EngineNeeds | None = None,
-        tiling_is_default: bool = False,
+        defaults: Collection[str] = (),
         ranks_per_node: int | None = None,
         build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
         losses = find_losses(model) if loss else []
-        blocks = (
-            _not_wrapped(model, find_checkpointable(model, activation_checkpointing))
-            if activation_checkpointing
-            else []
-        )
-        try:
-            tiled = find_tileable(model, tiling) if tiling else []
-        except NothingFoundError as error:
-            if not tiling_is_default or not (blocks or losses):
-                raise
-            tiled = []
-            instead = [f"activation checkpointing of its {len(blocks)} blocks"] if blocks else []
-            instead += ["the loss in tiles"] if losses else []
-            warn(f"{error} It trains with {' and '.join(instead)} alone.")
+        missing = list[NothingFoundError]()
+        blocks, tiled = list[tuple[str, nn.Module]](), list[Tileable]()
+        if activation_checkpointing is not None:
+            find = partial(find_checkpointable, model, activation_checkpointing)
+            blocks = _not_wrapped(model, _find(find, "activation_checkpointing" in defaults, missing))
+        if tiling is not None:
+            tiled = _find(partial(find_tileable, model, tiling), "tiling" in defaults, missing)
+        if missing:
+            used = ["tiles"] if tiled else []
+            used += [f"activation checkpointing of its {len(blocks)} blocks"] if blocks else []
+            used += ["the loss in tiles"] if losses else []
+            how = f"with {' and '.join(used)} alone" if used else "as without lt_tiled"
+            warn(f"{' '.join(map(str, missing))} It trains {how}.")
         self.model = model
         self.offloader: Offloader | None = None
         owner = object()
@@ -142,7 +145,7 @@ class PreparedModels(list[Prepared]):
                 policies.loss,
                 policies.sequence_parallel,
                 group=policies.sequence_group,
-                tiling_is_default=policies.tiling_is_default,
+                defaults=policies.defaults,
                 ranks_per_node=ranks_per_node,
             )
         except NothingFoundError as error:
@@ -167,8 +170,8 @@ class PreparedModels(list[Prepared]):
 class AppliesPolicies:
     """The base of strategies and callbacks: their policies, and the models that these were applied to."""
 
-    tiling_is_default = False
-    """Whether a model without an MLP that can be tiled is trained without tiling."""
+    defaults: Collection[str] = ()
+    """The policies that nobody asked for: a model in which they find nothing is trained without them."""
 
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that share each sequence with this one."""
@@ -244,6 +247,17 @@ def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist
             f"sequence_parallel={policy.size} and the process group has {size} ranks: pass a group of that size."
         )
     return group if size > 1 else None
+
+
+def _find(find: Callable[[], list[Found]], optional: bool, missing: list[NothingFoundError]) -> list[Found]:
+    """Return what a function finds, or nothing and add the reason to ``missing`` if nobody asked for it."""
+    try:
+        return find()
+    except NothingFoundError as error:
+        if not optional:
+            raise
+        missing.append(error)
+        return []
 
 
 def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -425,8 +425,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Swin": _vision(
         "Swin",
         {"swin.encoder.layers.*.blocks.*.mlp": "SwinMLP"},
-        "a block is a whole stage, whose patch merging reads it",
-        **_SWIN,
+        **(_SWIN | {"depths": [2, 2]}),
         num_attention_heads=[2, 4],
     ),
     "Hiera": Architecture(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
-from lt_tiled.modules.find import find_blocks
+from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.patch import HOOKS, Order, Patch, is_of, remove_patches, set_patch
 from lt_tiled.planner.engines import Release
 from lt_tiled.planner.ledger import Allocation

@@ -12,7 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, plain_name, unwrapped
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.find import plain_name, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Ledger, Place

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lt_tiled.policies import Keep
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
+from lt_tiled.tiling.recompute import in_checkpoint
 
 
 @dataclass(eq=False)
@@ -140,7 +141,7 @@ class Region:
     def check_recompute(self) -> None:
         """Raise ``RuntimeError`` if a checkpoint inside of a block would recompute attention outside of the region."""
         (hooks, grad), (now, on) = self._begun, _saving()
-        inside = now is not hooks and "_checkpoint_hook" in getattr(now, "__qualname__", "")
+        inside = now is not hooks and in_checkpoint()
         if inside or on != grad:
             raise RuntimeError(
                 f"{self.owner} uses activation checkpointing inside of its blocks, around attention. With sequence"

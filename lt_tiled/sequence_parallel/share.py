@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk, walk_all
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.find import find_named, has_class, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface

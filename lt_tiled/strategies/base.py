@@ -67,7 +67,8 @@ class TiledStrategy(Base):
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self._groups: Groups | None = None
-        self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
+        asked = {"tiling": tiling == _DEFAULT, "activation_checkpointing": activation_checkpointing is True}
+        self.defaults = [name for name, is_default in asked.items() if is_default]
         end_with_launcher()
 
     @property

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lt_tiled._log import warn
 from lt_tiled.checkpointing import find_checkpointable
-from lt_tiled.modules.find import find_blocks, unwrapped
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.find import unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.tiling.patched import NeighborPatch, TiledPatch, tiled_patches

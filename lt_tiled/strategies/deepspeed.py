@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -38,6 +38,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -46,6 +47,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
+from lt_tiled._prepare import Prepared
 from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import is_of
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
@@ -154,6 +156,7 @@ class _DeepSpeed(TiledStrategy):
         Raises:
             RuntimeError: If ZeRO-3 left gradients of a leaf module, which its optimizer would drop.
         """
+        agree_on_tiles(self.prepared)
         result = super().backward(*args, **kwargs)  # type: ignore[misc]
         for path, leaf in self._leaves:
             if any(p.grad is not None for p in leaf.parameters()):
@@ -247,6 +250,29 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
                 " which makes its block one; a callback runs too late. Or call deepspeed.utils.set_z3_leaf_modules at"
                 " the end of configure_model."
             )
+
+
+def agree_on_tiles(models: Iterable[Prepared]) -> None:
+    """Compare what the first step left untiled on all ranks; from then on nothing may change on one rank alone.
+
+    Raises:
+        RuntimeError: On all ranks, if they differ.
+    """
+    patches = [patch for prepared in models for _, _, patch in tiled_patches(prepared.model)]
+    new = [patch for patch in patches if patch.needs.same_order and not patch.needs.agreed]
+    if not new:
+        return
+    own = {patch.name: (patch.learned.untiled, sorted(map(repr, patch.learned.refused))) for patch in new}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    differing = sorted(name for name in own if any(other.get(name) != own[name] for other in everyone))
+    if differing:
+        raise RuntimeError(
+            f"{', '.join(differing)} can run in tiles on some ranks and not on others, and the engine needs the same"
+            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...)."
+        )
+    for patch in new:
+        patch.needs.agreed = True
 
 
 _INSTEAD = "Use another strategy or stage, or do not tile it: Tiling(targets=...), or tiling=False."

@@ -68,7 +68,7 @@ def tile(
     if owner is None:
         return TiledCallable(target, policy)  # type: ignore[return-value]
     kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
-    patch_tiled(Tileable(kind, owner, kind, method), policy, EngineNeeds(), None)
+    patch_tiled(Tileable(kind, owner, kind, method, named=True), policy, EngineNeeds(), None)
     return target if owner is target else getattr(owner, method)
 
 

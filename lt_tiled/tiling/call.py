@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import (
     Bounds,
     OutputLayout,
@@ -138,6 +139,8 @@ class Call:
 
     due: Due = staticmethod(never)
     """Whether the recompute is to be compared with the forward pass."""
+    is_short = False
+    """Whether it would run untiled, and is to be checked alone."""
 
     def __init__(
         self,
@@ -158,11 +161,18 @@ class Call:
 
     @classmethod
     def of(
-        cls, work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any], short: bool = False
     ) -> tuple[Self, list[Tensor]] | None:
         """Return the call and the tensors among its arguments, or ``None`` to run untiled.
 
         That is with fewer than two tiles, unless all ranks need the same order, and without plain hidden states.
+
+        Args:
+            work: What runs on each tile.
+            patch: The state of the tiled module.
+            args: The arguments of the call.
+            kwargs: Those by name.
+            short: Return two tiles, to be checked, for a call with enough tokens for them that would run untiled.
         """
         # By the module that runs last: with a graph it may run together with a neighbor, and without one alone.
         runs = patch.learned.runs[tuple(map(id, work.modules[-1:]))]
@@ -177,13 +187,16 @@ class Call:
         arguments.refuse_gradients_inside(patch.name)
         shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
         bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths)
-        if len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled()):
-            return None
+        is_short = len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled())
+        if is_short:
+            bounds = tile_bounds(Tiling(num_shards=2), shape.tokens, hidden.shape[-1], widths)
+            if not short or len(bounds) < 2:
+                return None
         call = cls(work, patch, inputs, arguments, shape, bounds)
         if work.is_lazy():
             call.probe(inputs, 2)  # which gives lazy modules their weights
             call = cls(work, patch, inputs, arguments, shape, bounds)
-        call.due = due
+        call.due, call.is_short = due, is_short
         return call, inputs
 
     @property

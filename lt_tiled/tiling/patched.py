@@ -53,6 +53,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         weight_bytes=sum(weight_bytes(part) for part in parts),
         before=bool(tileable.before),
         after=bool(tileable.after),
+        named=tileable.named,
         guessed=norm_of is not None,
     )
     patch = TiledPatch(found, tiling, needs, owner)
@@ -154,7 +155,12 @@ def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, An
     """
     if hooked := work.hooked():
         return Untiled("hook", hooked)
-    made = TiledCall.of(work, patch, args, kwargs)
+    # What nobody named is checked in the first step, and not in the first one that is long enough to tile.
+    early = not (patch.found.named or patch.found.guessed or patch.learned.checked) and torch.is_grad_enabled()
+    try:
+        made = TiledCall.of(work, patch, args, kwargs, short=early)
+    except NotPositionWiseError as error:  # for its arguments
+        return Untiled("self-check", str(error), error)
     if made is None:
         return Untiled("one tile")
     if recorded := work.recorded():
@@ -166,7 +172,7 @@ def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, An
             check_position_wise(*made)
         except NotPositionWiseError as error:
             return Untiled("self-check", str(error), error)
-    return made
+    return Untiled("one tile") if made[0].is_short else made
 
 
 def decide_with_neighbor(made: CallWithInputs) -> Untiled | None:
@@ -205,6 +211,7 @@ def accept(untiled: Untiled, module: nn.Module | None, patch: Tiled) -> None:
         NotPositionWiseError: If the self-check failed, and nothing smaller can be tiled instead on all ranks.
     """
     name, found, same_order = patch.name, patch.found, patch.needs.same_order
+    agreed = same_order and patch.needs.agreed
     if untiled.reason == "hook":
         text = (
             f"{name} runs untiled, because {untiled.what} inside it has a hook, which would see tiles, not all tokens."
@@ -218,12 +225,14 @@ def accept(untiled: Untiled, module: nn.Module | None, patch: Tiled) -> None:
     elif untiled.reason == "recorded":  # by a setting of the model, so on all ranks
         _tile_below(module, patch, f"{name}: transformers records {untiled.what} inside it, which tiles would change.")
     elif untiled.reason == "neighbor":
-        if untiled.error is not None and same_order:
+        if untiled.error is not None and agreed:
             raise _cannot_fall_back(name, "what is next to it", untiled.error) from untiled.error
-    elif untiled.error is not None and found.guessed:
-        if same_order:
+    elif untiled.error is not None and not found.named and not found.below:
+        if agreed:
             raise _cannot_fall_back(name, "it", untiled.error) from untiled.error
         patch.learned.untiled = True
+        if not found.guessed:
+            warn(f"{untiled.what} Nobody named it, so it runs untiled.", once=f"untiled {found.kind}")
     elif untiled.error is not None:
         if same_order or not found.below:
             raise untiled.error
@@ -239,7 +248,7 @@ def _tile_below(module: nn.Module | None, patch: Tiled, reason: str) -> None:
     parts = dict(walk(module)) if module is not None else {}
     for path in patch.found.below:
         if get_patch(part := parts[path], TiledPatch) is None:
-            below = Tileable.of_module(f"{patch.name}.{path}", part)
+            below = Tileable.of_module(f"{patch.name}.{path}", part, named=patch.found.named)
             patch_tiled(below, patch.tiling, patch.needs, patch.owner)
     instead = (
         f"Below its router {' and '.join(patch.found.below)} run in tiles." if patch.found.below else "It runs untiled."

@@ -150,6 +150,13 @@ def saves_elsewhere() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def in_checkpoint() -> bool:
+    """Whether torch's activation checkpoint runs this code, or its recompute."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
+
+
 def entry(holder: Any, name: str) -> Any:
     """Return what a module holds under a name, or ``None``. ``holder[name]`` would all-gather it under ZeRO-3."""
     try:

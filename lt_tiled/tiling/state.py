@@ -34,8 +34,10 @@ class Found:
     """Whether a norm before it may run in its tiles."""
     after: bool = False
     """Whether a norm, or a projection, that takes its output may run in its tiles."""
+    named: bool = True
+    """Whether a user chose it. Else it stays untiled where it cannot be tiled."""
     guessed: bool = False
-    """Whether it is a norm that the policy does not name: it stays untiled where it cannot be tiled."""
+    """Whether it is a norm that the policy does not name."""
 
 
 @dataclass
@@ -91,7 +93,9 @@ class EngineNeeds:
     """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
     same_order: bool = False
     """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
-    and what would fall back to another path is an error."""
+    and what would fall back to another path is an error, once all ranks agreed about it."""
+    agreed: bool = False
+    """Whether they did, before the first backward pass."""
     defer: bool = True
     """Whether neighbors may run in the same tiles: their weights must be there while both run."""
 

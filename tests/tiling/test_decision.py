@@ -47,9 +47,10 @@ def hooked() -> nn.Module:
     return module
 
 
-def patched(module: nn.Module, same_order: bool = False) -> TiledPatch:
+def patched(module: nn.Module, same_order: bool = False, named: bool = True, agreed: bool = False) -> TiledPatch:
     name = type(module).__name__
-    return patch_tiled(Tileable(name, module, name, "forward"), Tiling(4), EngineNeeds(same_order=same_order), None)
+    needs = EngineNeeds(same_order=same_order, agreed=agreed)
+    return patch_tiled(Tileable(name, module, name, "forward", named=named), Tiling(4), needs, None)
 
 
 def reason(module: nn.Module, tokens: int, same_order: bool = False) -> str:
@@ -100,6 +101,21 @@ def test_what_follows(module: Any, same_order: bool, raised: type[Exception] | N
         return
     assert torch.allclose(module(x), true, atol=1e-6)
     assert patch.learned.untiled == isinstance(module, WithExperts)
+
+
+@pytest.mark.parametrize(("same_order", "agreed"), [(False, False), (True, False), (True, True)])
+def test_what_nobody_named_stays_untiled(same_order: bool, agreed: bool) -> None:
+    """It is refused only where all ranks must do the same, and did the first backward pass."""
+    torch.manual_seed(0)
+    module, x = Mixing(), randn(1, 24, H)
+    true = module(x)
+    patch = patched(module, same_order, named=False, agreed=agreed)
+    if agreed:
+        with pytest.raises(NotPositionWiseError, match="same order"):
+            module(x)
+        return
+    assert torch.allclose(module(x), true, atol=1e-6)
+    assert patch.learned.untiled
 
 
 def _jvp(function: Any, x: Tensor) -> Any:

@@ -118,11 +118,11 @@ def test_a_norm_over_tokens_stays_untiled() -> None:
 
 
 def test_a_norm_over_tokens_is_refused_where_ranks_must_agree() -> None:
-    """Where all ranks need the same order of gradients such a norm is refused, with the remedy."""
+    """Where all ranks need the same order of gradients, and agreed on it, such a norm is refused, with the remedy."""
     model, x = blocks(dim=1), tokens()
     with prepare(model, tiling=TILES):
         for patch in norms(model):
-            patch.needs.same_order = True
+            patch.needs = EngineNeeds(same_order=True, agreed=True)
         with pytest.raises(NotPositionWiseError, match=r"0.input_norm .*Tiling\(targets=...\)"):
             model(x)
 
