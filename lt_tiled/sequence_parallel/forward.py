@@ -13,8 +13,9 @@ attention exchanges heads for tokens (``attention.py``), and the loss of all tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,13 +25,21 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.modules.cache import CACHES
-from lt_tiled.modules.patch import Patch
+from lt_tiled.modules.find import walk
+from lt_tiled.modules.patch import Patch, get_patch
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
+from lt_tiled.sequence_parallel.users_code import (
+    kept_values,
+    refuse_gradients,
+    refuse_hooks,
+    runs_known_code,
+    users_hooks,
+)
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -40,6 +49,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not part.active:
         return part.inner(self, *args, **kwargs)
     if region is not None:
+        if isinstance(part, SharedBlock) and region.size > 1 and not is_backward():
+            refuse_hooks(part.name, self, outside=())
         with entered(region):  # what recomputes the whole block may begin here
             return part.inner(self, *args, **kwargs)
     return part.share(Call(self, args, kwargs))
@@ -54,29 +65,50 @@ class SharedPart(Patch):
         self.sharing = sharing
         self.name = name
         """The name in messages."""
-        self.checked = False
-        """Whether the module passed the self-check."""
+        self.checked = 0
+        """The largest number of tokens with which the module passed the self-check."""
+        self.kept_nothing = False
+        """Whether it was seen in training that the module keeps no gradients beside its output."""
 
     def share(self, call: Call) -> Any:
         """Run a call outside of any region."""
         raise NotImplementedError
 
-    @property
-    def needs_check(self) -> bool:
-        """Whether the module has still to be compared with itself, alone or with all heads at once."""
-        policy = self.sharing.policy
-        return not self.checked and policy.self_check and (self.sharing.size > 1 or policy.head_tiles > 1)
+    def lengths_to_check(self, total: int, positions: bool = True) -> list[int]:
+        """Return with how many tokens the module has still to be compared with itself, alone or with all heads."""
+        sharing = self.sharing
+        if not sharing.policy.self_check or (sharing.size == 1 and sharing.policy.head_tiles == 1):
+            return []
+        return [tokens for tokens in sharing.check_tokens(total, positions) if tokens > self.checked]
 
-    def check(self, call: Call, run: Callable[[Region], Tensor], in_blocks: bool = True, blocks: bool = True) -> None:
-        """Run the self-check with a function that calls the module in a region of a few tokens."""
+    def check(
+        self, call: Call, run: Callable[[Region], Tensor], tokens: int, in_blocks: bool = True, blocks: bool = True
+    ) -> None:
+        """Run the self-check with a function that calls the module in a region of so many tokens."""
         assert call.tokens is not None
-        regions = self.sharing.check_regions(in_blocks)
+        regions = self.sharing.check_regions(tokens, in_blocks)
         check_shared(call.module, self.name, call.tokens.device, regions, run, blocks)
-        self.checked = True
+        self.checked = max(self.checked, tokens)
+
+    @contextmanager
+    def keeps_nothing(self, module: nn.Module) -> Iterator[None]:
+        """Refuse gradients that a module keeps beside its output, the first time that it trains."""
+        if self.kept_nothing or self.sharing.size == 1 or not module.training or not torch.is_grad_enabled():
+            yield
+            return
+        before = kept_values(walk(module))
+        yield
+        refuse_gradients(self.name, before, kept_values(walk(module)))
+        self.kept_nothing = True
 
 
 class SharedModel(SharedPart):
     """On the module that calls the blocks."""
+
+    def __init__(self, sharing: Sharing, name: str, rotary: bool) -> None:
+        super().__init__(sharing, name)
+        self.rotary = rotary
+        """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
 
     def share(self, call: Call) -> Any:
         """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
@@ -85,8 +117,9 @@ class SharedModel(SharedPart):
             self._check_around(call)
         else:
             if sharing.size > 1:  # otherwise there are head tiles alone
-                causal.refuse_outputs(sharing.owner, call)
-                if causal.computes_loss(call):
+                from_tokens = causal.computes_loss(call) and not self._needs_all(call.module)
+                causal.refuse_outputs(sharing.owner, call, from_tokens)
+                if from_tokens:
                     with sharing.compared(call):
                         return self._to_loss(call)
             call = causal.without_unused_cache(call)
@@ -94,18 +127,37 @@ class SharedModel(SharedPart):
         with sharing.around_blocks(), sharing.compared(call) if compares else nullcontext():
             return call.run(self.inner)
 
+    def _needs_all(self, model: nn.Module) -> bool:
+        """Whether something before or behind the blocks of a causal model may need all tokens."""
+        because = None if self.rotary else "it has no rotary position embeddings"
+        for part in _outside_blocks(model):
+            if not runs_known_code(part):
+                because = f"{type(part).__name__} is not a class of transformers"
+            elif part is not model and users_hooks(part):
+                because = f"{type(part).__name__} has a hook"
+        for block in model.modules():
+            patch = get_patch(block, SharedPart)
+            if isinstance(patch, SharedBlock) and users_hooks(block, patch.hooks_outside):
+                because = f"{patch.name} has a hook"
+        if because is not None:
+            inform(
+                f"{self.name} shares its sequences between its first and its last block, and computes the rest for all"
+                f" tokens on each rank: {because}",
+                once=f"all tokens {self.name}",
+            )
+        return because is not None
+
     def _to_loss(self, call: Call) -> Any:
         """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
         sharing, tokens = self.sharing, call.tokens
         assert tokens is not None
-        if self.needs_check:
-            self._check_to_loss(call, tokens)
+        self._check_to_loss(call, tokens)
         if (total := tokens.shape[1]) < sharing.size:
             return call.run(self.inner)
         region = sharing.region(total)
         own = causal.own_arguments(region, call)
         as_tuple = own.pop("return_dict", None) is False
-        with causal.shared_loss(region, call), entered(region):
+        with self.keeps_nothing(call.module), causal.shared_loss(region, call), entered(region):
             output = self.inner(call.module, **own)
         output["loss"] = region.mean(output["loss"])
         region.check_exchanged()
@@ -114,25 +166,67 @@ class SharedModel(SharedPart):
         return output.to_tuple() if as_tuple else output
 
     def _check_to_loss(self, call: Call, tokens: Tensor) -> None:
-        """Check a few of the tokens, which the model shares or not, as if it were called without labels."""
+        """Check a few of the tokens, at each position past which others are scaled, and more than each window."""
+        lengths = self.lengths_to_check(tokens.shape[1], positions=False)
+        if not lengths:
+            return
+        few, *more = lengths
+        if not self.checked:
+            self._check_tokens(call, tokens, few)
+            for position in self.sharing.positions:  # the last rank alone is past it
+                self._check_tokens(call, tokens, few, max(0, position - few + 1))
+            lengths = more
+        for count in lengths:
+            self._check_tokens(call, tokens, count, all_of_them=False)
+
+    def _check_tokens(
+        self, call: Call, tokens: Tensor, count: int, begin: int | None = None, all_of_them: bool = True
+    ) -> None:
+        """Check some tokens, which the model shares or not, as if it were called without labels.
+
+        Args:
+            call: The call.
+            tokens: Its tokens.
+            count: How many of them, repeated if needed.
+            begin: The position of the first one.
+            all_of_them: Compare what attention is given and all logits, and not the logits of each rank's last tokens.
+        """
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        few = repeated_to(self.sharing.check_tokens)(tokens[:1].detach(), 1)
-        call = Call(call.module, (), {name: few, "use_cache": False})
+        given: dict[str, Any] = {"use_cache": False}
+        rows, mask = 1, call.arguments.get("attention_mask")
+        if begin is not None:
+            given["position_ids"] = torch.arange(begin, begin + count, device=tokens.device)[None]
+        elif isinstance(mask, Tensor) and mask.dim() == 2:  # positions may be made from it
+            rows, padded = 2, torch.ones(2, count, dtype=mask.dtype, device=mask.device)
+            padded[1, : TOKENS // 2] = 0
+            given["attention_mask"] = padded
+        given[name] = repeated_to(count)(tokens[:1].detach(), 1).expand(rows, *(-1,) * (tokens.dim() - 1))
+        call, takes = Call(call.module, (), given), inspect.signature(type(call.module).forward).parameters
+        mine = self.sharing.region(count)
 
         def run(region: Region) -> Tensor:
             arguments = call.kwargs if region.size == 1 else causal.own_arguments(region, call)
+            if not all_of_them and "logits_to_keep" in takes:
+                last = torch.arange(mine.length - TOKENS, mine.length, device=tokens.device)
+                arguments["logits_to_keep"] = last + (mine.begins[mine.rank] if region.size == 1 else 0)
             logits: Tensor = self.inner(call.module, **arguments).logits
             return logits
 
-        self.check(call, run, in_blocks=False)
+        self.check(call, run, count, in_blocks=False, blocks=all_of_them)
 
     def _check_around(self, call: Call) -> None:
-        """Check a hand-written model with a few of its token ids: code between the blocks may need all tokens."""
-        sharing, ids = self.sharing, call.tokens
-        if not self.needs_check or ids is None or ids.dim() != 2 or ids.is_floating_point():
+        """Check a hand-written model with some of its token ids: code between the blocks may need all tokens."""
+        ids = call.tokens
+        if ids is None or ids.dim() != 2 or ids.is_floating_point():
             return
-        few = repeated_to(sharing.check_tokens)
-        small_call = call.changed(sharing.owner, ids.shape[1], few(ids, 1), few, masks=True)
+        for tokens in self.lengths_to_check(ids.shape[1]):
+            with self.sharing.compared(call):
+                self._check_ids(call, ids, tokens)
+
+    def _check_ids(self, call: Call, ids: Tensor, tokens: int) -> None:
+        """Check a hand-written model with so many of its token ids."""
+        sharing, some = self.sharing, repeated_to(tokens)
+        small_call = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
 
         def run(region: Region) -> Tensor:
             sharing.check_region = region if region.size > 1 else None
@@ -145,8 +239,15 @@ class SharedModel(SharedPart):
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
 
-        with sharing.compared(call):
-            self.check(call, run, blocks=False)
+        self.check(call, run, tokens, blocks=False)
+
+
+def _outside_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those inside of it that are no blocks, nor in one."""
+    yield module
+    for child in module.children():
+        if not isinstance(get_patch(child, SharedPart), SharedBlock):
+            yield from _outside_blocks(child)
 
 
 class SharedBlock(SharedPart):
@@ -155,6 +256,11 @@ class SharedBlock(SharedPart):
     def __init__(self, sharing: Sharing, path: str, first: bool, last: bool) -> None:
         super().__init__(sharing, f"{sharing.owner}: {path}")
         self.first, self.last = first, last
+
+    @property
+    def hooks_outside(self) -> list[str]:
+        """The kinds of hooks on the block that get all tokens where the region is no more than the blocks."""
+        return ["_forward_pre_hooks"] * self.first + ["_forward_hooks"] * self.last
 
     def share(self, call: Call) -> Any:
         """Run a block in the region that the first block opens."""
@@ -212,14 +318,17 @@ class SharedBlock(SharedPart):
                 " module around it in SequenceParallel(targets=...)."
             )
         own = region.local(tokens) if self.first else tokens
-        if self.needs_check and not is_backward():
-            self._check(region, call, own)
+        if not is_backward():
+            if region.size > 1:
+                refuse_hooks(self.name, call.module, self.hooks_outside)
+            for count in self.lengths_to_check(region.total):
+                self._check(region, call, own, count)
         if self.first and not is_backward():  # in a reentrant checkpoint the output has no graph yet
             region.kept_by(tokens)
         if region.position_ids is None:
             region.position_ids = call.arguments.get("position_ids")
         local = call.changed(self.name, region.total, own, region.local)
-        with entered(region):
+        with self.keeps_nothing(call.module), entered(region):
             output = local.run(self.inner)
         return self._returned(region, output)
 
@@ -245,9 +354,9 @@ class SharedBlock(SharedPart):
         region.check_exchanged()
         return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
 
-    def _check(self, region: Region, call: Call, own: Tensor) -> None:
-        """Check a few of the rank's own tokens ``own``, ``[B, n, H]``, of a block's input."""
-        few = repeated_to(self.sharing.check_tokens)
+    def _check(self, region: Region, call: Call, own: Tensor, tokens: int) -> None:
+        """Check so many tokens, repeated from a few of the rank's own ``own``, ``[B, n, H]``, of a block's input."""
+        few = repeated_to(tokens)
         # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
         count = min(TOKENS, min(region.lengths))
         first = own.detach()[:, :count]
@@ -260,4 +369,4 @@ class SharedBlock(SharedPart):
             found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
             return region.mean(found) if found.dim() == 0 else found
 
-        self.check(call, run)
+        self.check(call, run, tokens)

@@ -53,11 +53,17 @@ class Region:
     """The torch function mode that finds the attention of hand-written models."""
     position_ids: Tensor | None = None
     """Of all tokens."""
+    own_position_ids: Tensor | None = None
+    """Of the rank's own tokens, where a model is given these."""
     documents: list[int] | None = None
     """The lengths of packed documents that attend only to themselves."""
     mask: Any = None
     """The mask of all tokens, which attention uses instead of the one that it is given, if ``own_mask`` is set."""
     own_mask: bool = False
+    from_tokens: bool = False
+    """Whether a causal model is given the rank's own token ids, and returns the loss."""
+    made_mask: Any = None
+    """The mask or masks that the decoder of such a model is given."""
     head_tiles: int = 1
     """How many times attention computes a part of the heads."""
     keep: Keep | None = None
@@ -100,6 +106,13 @@ class Region:
     def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
         return self.kept_by(x if self.size == 1 else all_gather(x, self.lengths, dim % x.dim(), self.name))
+
+    def all_positions(self, own: Tensor) -> Tensor:
+        """Return the position ids of all tokens, for those of the rank's own that a module was given."""
+        if own is self.own_position_ids and self.position_ids is not None:
+            return self.position_ids
+        everything: Tensor = all_gather(own, self.lengths, own.dim() - 1, self.name)
+        return everything
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over the group of a loss that each rank computed from its own labels."""

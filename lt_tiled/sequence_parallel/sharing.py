@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,8 @@ from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region
 from lt_tiled.sequence_parallel.same_batch import SameBatch
-from lt_tiled.sequence_parallel.self_check import TOKENS
+from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS
+from lt_tiled.sequence_parallel.switches import UNNAMED
 
 
 @dataclass(eq=False)
@@ -29,6 +30,10 @@ class Sharing:
     group: dist.ProcessGroup | None
     mode: AttentionMode | None = None
     """Finds the attention of models that are not of transformers."""
+    lengths: Sequence[int] = UNNAMED
+    """Numbers of tokens above which the model may compute otherwise."""
+    positions: Sequence[int] = ()
+    """Positions above which it may."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
     check_region: Region | None = None
@@ -66,14 +71,20 @@ class Sharing:
         self.regions.add(region)
         return region
 
-    @property
-    def check_tokens(self) -> int:
-        """The number of tokens of a self-check."""
-        return TOKENS * self.size + 1
+    def check_tokens(self, total: int, positions: bool = True) -> list[int]:
+        """Return the numbers of tokens of the self-check for sequences of ``total`` tokens: a few, and past switches.
 
-    def check_regions(self, in_blocks: bool) -> list[Region]:
+        Args:
+            total: The sequence length.
+            positions: Whether positions count as lengths, as they do where they cannot be chosen.
+        """
+        few = TOKENS * self.size + 1
+        lengths = [*self.lengths, *(self.positions if positions else ())]
+        past = [min(length + few, total) for length in lengths if length < min(total, MOST_TOKENS)]
+        return [few, max(past)] if past and max(past) > few else [few]
+
+    def check_regions(self, total: int, in_blocks: bool) -> list[Region]:
         """Return the regions of a self-check: one rank, the group, and the group with its head tiles if it has some."""
-        total = self.check_tokens
         regions = [
             Region(None, total, self.owner, in_blocks, self.mode, record=[]),
             self.region(total, in_blocks=in_blocks, head_tiles=1, record=[]),
