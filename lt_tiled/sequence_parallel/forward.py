@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.modules.cache import CACHES
-from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
@@ -96,9 +95,9 @@ class SharedPart(Patch):
         if self.kept_nothing or self.sharing.size == 1 or not module.training or not torch.is_grad_enabled():
             yield
             return
-        before = kept_values(walk(module))
+        before = kept_values(module)
         yield
-        refuse_gradients(self.name, before, kept_values(walk(module)))
+        refuse_gradients(self.name, before, kept_values(module))
         self.kept_nothing = True
 
 

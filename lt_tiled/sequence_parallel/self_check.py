@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lt_tiled.modules.find import walk
 from lt_tiled.sequence_parallel.region import Region, entered
 from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values
 from lt_tiled.tiling.observe import Observation
@@ -59,13 +58,20 @@ def check_shared(
     Raises:
         ValueError: On all ranks, if they differ on any, or if the module cannot run on so few tokens.
     """
-    outputs, kept = [], []
+    outputs: list[Tensor] = []
+    kept: list[dict[str, Tensor]] = []
     for region in regions:
         try:
             output, beside = _run_apart(module, owner, device, region, run)
         except (RuntimeError, IndexError, TypeError) as error:
-            if outputs:
+            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
+            if outputs:
+                raise ValueError(
+                    f"{owner} runs on {region.total} tokens, and cannot run on the {region.length} of them that are"
+                    f" this rank's ({error}). It may read something of all tokens from an attribute, as positions, or"
+                    f" have an attention function of its own. Pass it what it reads as an argument. {_REMEDY}"
+                ) from error
             if not blocks:  # on all ranks: they have the same tokens
                 return
             raise ValueError(
@@ -91,20 +97,20 @@ def _run_apart(
     with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
         for part in module.modules():
             part.training = False
-        before = kept_values(walk(module))
+        before = kept_values(module)
         with entered(region):
             output = run(region)
         beside = {}
-        for place, value in replaced_values(before, kept_values(walk(module))).items():
+        for place, value in replaced_values(before, kept_values(module)).items():
             beside[place] = torch.as_tensor(value).detach().clone()
         return output, beside
 
 
 def _other_values(owner: str, kept: Sequence[dict[str, Tensor]]) -> str | None:
     """Return what a module keeps beside its output that is not the same, if anything is not."""
-    for place in kept[0].keys() & kept[1].keys():
-        true, found = kept[0][place], kept[1][place]
-        if true.shape == found.shape and _excess(found, true, None):
+    for place, true in kept[0].items():
+        found = kept[1].get(place)
+        if found is not None and true.shape == found.shape and _excess(found, true, None):
             return (
                 f"{owner} keeps {place}, which is another value where ranks share a sequence: that of the tokens of one"
                 " rank. Compute it from the output of the model, or name the modules that are independent of this in"
@@ -138,7 +144,8 @@ def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor]
         return (
             f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
             f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
-            f" F.scaled_dot_product_attention, or use those of one rank outside of its blocks. {_REMEDY}"
+            " F.scaled_dot_product_attention, compute something from the number of tokens that it is given, as a scale,"
+            f" or use those of one rank outside of its blocks. {_REMEDY}"
         )
     if len(outputs) > 2 and (error := _excess(outputs[2], expected, dtype)):
         return (

@@ -78,7 +78,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
             return Shared(Sharing(owner, policy, group, AttentionMode()), caller, blocks)
-        config = next(m.config for _, m in pretrained if module in set(m.modules()))
+        config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
         lengths, positions = switches(config.get_text_config())
         return Shared(Sharing(owner, policy, group, lengths=lengths, positions=positions), caller, blocks)
 

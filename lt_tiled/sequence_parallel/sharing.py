@@ -104,7 +104,8 @@ class Sharing:
             raise ValueError(
                 f"{self.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
                 " without what it uses there, as features of images that it adds to hidden states, or name one module"
-                " around it in SequenceParallel(targets=...)."
+                " around it in SequenceParallel(targets=...). Pass a block as an argument what it reads from an"
+                " attribute, as positions."
             ) from error
         else:
             if self.open is not None:

@@ -6,7 +6,7 @@ that a hook collects or an attribute holds, would not be that of the whole seque
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,10 +54,10 @@ def refuse_hooks(name: str, block: nn.Module, outside: Sequence[str]) -> None:
             )
 
 
-def kept_values(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Return the tensors and floats that modules hold beside their weights, by path."""
+def kept_values(module: nn.Module) -> dict[str, Any]:
+    """Return the tensors and floats that a module and those in it hold beside their weights, by path."""
     found = {}
-    for path, part in modules:
+    for path, part in [("", module), *walk(module)]:
         for holder in (part._buffers, part.__dict__):
             for name, value in holder.items():
                 if name not in _OWN_OF_MODULES and isinstance(value, Tensor | float | list | tuple | dict):
