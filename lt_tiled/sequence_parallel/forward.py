@@ -2,7 +2,7 @@
 
 :func:`forward` runs in place of the forward of the module that calls the blocks, and of each block. It shares
 
-* a causal model of transformers that is called with labels from its token ids to its loss (:class:`SharedModel`);
+* a causal model of transformers that is called with labels from its token ids to its loss (``model.py``);
 * any other model from the input of its first block to the output of its last one (:class:`SharedBlock`). What is around
   the blocks has all tokens on each rank, and what is between them is checked;
 * a module that the policy names as if it were the only block.
@@ -13,9 +13,8 @@ attention exchanges heads for tokens (``attention.py``), and the loss of all tok
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,22 +22,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.modules.cache import CACHES
-from lt_tiled.modules.patch import Patch, get_patch
-from lt_tiled.sequence_parallel import causal
+from lt_tiled.modules.patch import Patch
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.sequence_parallel.users_code import (
-    kept_values,
-    refuse_gradients,
-    refuse_hooks,
-    runs_known_code,
-    users_hooks,
-)
+from lt_tiled.sequence_parallel.users_code import kept_values, refuse_gradients, refuse_hooks
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -99,154 +90,6 @@ class SharedPart(Patch):
         yield
         refuse_gradients(self.name, before, kept_values(module))
         self.kept_nothing = True
-
-
-class SharedModel(SharedPart):
-    """On the module that calls the blocks."""
-
-    def __init__(self, sharing: Sharing, name: str, rotary: bool) -> None:
-        super().__init__(sharing, name)
-        self.rotary = rotary
-        """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
-
-    def share(self, call: Call) -> Any:
-        """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
-        sharing, compares = self.sharing, False
-        if sharing.mode is not None:  # a hand-written model, whose first block compares the batches
-            self._check_around(call)
-        else:
-            if sharing.size > 1:  # otherwise there are head tiles alone
-                from_tokens = causal.computes_loss(call) and not self._needs_all(call.module)
-                causal.refuse_outputs(sharing.owner, call, from_tokens)
-                if from_tokens:
-                    with sharing.compared(call):
-                        return self._to_loss(call)
-            call = causal.without_unused_cache(call)
-            compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
-        with sharing.around_blocks(), sharing.compared(call) if compares else nullcontext():
-            return call.run(self.inner)
-
-    def _needs_all(self, model: nn.Module) -> bool:
-        """Whether something before or behind the blocks of a causal model may need all tokens."""
-        because = None if self.rotary else "it has no rotary position embeddings"
-        for part in _outside_blocks(model):
-            if not runs_known_code(part):
-                because = f"{type(part).__name__} is not a class of transformers"
-            elif part is not model and users_hooks(part):
-                because = f"{type(part).__name__} has a hook"
-        for block in model.modules():
-            patch = get_patch(block, SharedPart)
-            if isinstance(patch, SharedBlock) and users_hooks(block, patch.hooks_outside):
-                because = f"{patch.name} has a hook"
-        if because is not None:
-            inform(
-                f"{self.name} shares its sequences between its first and its last block, and computes the rest for all"
-                f" tokens on each rank: {because}",
-                once=f"all tokens {self.name}",
-            )
-        return because is not None
-
-    def _to_loss(self, call: Call) -> Any:
-        """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
-        sharing, tokens = self.sharing, call.tokens
-        assert tokens is not None
-        self._check_to_loss(call, tokens)
-        if (total := tokens.shape[1]) < sharing.size:
-            return call.run(self.inner)
-        region = sharing.region(total)
-        own = causal.own_arguments(region, call)
-        as_tuple = own.pop("return_dict", None) is False
-        with self.keeps_nothing(call.module), causal.shared_loss(region, call), entered(region):
-            output = self.inner(call.module, **own)
-        output["loss"] = region.mean(output["loss"])
-        region.check_exchanged()
-        if isinstance(output.get("logits"), Tensor):
-            output["logits"] = AbsentLogits(sharing.owner, "has the logits of this rank's tokens only")
-        return output.to_tuple() if as_tuple else output
-
-    def _check_to_loss(self, call: Call, tokens: Tensor) -> None:
-        """Check a few of the tokens, at each position past which others are scaled, and more than each window."""
-        lengths = self.lengths_to_check(tokens.shape[1], positions=False)
-        if not lengths:
-            return
-        few, *more = lengths
-        if not self.checked:
-            self._check_tokens(call, tokens, few)
-            for position in self.sharing.positions:  # the last rank alone is past it
-                self._check_tokens(call, tokens, few, max(0, position - few + 1))
-            lengths = more
-        for count in lengths:
-            self._check_tokens(call, tokens, count, all_of_them=False)
-
-    def _check_tokens(
-        self, call: Call, tokens: Tensor, count: int, begin: int | None = None, all_of_them: bool = True
-    ) -> None:
-        """Check some tokens, which the model shares or not, as if it were called without labels.
-
-        Args:
-            call: The call.
-            tokens: Its tokens.
-            count: How many of them, repeated if needed.
-            begin: The position of the first one.
-            all_of_them: Compare what attention is given and all logits, and not the logits of each rank's last tokens.
-        """
-        name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        given: dict[str, Any] = {"use_cache": False}
-        rows, mask = 1, call.arguments.get("attention_mask")
-        if begin is not None:
-            given["position_ids"] = torch.arange(begin, begin + count, device=tokens.device)[None]
-        elif isinstance(mask, Tensor) and mask.dim() == 2:  # positions may be made from it
-            rows, padded = 2, torch.ones(2, count, dtype=mask.dtype, device=mask.device)
-            padded[1, : TOKENS // 2] = 0
-            given["attention_mask"] = padded
-        given[name] = repeated_to(count)(tokens[:1].detach(), 1).expand(rows, *(-1,) * (tokens.dim() - 1))
-        call, takes = Call(call.module, (), given), inspect.signature(type(call.module).forward).parameters
-        mine = self.sharing.region(count)
-
-        def run(region: Region) -> Tensor:
-            arguments = call.kwargs if region.size == 1 else causal.own_arguments(region, call)
-            if not all_of_them and "logits_to_keep" in takes:
-                last = torch.arange(mine.length - TOKENS, mine.length, device=tokens.device)
-                arguments["logits_to_keep"] = last + (mine.begins[mine.rank] if region.size == 1 else 0)
-            logits: Tensor = self.inner(call.module, **arguments).logits
-            return logits
-
-        self.check(call, run, count, in_blocks=False, blocks=all_of_them)
-
-    def _check_around(self, call: Call) -> None:
-        """Check a hand-written model with some of its token ids: code between the blocks may need all tokens."""
-        ids = call.tokens
-        if ids is None or ids.dim() != 2 or ids.is_floating_point():
-            return
-        for tokens in self.lengths_to_check(ids.shape[1]):
-            with self.sharing.compared(call):
-                self._check_ids(call, ids, tokens)
-
-    def _check_ids(self, call: Call, ids: Tensor, tokens: int) -> None:
-        """Check a hand-written model with so many of its token ids."""
-        sharing, some = self.sharing, repeated_to(tokens)
-        small_call = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
-
-        def run(region: Region) -> Tensor:
-            sharing.check_region = region if region.size > 1 else None
-            outside = None if region.size > 1 else region  # the first block opens the region
-            try:
-                with sharing.around_blocks(), entered(outside):
-                    output = small_call.run(self.inner)
-            finally:
-                sharing.check_region = None
-            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
-
-        self.check(call, run, tokens, blocks=False)
-
-
-def _outside_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those inside of it that are no blocks, nor in one."""
-    yield module
-    for child in module.children():
-        if not isinstance(get_patch(child, SharedPart), SharedBlock):
-            yield from _outside_blocks(child)
 
 
 class SharedBlock(SharedPart):

@@ -16,8 +16,9 @@ from lt_tiled.modules.patch import remove_patch, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
 from lt_tiled.sequence_parallel.decoder import share_decoder
-from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel, forward
+from lt_tiled.sequence_parallel.forward import SharedBlock, forward
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
+from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import find_rotary, share_positions
 from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.sequence_parallel.switches import switches

@@ -18,7 +18,8 @@ def switches(config: Any) -> tuple[list[int], list[int]]:
     fields = config.to_dict()
     of_tokens = {value for name, value in _lengths(fields) if _has(name, _OF_TOKENS)}
     of_positions = {value for name, value in _lengths(fields) if _has(name, _OF_POSITIONS)}
-    if "dynamic" in str(fields.get("rope_parameters")) and (longest := fields.get("max_position_embeddings")):
+    rope = [fields.get(name) for name in ("rope_parameters", "rope_scaling")]
+    if "dynamic" in str(rope) and (longest := fields.get("max_position_embeddings")):
         of_positions.add(longest)
     return sorted(of_tokens), sorted(of_positions)
 

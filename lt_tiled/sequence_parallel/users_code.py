@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import HOOKS, Patch, get_patches, is_of, is_patched
 
-_KNOWN = ("torch.", "transformers.", "lt_tiled.", "deepspeed.", "peft.", "accelerate.")
-"""Packages whose modules compute each token by itself outside of the blocks, but for positions."""
-_NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", "accelerate.", "peft.", "transformers.utils.", "transformers.model")
-"""Packages whose hooks compute weights, follow modules, or mark tensors."""
+_PACKAGES = ("torch.", "lt_tiled.", "deepspeed.", "accelerate.", "peft.", "lightning.", "pytorch_lightning.")
+_KNOWN = (*_PACKAGES, "transformers.", "liger_kernel.transformers.rms_norm")
+"""What computes each token by itself outside of the blocks, but for positions."""
+_NO_USERS = (*_PACKAGES, "transformers.utils.", "transformers.modeling_utils")
+"""What has hooks that compute weights, follow modules, or mark tensors."""
 _OWN_OF_MODULES = frozenset(nn.Module().__dict__)
 
 
