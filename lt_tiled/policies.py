@@ -181,8 +181,8 @@ class SequenceParallel:
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
     differ."""
     self_check: bool = True
-    """Run a few tokens of the first input whole on each rank and shared, and raise an error if outputs, or what
-    attention is given, differ."""
+    """Run some tokens of the first input whole on each rank and shared, past each length that the configuration names,
+    and raise an error if outputs, what attention is given, or what modules keep in attributes differ."""
 
     def __post_init__(self) -> None:
         check_count("size", self.size)

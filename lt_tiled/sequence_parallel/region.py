@@ -16,6 +16,10 @@ all-to-all                                          the reverse all-to-all
 mean over the group, of losses computed from the    identity
 rank's labels and the mean of the group's counts
 ==================================================  ===================================================
+
+Each rank holds its own tokens of embeddings, hidden states and logits. What is small and may depend on all tokens is
+computed from all of them on each rank: masks, positions, rotary tables (of which a rank keeps its own rows) and the
+loss of the router. Where a model may compute anything else before its first block, the region begins at that block.
 """
 
 from __future__ import annotations

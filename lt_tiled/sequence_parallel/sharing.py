@@ -80,7 +80,7 @@ class Sharing:
         """
         few = TOKENS * self.size + 1
         lengths = [*self.lengths, *(self.positions if positions else ())]
-        past = [min(length + few, total) for length in lengths if length < min(total, MOST_TOKENS)]
+        past = [min(length + few, total) for length in lengths if length < total and length <= MOST_TOKENS]
         return [few, max(past)] if past and max(past) > few else [few]
 
     def check_regions(self, total: int, in_blocks: bool) -> list[Region]:

@@ -6,7 +6,7 @@ that a hook collects or an attribute holds, would not be that of the whole seque
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import HOOKS, Patch, get_patches, is_of, is_patched
+from lt_tiled.tiling.places import is_weight
 
 _PACKAGES = ("torch.", "lt_tiled.", "deepspeed.", "accelerate.", "peft.", "lightning.", "pytorch_lightning.")
 _KNOWN = (*_PACKAGES, "transformers.", "liger_kernel.transformers.rms_norm")
@@ -64,7 +65,8 @@ def kept_values(module: nn.Module) -> dict[str, Any]:
                 if name not in _OWN_OF_MODULES and isinstance(value, Tensor | float | list | tuple | dict):
                     for place, leaf in pytree.tree_leaves_with_path(value):
                         found[f"{path}.{name}{pytree.keystr(place)}".lstrip(".")] = leaf
-    return {place: leaf for place, leaf in found.items() if isinstance(leaf, Tensor | float)}
+    # FSDP with use_orig_params=False keeps views of its flat weights in attributes, whose memory may be gone.
+    return {place: leaf for place, leaf in found.items() if isinstance(leaf, Tensor | float) and not is_weight(leaf)}
 
 
 def replaced_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,16 +76,10 @@ def replaced_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
 
 def refuse_gradients(owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a module keeps a new value that wants a gradient."""
-    for place in _with_graph(replaced_values(before, now)):
-        raise ValueError(
-            f"{owner} keeps {place}, which it computed with a graph from the tokens of one rank, so a loss of it is not"
-            " that of all tokens. Compute it outside of the blocks from their output, without sequence parallelism, or"
-            " let the model return it as part of its loss, as with output_router_logits=True."
-        )
-
-
-def _with_graph(values: Mapping[str, Any]) -> Iterator[str]:
-    for place, value in values.items():
-        # FSDP with use_orig_params=False keeps views of its flat weights in attributes.
-        if isinstance(value, Tensor) and value.grad_fn is not None and not isinstance(value._base, nn.Parameter):
-            yield place
+    for place, value in replaced_values(before, now).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            raise ValueError(
+                f"{owner} keeps {place}, which it computed with a graph from the tokens of one rank, so a loss of it is"
+                " not that of all tokens. Compute it from the output of the blocks, outside of them, or let the model"
+                " add it to its loss, as with output_router_logits=True."
+            )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -99,11 +100,13 @@ def made_positions(name: str, labels: bool) -> tuple[float, int, str]:
     return against_whole(model, given)
 
 
+@pytest.mark.table("2-.*|4-OPT-True")
 @pytest.mark.parametrize("labels", [True, False])
 @pytest.mark.parametrize("name", MADE_POSITIONS)
-def test_positions_as_the_model_makes_them(name: str, labels: bool, world: World) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_positions_as_the_model_makes_them(size: int, name: str, labels: bool, world: World, four_ranks: World) -> None:
     """Positions from the mask, and from token ids, are those of all tokens."""
-    for error, exchanges, message in world(made_positions, name, labels):
+    for error, exchanges, message in {2: world, 4: four_ranks}[size](made_positions, name, labels):
         assert message == ""
         assert exchanges == 2
         assert error < 1e-12
@@ -118,23 +121,26 @@ def balanced(architecture: str, given: str, policies: dict[str, Any]) -> tuple[f
     """The error of a step, and how far the router's loss and its logits are from those of one process."""
     models = [causal(architecture, **_EXPERTS, **_BALANCED)() for _ in range(2)]
     inputs, outputs, steps = GIVEN[given](ids(2, 37)), [], []
-    for model, sequence_parallel in zip(models, (None, 2), strict=True):
+    for model, sequence_parallel in zip(models, (None, dist.get_world_size()), strict=True):
         with lt_tiled.prepare(model, sequence_parallel=sequence_parallel, loss=True, **policies):
             steps.append(step(model, inputs))
             outputs.append(model(**inputs))
     found = [float((outputs[1].aux_loss - outputs[0].aux_loss).detach())]
     for mine, true in zip(outputs[1].router_logits, outputs[0].router_logits, strict=True):
-        found.append(float((mine - true).abs().max()))
+        found.append(float((mine - true).detach().abs().max()))
     return worst(steps[1], steps[0]), found
 
 
-@pytest.mark.table("mixtral-padded-.*|qwen3_moe-plain-.*activation.*")
+@pytest.mark.table("2-mixtral-padded-.*|4-qwen3_moe-plain-.*activation.*")
 @pytest.mark.parametrize("policies", [{}, {"activation_checkpointing": True}], ids=str)
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_loss_of_the_router(architecture: str, given: str, policies: dict[str, Any], world: World) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_of_the_router(
+    size: int, architecture: str, given: str, policies: dict[str, Any], world: World, four_ranks: World
+) -> None:
     """The loss that balances experts, its gradients and the router logits are those of all tokens but padding."""
-    for error, others in world(balanced, architecture, given, policies):
+    for error, others in {2: world, 4: four_ranks}[size](balanced, architecture, given, policies):
         assert error < 1e-12
         assert max(map(abs, others)) < 1e-12
 
