@@ -17,6 +17,7 @@ from lt_tiled import SequenceParallel
 from lt_tiled.sequence_parallel import forward
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.sequence_parallel.region import Region
+from lt_tiled.sequence_parallel.switches import switches
 from tests.sequence_parallel.models import CASES, VOCAB, Block, Pooled, causal, ids, no_labels, padded
 from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.sequence_parallel.test_attention import varlen_like
@@ -89,8 +90,14 @@ def _roberta(**given: Any) -> tuple[nn.Module, dict[str, Any]]:
     return causal("roberta", is_decoder=True, **_NO_DROPOUT)(), padded(False)(ids(2, 37)) | given
 
 
+def _bart(**given: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The decoder of BART, which takes no positions."""
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "dropout": 0.0}
+    return causal("bart", **sizes)(), padded(True)(ids(2, 37)) | given
+
+
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MADE_POSITIONS = {"OPT": _opt, "RoBERTa": _roberta}
+MADE_POSITIONS = {"OPT": _opt, "RoBERTa": _roberta, "BART": _bart}
 
 
 def made_positions(name: str, labels: bool) -> tuple[float, int, str]:
@@ -105,7 +112,7 @@ def made_positions(name: str, labels: bool) -> tuple[float, int, str]:
 @pytest.mark.parametrize("name", MADE_POSITIONS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_positions_as_the_model_makes_them(size: int, name: str, labels: bool, world: World, four_ranks: World) -> None:
-    """Positions from the mask, and from token ids, are those of all tokens."""
+    """Positions from the mask, from token ids, and from the number of tokens, are those of all tokens."""
     for error, exchanges, message in {2: world, 4: four_ranks}[size](made_positions, name, labels):
         assert message == ""
         assert exchanges == 2
@@ -184,6 +191,27 @@ def test_jitter(world: World) -> None:
 
 
 # The self-check
+
+
+NAMED = {
+    "mistral": ({"sliding_window": 14}, [14], []),
+    "llama": (_rope("dynamic", factor=4.0), [], [SWITCH]),
+    "phi3": (_PHI | _rope("longrope", **_LONG), [], [SWITCH]),
+    "gemma3_text": (_LAYERS | {"max_position_embeddings": SWITCH, "rope_parameters": _PER_LAYER}, [6], [SWITCH]),
+    "llama4_text": ({"attention_chunk_size": 512, "floor_scale": 300}, [512], [300]),
+}
+"""Fields of configurations, and the numbers of tokens and the positions that they name."""
+
+
+@pytest.mark.parametrize("architecture", NAMED)
+def test_named_switches(architecture: str) -> None:
+    """Windows, chunks, original lengths and scales of positions are read from the configuration."""
+    from transformers import AutoConfig
+
+    fields, lengths, positions = NAMED[architecture]
+    found = switches(AutoConfig.for_model(architecture, hidden_size=32, num_attention_heads=4, head_dim=8, **fields))
+    assert set(lengths) <= set(found[0])
+    assert found[1] == positions
 
 
 class _Lengths:
