@@ -144,8 +144,8 @@ class SharedBlock(SharedPart):
                 )
                 return None
         with sharing.compared(call):
-            if sharing.check_region is not None:
-                return sharing.check_region
+            if (given := sharing.check_region or sharing.loss_region) is not None:
+                return given
             return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
     def _run(self, region: Region, call: Call) -> Any:
@@ -160,6 +160,8 @@ class SharedBlock(SharedPart):
                 " module around it in SequenceParallel(targets=...)."
             )
         own = region.local(tokens) if self.first else tokens
+        if own is not tokens and region.size > 1:
+            own = own.clone()  # a view would keep those of all ranks alive
         if not is_backward():
             if region.size > 1:
                 refuse_hooks(self.name, call.module, self.hooks_outside)
@@ -191,9 +193,11 @@ class SharedBlock(SharedPart):
             if self.first:
                 region.kept_by(leaves[0])  # which refuses an open region before a weight gets a gradient
             return output
-        whole = region.mean(leaves[0]) if is_loss else region.gathered(leaves[0])
         self.sharing.open, region.closed = None, True
         region.check_exchanged()
+        if region.ends_with_loss:
+            return output
+        whole = region.mean(leaves[0]) if is_loss else region.gathered(leaves[0])
         return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
 
     def _check(self, region: Region, call: Call, own: Tensor, tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from lt_tiled.sequence_parallel.region import Region, entered
 from lt_tiled.sequence_parallel.self_check import TOKENS
 from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.sequence_parallel.users_code import runs_known_code, users_hooks
+
+Begin = Literal["tokens", "first block"]
+"""Where the region of a causal model begins: at its token ids, or at the input of its first block."""
 
 
 class SharedModel(SharedPart):
@@ -38,47 +41,65 @@ class SharedModel(SharedPart):
             self._check_around(call)
         else:
             if sharing.size > 1:  # otherwise there are head tiles alone
-                from_tokens = causal.computes_loss(call) and not self._needs_all(call.module)
-                causal.refuse_outputs(sharing.owner, call, from_tokens)
-                if from_tokens:
+                begin = self._begin(call) if causal.computes_loss(call) else None
+                causal.refuse_outputs(sharing.owner, call, begin == "tokens")
+                if begin is not None:
                     with sharing.compared(call):
-                        return self._to_loss(call)
+                        return self._to_loss(call, begin)
             call = causal.without_unused_cache(call)
             compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
         with sharing.around_blocks(), sharing.compared(call) if compares else nullcontext():
             return call.run(self.inner)
 
-    def _needs_all(self, model: nn.Module) -> bool:
-        """Whether something before or behind the blocks of a causal model may need all tokens."""
-        because = None if self.rotary else "it has no rotary position embeddings"
+    def _begin(self, call: Call) -> Begin | None:
+        """Return where the region of a causal model that ends with its loss begins.
+
+        It is the first block where the embeddings may need all tokens. If something else around the blocks may, the
+        region ends with the last block, and this is ``None``: GPT-2 reshapes behind its blocks to the shape of all.
+        """
+        model: Any = call.module
+        before, embeddings = None, model.get_input_embeddings()
+        behind = None if self.rotary else "it has no rotary position embeddings"
         for part in _outside_blocks(model):
+            because = None
             if not runs_known_code(part):
                 because = f"{type(part).__name__} is not a class of transformers"
             elif part is not model and users_hooks(part):
                 because = f"{type(part).__name__} has a hook"
+            if part is embeddings:
+                before = because or before
+            else:
+                behind = because or behind
         for block in model.modules():
             patch = get_patch(block, SharedPart)
             if isinstance(patch, SharedBlock) and users_hooks(block, patch.hooks_outside):
-                because = f"{patch.name} has a hook"
-        if because is not None:
+                behind = f"{patch.name} has a hook"
+        if because := behind or before:
             inform(
-                f"{self.name} shares its sequences between its first and its last block, and computes the rest for all"
-                f" tokens on each rank: {because}",
+                f"{self.name} computes what is before {'and behind ' if behind else ''}its blocks for all tokens on"
+                f" each rank: {because}",
                 once=f"all tokens {self.name}",
             )
-        return because is not None
+        if behind is not None:
+            return None
+        if before is None:
+            return "tokens"
+        return None if causal.fills_cache(causal.without_unused_cache(call)) else "first block"
 
-    def _to_loss(self, call: Call) -> Any:
+    def _to_loss(self, call: Call, begin: Begin) -> Any:
         """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
         sharing, tokens = self.sharing, call.tokens
         assert tokens is not None
-        self._check_to_loss(call, tokens)
+        from_tokens = begin == "tokens"
+        if from_tokens:
+            self._check_to_loss(call, tokens)
         if (total := tokens.shape[1]) < sharing.size:
             return call.run(self.inner)
-        region = sharing.region(total)
-        own = causal.own_arguments(region, call)
+        region = sharing.region(total, in_blocks=not from_tokens, ends_with_loss=True)
+        own = causal.own_arguments(region, call) if from_tokens else dict(causal.without_unused_cache(call).arguments)
         as_tuple = own.pop("return_dict", None) is False
-        with self.keeps_nothing(call.module), causal.shared_loss(region, call), entered(region):
+        inside = entered(region) if from_tokens else sharing.opened_by_first_block(region)
+        with self.keeps_nothing(call.module), causal.shared_loss(region, call), inside:
             output = self.inner(call.module, **own)
         output["loss"] = region.mean(output["loss"])
         region.check_exchanged()

@@ -46,13 +46,16 @@ class Region:
         group: The ranks that share the sequence; ``None`` for this rank alone.
         total: The sequence length.
         owner: The class and path of the model, for messages.
-        in_blocks: Whether the region is a chain of blocks, whose inputs are whole outside, and not a whole model.
+        in_blocks: Whether the region begins with the first of a chain of blocks, whose inputs are whole outside, and
+            not with the tokens of a model.
     """
 
     group: dist.ProcessGroup | None
     total: int
     owner: str
     in_blocks: bool = False
+    ends_with_loss: bool = False
+    """Whether a region that begins with the first block ends with the loss of the model, and not with the last one."""
     mode: AbstractContextManager[Any] | None = None
     """The torch function mode that finds the attention of hand-written models."""
     position_ids: Tensor | None = None

@@ -38,6 +38,8 @@ class Sharing:
     """The region that the first block opened and the last one will close."""
     check_region: Region | None = None
     """The region of a self-check, which the first block opens in place of its own."""
+    loss_region: Region | None = None
+    """A region that ends with the loss, which the first block opens in place of its own."""
     regions: WeakSet[Region] = field(default_factory=WeakSet)
     """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
     same_batch: SameBatch | None = field(init=False, default=None)
@@ -86,7 +88,7 @@ class Sharing:
     def check_regions(self, total: int, in_blocks: bool) -> list[Region]:
         """Return the regions of a self-check: one rank, the group, and the group with its head tiles if it has some."""
         regions = [
-            Region(None, total, self.owner, in_blocks, self.mode, record=[]),
+            Region(None, total, self.owner, in_blocks, mode=self.mode, record=[]),
             self.region(total, in_blocks=in_blocks, head_tiles=1, record=[]),
         ]
         if self.policy.head_tiles > 1:
@@ -112,6 +114,16 @@ class Sharing:
                 self.open.check_closed()
         finally:
             self.open = None
+
+    @contextmanager
+    def opened_by_first_block(self, region: Region) -> Iterator[None]:
+        """Let the first block open a region that ends with the loss of the model."""
+        self.loss_region = region
+        try:
+            with self.around_blocks():
+                yield
+        finally:
+            self.loss_region = None
 
     def recomputed(self, name: str) -> Region:
         """Return the region of a block that a checkpoint around it recomputes.

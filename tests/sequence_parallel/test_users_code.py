@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import lt_tiled
+from lt_tiled import SequenceParallel
+from lt_tiled.loss.transformers import AbsentLogits
 from tests.sequence_parallel.models import GPT, Block, Pooled, causal, ids, no_labels
-from tests.sequence_parallel.runs import against_whole, step, worst
+from tests.sequence_parallel.runs import Counts, against_whole, step, worst
 from tests.world import World
 
 
@@ -24,13 +26,19 @@ def labeled(tokens: int = 37) -> dict[str, Any]:
 # Noise
 
 
-def with_noise() -> tuple[float, str]:
-    """The error of a step with NEFTune, whose noise depends on the length, with one seed on all ranks."""
+def noisy_llama() -> Any:
+    """A Llama with NEFTune, whose noise depends on the length."""
     from transformers.integrations.neftune import neftune_post_forward_hook
 
     model: Any = causal("llama")()
     model.model.embed_tokens.neftune_noise_alpha = 5.0
     model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+    return model
+
+
+def with_noise() -> tuple[float, str]:
+    """The error of a step with one seed on all ranks."""
+    model = noisy_llama()
     reference, found = copy.deepcopy(model), []
     lt_tiled.prepare(reference, loss=True)
     with lt_tiled.prepare(model, sequence_parallel=2, loss=True):
@@ -44,6 +52,20 @@ def test_noise_of_a_hook(world: World) -> None:
     """Noise that a hook adds to the embeddings has the size that all tokens give it."""
     for error, _ in world(with_noise):
         assert error < 1e-12
+
+
+def collectives_with_noise() -> dict[str, int]:
+    model, policy = noisy_llama(), SequenceParallel(2, self_check=False, batch="trust")
+    with lt_tiled.prepare(model, sequence_parallel=policy, loss=True), Counts() as counts:
+        output = model(**labeled())
+        output.loss.backward()
+    assert isinstance(output.logits, AbsentLogits)
+    return {name: count for name, count in counts.found.items() if count and name not in ("reads", "attention")}
+
+
+def test_noise_of_a_hook_leaves_the_loss_shared(world: World) -> None:
+    """Only the embeddings are computed for all tokens: logits and the loss are those of the rank's own."""
+    assert world(collectives_with_noise) == [{"all_to_all": 2 * 4, "group_mean": 1}] * 2
 
 
 class Noisy(nn.Embedding):
