@@ -69,6 +69,11 @@ class Prepared(AbstractContextManager["Prepared"]):
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
+        if sequence_parallel and sequence_parallel.keep and not activation_checkpointing:
+            warn(
+                f"keep={sequence_parallel.keep!r} has no effect: it is for the recompute of blocks with activation"
+                " checkpointing. Set activation_checkpointing=True, or leave keep out."
+            )
         losses = find_losses(model) if loss else []
         missing = list[NothingFoundError]()
         blocks, tiled = list[tuple[str, nn.Module]](), list[Tileable]()

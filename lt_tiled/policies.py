@@ -182,13 +182,18 @@ class SequenceParallel:
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
     differ."""
     self_check: bool = True
-    """Run a few tokens of the first input whole on each rank and shared, and raise an error if outputs, or what
-    attention is given, differ."""
+    """Run some tokens of the first input whole on each rank and shared, past each length that the configuration names,
+    and raise an error if outputs, what attention is given, or what modules keep in attributes differ."""
 
     def __post_init__(self) -> None:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
         _check_choice("keep", self.keep, (*get_args(Keep), None))
+        if self.keep == "exchange" and self.size == 1:
+            raise ValueError(
+                "keep='exchange' keeps what ranks exchange, and one rank (size=1) exchanges nothing: set"
+                " keep='attention', or leave it out."
+            )
         if self.keep == "exchange" and self.head_tiles > 1:
             raise ValueError(
                 f"keep='exchange' would keep what head_tiles={self.head_tiles} exchanges of all heads: set"
@@ -246,7 +251,7 @@ def _chooses(policy: Callable[[Any, bool, int], bool], path: str, module: Any) -
 
 
 def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParallel | None:
-    """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank with one head tile is off."""
+    """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank that does nothing is off."""
     if isinstance(value, bool) or not isinstance(value, int | SequenceParallel | None):
         raise ValueError(
             f"sequence_parallel={value!r} is not understood: pass a number of ranks, None or a SequenceParallel."
@@ -254,7 +259,7 @@ def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParall
     if isinstance(value, int):
         check_count("sequence_parallel", value)
         value = SequenceParallel(value)
-    return None if value is None or (value.size, value.head_tiles) == (1, 1) else value
+    return None if value is None or (value.size, value.head_tiles, value.keep) == (1, 1, None) else value
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

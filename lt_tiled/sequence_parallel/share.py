@@ -16,9 +16,13 @@ from lt_tiled.modules.find import find_named, has_class, outermost, walk, walk_a
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
-from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel
+from lt_tiled.sequence_parallel.decoder import share_decoder
+from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
+from lt_tiled.sequence_parallel.model import SharedModel
+from lt_tiled.sequence_parallel.positions import find_rotary, share_positions
 from lt_tiled.sequence_parallel.sharing import Sharing
+from lt_tiled.sequence_parallel.switches import switches
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layers of transformers that mix tokens in attention alone, as configurations name them."""
@@ -50,8 +54,12 @@ class Shared:
             undo.callback(remove_patches, block, SharedBlock)
         if sharing.mode is None:
             share_interface(undo)
+        roots = [block for _, block in self.blocks] if self.caller is None else [self.caller]
+        rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
+        share_positions(rotary, undo)
         if self.caller is not None:
-            set_patch(self.caller, SharedModel(sharing, sharing.owner))
+            share_decoder(self.caller, undo)
+            set_patch(self.caller, SharedModel(sharing, sharing.owner, bool(rotary)))
             undo.callback(remove_patches, self.caller, SharedModel)
 
 
@@ -70,8 +78,11 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
 
     def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Shared:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
-        mode = None if module in inside else AttentionMode()
-        return Shared(Sharing(owner, policy, group, mode), caller, blocks)
+        if module not in inside:
+            return Shared(Sharing(owner, policy, group, AttentionMode()), caller, blocks)
+        config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
+        lengths, positions = switches(config.get_text_config())
+        return Shared(Sharing(owner, policy, group, lengths=lengths, positions=positions), caller, blocks)
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
