@@ -17,10 +17,8 @@ from tests.architectures import ARCHITECTURES
 
 PACKAGE = Path(lt_tiled.__file__).parent
 MOST = 10
-MOST_CALLS = 7250
-"""Python calls of a later step: 0.2.0 made 10,537. In most steps there are 6,720; those in which the recompute is compared
-with its forward pass have more.
-"""
+MOST_CALLS = 6763
+"""Python calls of a later step, but for those in which the recompute is compared with its forward pass."""
 
 
 def functions_entered(run: Callable[[], Any]) -> list[str]:
@@ -86,7 +84,7 @@ def test_a_step_is_read_in_few_files() -> None:
 def test_the_whole_step_is_read_in_few_jumps() -> None:
     """A later step with tiled loss and block inputs in CPU memory enters so many files, with so many jumps between
     files in the order in which functions are entered first. The aim is 14 files forward, 12 backward, 45 jumps each. A
-    later step makes a third fewer Python calls than in 0.2.0.
+    later step makes a third fewer Python calls than the 10,145 of 0.2.0.
     """
     architecture = ARCHITECTURES["Llama"]
     net = architecture.build(torch.float32)
@@ -97,9 +95,8 @@ def test_the_whole_step_is_read_in_few_jumps() -> None:
         losses: list[torch.Tensor] = []
         forward = functions_entered(lambda: losses.append(net(**architecture.feed(net)).loss))
         backward = functions_entered(losses[0].backward)
-        net(**architecture.feed(net)).loss.backward()
         later = calls(lambda: net(**architecture.feed(net)).loss.backward())
     assert later <= MOST_CALLS
-    for paths, files, jumps in ((forward, 26, 113), (backward, 16, 97)):
+    for paths, files, jumps in ((forward, 26, 115), (backward, 16, 97)):
         assert len(set(paths)) <= files, sorted(set(paths))
         assert sum(a != b for a, b in pairwise(paths)) <= jumps
