@@ -20,12 +20,19 @@ from lt_tiled.sequence_parallel.exchange import attend
 from lt_tiled.sequence_parallel.region import Region, current
 
 
-class _Shared:
-    """An attention function in transformers' table, which attends to the tokens of all ranks in a region."""
+class Replacement:
+    """A function that takes the place of another one in a table, or in a module, while it has users."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.users = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Shared(Replacement):
+    """An attention function in transformers' table, which attends to the tokens of all ranks in a region."""
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
@@ -73,14 +80,20 @@ def share_interface(undo: ExitStack) -> None:
     """Wrap the attention functions of transformers until ``undo`` is closed, by the last one of several users."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
-    for name, function in list(TABLE.items()):
-        shared = function if isinstance(function, _Shared) else _Shared(function)
-        shared.users += 1
-        TABLE[name] = shared
-        undo.callback(_restore, TABLE, name, shared)
+    for name in list(TABLE):
+        replace(TABLE, name, _Shared, undo)
 
 
-def _restore(table: Any, name: str, shared: _Shared) -> None:
+def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack) -> None:
+    """Replace a function of a table until ``undo`` is closed, by the last one of several users."""
+    function = table[name]
+    shared = function if isinstance(function, Replacement) else kind(function)
+    shared.users += 1
+    table[name] = shared
+    undo.callback(_restore, table, name, shared)
+
+
+def _restore(table: Any, name: str, shared: Replacement) -> None:
     """Restore a function when its last user leaves, unless others replaced it since."""
     shared.users -= 1
     if shared.users == 0 and table.get(name) is shared:
