@@ -118,7 +118,8 @@ def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor)
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4):
         return mask
     config, total, batch = model.config, region.total, tokens.shape[0]
-    dense = str(config._attn_implementation) == "sdpa"
+    implementation = str(config._attn_implementation)
+    dense, eager = implementation == "sdpa", implementation == "eager"
     kinds = set(getattr(config, "layer_types", None) or ())
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     states = kinds & STATE_LAYERS - {"hybrid_sliding"}
@@ -130,11 +131,11 @@ def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor)
             if states:  # models look masks up by the kinds of their parts
                 kinds |= {"full_attention", "linear_attention"}
             return dict.fromkeys(kinds) if kinds else None
-    nbytes = batch * total**2
-    if dense and nbytes > MAX_MASK_BYTES:
+    nbytes = batch * total**2 * (model.dtype.itemsize if eager else 1)
+    if (dense or eager) and nbytes > MAX_MASK_BYTES:
         packed = positions is not None and bool((positions.diff() != 1).any())
         padded = mask is not None and not bool(mask.all())
-        if packed or padded or (not plain and total > min(filter(None, windows), default=0)):
+        if eager or packed or padded or (not plain and total > min(filter(None, windows), default=0)):
             raise ValueError(
                 f"{region.owner} needs a mask of {nbytes >> 20} MiB for {total} tokens, and at most"
                 f" {MAX_MASK_BYTES >> 20} MiB are made: use flash or flex attention, or, instead of padding, documents"

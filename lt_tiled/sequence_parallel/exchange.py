@@ -18,9 +18,9 @@ from lt_tiled.sequence_parallel.collectives import all_to_all
 from lt_tiled.sequence_parallel.kept import attended, kept_or
 from lt_tiled.sequence_parallel.region import Region, entered
 
-Attention = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
-"""Computes attention of some heads: from queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]`` and the heads'
-place among all query heads to ``[B, h, S, D]``."""
+Attention = Callable[..., Tensor]
+"""Computes attention of some heads: from queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]``, the heads' place
+among all query heads, and parts of vectors, to ``[B, h, S, D]``."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,17 @@ def shares_of(queries: int, keys: int, size: int) -> list[Share]:
     return shares
 
 
-def attend(region: Region, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
+def attend(
+    region: Region,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    vectors: Sequence[Tensor] = (),
+) -> Tensor:
     """Compute the attention of a rank's tokens ``[B, H, S/n, D]`` to the tokens of all ranks.
+
+    ``attention`` gets its heads' part of ``vectors``, which have an entry for each query head.
 
     Raises:
         ValueError: If the shapes are not those of self-attention in the region, or there are too few heads.
@@ -65,11 +74,10 @@ def attend(region: Region, query: Tensor, key: Tensor, value: Tensor, attention:
             " attention, or name modules without this one in SequenceParallel(targets=...)."
         )
 
-    def compute(mine: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
-        (query,), (key, value) = queries, keys
-        return attention(query, key, value, mine.queries)
+    def compute(mine: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], own: Sequence[Tensor]) -> Tensor:
+        return attention(*queries, *keys, mine.queries, *own)
 
-    return over_heads(region, [query], [key, value], [], compute, "query heads", region.record)
+    return over_heads(region, [query], [key, value], vectors, compute, "query heads", region.record)
 
 
 Compute = Callable[[Share, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]

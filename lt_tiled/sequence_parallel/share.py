@@ -14,7 +14,7 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
 from lt_tiled.modules.patch import remove_patch, set_patch
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
+from lt_tiled.sequence_parallel.attention import AttentionMode, eager_files, share_interface
 from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel, forward
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 from lt_tiled.sequence_parallel.sharing import Sharing
@@ -56,7 +56,7 @@ class Shared:
             set_patch(block, SharedBlock(sharing, path, index == 0, index == last), forward)
             undo.callback(remove_patch, block, SharedBlock, forward)
         if sharing.mode is None:
-            share_interface(undo)
+            share_interface([block for _, block in self.blocks], undo)
         if self.caller is not None:
             set_patch(self.caller, SharedModel(sharing, sharing.owner), forward)
             undo.callback(remove_patch, self.caller, SharedModel, forward)
@@ -115,7 +115,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
             " parallelism does not exchange: use a model with attention layers, or with layers of Mamba, Mamba 2, gated"
             " delta rules or short convolutions, or sequence_parallel=1."
         )
-    if text._attn_implementation == "eager" and kinds != {"linear_attention"}:
+    if text._attn_implementation == "eager" and kinds != {"linear_attention"} and not eager_files(model):
         found = [name for name, flag in _INSTEAD_OF_EAGER.items() if getattr(model, flag, False)]
         remedy = f"load it with attn_implementation={' or '.join(map(repr, found))}" if found else "use another model"
         raise ValueError(

@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from lt_tiled.modules.find import walk
+from lt_tiled._log import inform
+from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import Patch, remove_patch, set_patch
+from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather, all_to_all
 from lt_tiled.sequence_parallel.exchange import Share, over_heads
 from lt_tiled.sequence_parallel.kept import kept_or
-from lt_tiled.sequence_parallel.region import Region, current
+from lt_tiled.sequence_parallel.region import Region, current, entered
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ RULES = {
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Kernels of a whole layer: where they return ``None``, as without kernels, the layer calls the functions above."""
+
+WHOLE = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
+"""Layers whose code passes on its state without such a function: each rank computes them for all tokens."""
 
 
 class SharedFunction(Replacement):
@@ -204,7 +210,7 @@ def _sent(region: Region, count: int, x: Tensor, back: bool) -> Tensor:
 
 
 class MixerPatch(Patch):
-    """On a layer whose code calls such functions."""
+    """On a layer whose code calls such functions, or, with no names, which runs on all tokens."""
 
     attribute = "_lt_tiled_mixer"
 
@@ -222,6 +228,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     region = current()
     if not patch.active or region is None:
         return patch.inner(self, *args, **kwargs)
+    if not patch.names:
+        return _on_all_tokens(patch, region, Call(self, args, kwargs))
     for name, value in kwargs.items():
         padding = isinstance(value, Tensor) and value.dim() == 2 and value.shape[-1] == region.total
         if padding and "mask" in name and region.size > 1:
@@ -241,11 +249,35 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+def _on_all_tokens(patch: MixerPatch, region: Region, call: Call) -> Any:
+    """Run a layer on the tokens of all ranks, and return its output for the rank's own."""
+    if region.size == 1 or call.tokens is None:
+        return call.run(patch.inner)
+    region.check_recompute()
+    region.exchanges += 1
+    inform(
+        f"{region.owner}: each rank computes {type(call.module).__name__} for all tokens, because its state cannot be"
+        " divided by heads; the rest of the model is divided",
+        once=f"all tokens {region.owner}",
+    )
+
+    def gathered(tensor: Tensor, dim: int) -> Tensor:
+        return all_gather(tensor, region.lengths, dim, region.name)
+
+    whole = call.changed(patch.path, region.length, gathered(call.tokens, 1), gathered)
+    with entered(None):
+        output = whole.run(patch.inner)
+    first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    return pytree.tree_map(lambda leaf: region.local(leaf) if leaf is first else leaf, output)
+
+
 def find_mixers(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the layers in these modules whose code calls functions that mix tokens by a state or a convolution."""
+    """Return the layers in these modules that mix tokens by a state or a convolution."""
     found = []
     for block_path, block in modules:
-        found += [(path, module) for path, module in [(block_path, block), *walk(block, block_path)] if _names(module)]
+        for path, module in [(block_path, block), *walk(block, block_path)]:
+            if _names(module) or has_class(module, WHOLE):
+                found.append((path, module))
     return found
 
 

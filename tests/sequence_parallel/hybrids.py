@@ -51,6 +51,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "falcon_mamba": {"state_size": 8},
     "jamba": _JAMBA,
+    "minimax": {**_BOTH, **_EXPERTS, "block_size": 16},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3},
     "zamba": {**_ZAMBA, "n_mamba_heads": 2, "mamba_dt_rank": 4, "num_key_value_heads": 4, "attention_head_dim": 16},
 }
 """Fields of configurations by their ``model_type``."""

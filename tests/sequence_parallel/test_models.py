@@ -19,7 +19,6 @@ from tests.world import World
 
 _EAGER = r"uses eager attention, or no attention, .*: "
 _NONE = _EAGER + "use another model"
-_STATES = r"has layers of the kinds .* use a model with attention layers, or with layers of Mamba"
 _TWO = "has an encoder and a decoder, .* use a model with one"
 _CROSS = r"needs self-attention of all .* tokens .*SequenceParallel\(targets=...\)"
 _UNSEEN = r"None of its attention was seen.* Use the sdpa, flash or flex attention"
@@ -35,14 +34,11 @@ REFUSED = {
     "Falcon": _UNSEEN,
     "GPT-J": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "GPT-Neo": _EAGER + "load it with attn_implementation='flash_attention_2'",
-    "GPT-OSS": _EAGER + "load it with attn_implementation='flash_attention_2' or 'flex_attention'",
-    "Gemma 2": _EAGER + "load it with attn_implementation='flash_attention_2' or 'flex_attention'",
     "Hiera": _NONE,
     "LeViT": _NONE,
     "Llama 3.2 (image and text)": _CROSS,
     "Longformer": _NONE,
     "MPT": _NONE,
-    "MiniMax": _STATES,
     "Qwen 3-VL": _BETWEEN,
     "RWKV": _NONE,
     "Swin": _IMAGE,
@@ -74,7 +70,7 @@ def test_shared(name: str, world: World) -> None:
         assert error < max(NEAR, ARCHITECTURES[name].error)
 
 
-@pytest.mark.table("MiniMax|T5|BLOOM|Swin|GPT-OSS|Falcon|Qwen 3-VL|Llama 3.2.*|wav2vec.*")
+@pytest.mark.table("T5|BLOOM|Swin|Falcon|Qwen 3-VL|Llama 3.2.*|wav2vec.*")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""

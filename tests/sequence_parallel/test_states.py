@@ -56,13 +56,13 @@ def error(
         return str(refused)
 
 
-@pytest.mark.table("qwen3_next|bamba|nemotron_h|lfm2|jamba|mamba2|mamba")
+@pytest.mark.table("qwen3_next|bamba|nemotron_h|lfm2|jamba|mamba2|mamba|minimax")
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_family(name: str, world: World) -> None:
     """The loss and all gradients of two ranks are those of one."""
     for found in world(error, name):
         assert isinstance(found, float), found
-        assert found < 1e-12
+        assert found < (3e-7 if name == "recurrent_gemma" else 1e-12)  # whose scan is always in float32
 
 
 @pytest.mark.table("(no labels|padded left)-(qwen3_next|mamba2)|padded left-(bamba|lfm2|nemotron_h)")
@@ -208,6 +208,8 @@ def test_too_few_heads(four_ranks: World) -> None:
         assert re.search(r"has 2 heads or channels of a state, which 4 ranks .*sequence_parallel=2 or less", message)
 
 
+_INDEXED = {"layer_types": ["linear_attention", "indexed_attention"], "indexer_budget": 8, "indexer_head_dim": 8}
+_INDEXED |= {"indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1}
 REFUSED = {
     "deepseek_v4": r"heavily_compressed_attention: a compressor pools keys .* Use sequence_parallel=1 with",
     "hy_v4": r"indexed_attention: an index selects keys .* Use sequence_parallel=1 with",
@@ -220,9 +222,17 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared by its construction is refused with the reason."""
-    fields = {"layer_types": ["linear_attention", "indexed_attention"]} if name == "qwen4_exp_text" else {}
+    fields = _INDEXED if name == "qwen4_exp_text" else {}
     for message in world(error, name, "no labels", 2, 37, fields):
         assert re.search(REFUSED[name], str(message))
+
+
+def test_other_layers() -> None:
+    """Layers of a kind that is not known are refused before they run."""
+    model: Any = hybrid("llama")
+    model.config.layer_types = ["some_state", "full_attention"]
+    with pytest.raises(ValueError, match=r"layers of the kinds \['some_state'\].*use a model with attention layers"):
+        lt_tiled.prepare(model, sequence_parallel=SequenceParallel(head_tiles=2))
 
 
 def test_restored() -> None:
