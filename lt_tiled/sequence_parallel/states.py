@@ -262,7 +262,8 @@ def _on_all_tokens(patch: MixerPatch, region: Region, call: Call) -> Any:
     )
 
     def gathered(tensor: Tensor, dim: int) -> Tensor:
-        return all_gather(tensor, region.lengths, dim, region.name)
+        found: Tensor = all_gather(tensor, region.lengths, dim, region.name)
+        return found
 
     whole = call.changed(patch.path, region.length, gathered(call.tokens, 1), gathered)
     with entered(None):
