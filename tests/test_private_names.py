@@ -28,6 +28,7 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils import checkpoint as activation_checkpointing
 
 import lt_tiled
+from lt_tiled.sequence_parallel.states import RULES
 from tests.models import tiny_llama
 
 
@@ -76,6 +77,15 @@ def loss_function() -> bool:
     model = tiny_llama()
     model.loss_function = loss_function
     return vars(model)["_loss_function"] is loss_function
+
+
+def rule(name: str) -> bool:
+    """Whether a function of state layers in transformers has the arguments that are exchanged, and is a global."""
+    families = {"torch_chunk_gated_delta_rule": "qwen3_next", "chunk_kimi_delta_attention": "kimi_linear"}
+    family = families.get(name, "mamba2" if name == "mamba2_chunk_scan" else "mamba")
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    parameters, dims = list(inspect.signature(getattr(file, name)).parameters), list(RULES[name].dims)
+    return parameters[:5] == dims[:5] and set(dims) - {"z"} <= set(parameters)
 
 
 def saved_tensors_hooks() -> bool:
@@ -288,6 +298,8 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_active_collector": lambda: (
         importlib.import_module("transformers.utils.output_capturing")._active_collector.get() is None
     ),
+    **{name: lambda name=name: rule(name) for name in RULES},
+    "eager_attention_forward": lambda: imports("transformers.models.llama.modeling_llama", "eager_attention_forward")(),
     "_attn_implementation": lambda: tiny_llama().config._attn_implementation == "sdpa",
     **{
         name: lambda name=name: getattr(type(tiny_llama()), name) is True

@@ -48,7 +48,7 @@ class Order(IntEnum):
     LOSS = auto()
     """A model notes whether its caller wants a loss."""
     HEADS = auto()
-    """Attention computes some of its heads at a time."""
+    """Attention computes some of its heads at a time; layers with a state exchange tokens between ranks."""
     PARENT = auto()
     """What modules inside deferred is computed before the module returns."""
     HEAD = auto()

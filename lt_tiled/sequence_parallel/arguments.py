@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+_DOCUMENTS = ("cu_seq_lens", "max_length")
+"""How arguments begin that tell the places of packed documents."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -42,6 +45,11 @@ class Call:
     def run(self, forward: Callable[..., Any]) -> Any:
         """Return what a function returns for the module and the arguments."""
         return forward(self.module, *self.args, **self.kwargs)
+
+    def without_documents(self) -> Call:
+        """Return the call without the places of packed documents, which are of another sequence length."""
+        kwargs = {name: value for name, value in self.kwargs.items() if not name.startswith((*_DOCUMENTS, "seq_idx"))}
+        return Call(self.module, self.args, kwargs)
 
     def changed(
         self, owner: str, total: int, tokens: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
@@ -97,7 +105,7 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
     Raises:
         ValueError: If it is not clear which one it is.
     """
-    if name.startswith(("cu_seq_lens", "max_length")):  # of packed documents
+    if name.startswith(_DOCUMENTS):
         return []
     dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:

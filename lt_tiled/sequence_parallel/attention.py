@@ -6,26 +6,34 @@ Nothing here has an effect outside of a region.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.sequence_parallel.exchange import attend
 from lt_tiled.sequence_parallel.region import Region, current
 
 
-class _Shared:
-    """An attention function in transformers' table, which attends to the tokens of all ranks in a region."""
+class Replacement:
+    """A function that takes the place of another one in a table, or in a module, while it has users."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.users = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Shared(Replacement):
+    """An attention function in transformers' table, which attends to the tokens of all ranks in a region."""
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
@@ -45,9 +53,11 @@ class _Shared:
         if sinks is not None and len(sinks) != heads:  # one logit for each head
             raise ValueError(f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1.")
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
-            part = _Grouped(module, q.shape[1] // k.shape[1])
-            options = kwargs if sinks is None else kwargs | {"s_aux": sinks[mine]}
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice, *own_sinks: Tensor) -> Tensor:
+            part, options = _Grouped(module, q.shape[1] // k.shape[1]), kwargs
+            if own_sinks:
+                part.__dict__["sinks"] = own_sinks[0]  # where eager attention finds them
+                options = kwargs | {"s_aux": own_sinks[0]}
             if region.documents is None or mask is not None:
                 own: Tensor = self.function(part, q, k, v, _mask_of(region, mask, mine, heads), *args, **options)[0]
                 return own.transpose(1, 2)
@@ -56,7 +66,8 @@ class _Shared:
                 outputs.append(self.function(part, *document, None, *args, **options)[0])
             return torch.cat(outputs, 1).transpose(1, 2)
 
-        return attend(region, query, key, value, attention).transpose(1, 2).contiguous(), None
+        vectors = [] if sinks is None else [sinks]
+        return attend(region, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
 
 
 class _Grouped:
@@ -69,18 +80,39 @@ class _Grouped:
         return getattr(self._module, name)
 
 
-def share_interface(undo: ExitStack) -> None:
-    """Wrap the attention functions of transformers until ``undo`` is closed, by the last one of several users."""
+_EAGER = "eager_attention_forward"
+"""The function of a model's file that is not in the table, because each has its own."""
+
+
+def eager_files(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the contents of the files of transformers whose eager attention a module may call."""
+    files = dict.fromkeys(sys.modules.get(type(part).__module__) for part in module.modules())
+    return [vars(file) for file in files if hasattr(file, _EAGER)]
+
+
+def share_interface(modules: Sequence[nn.Module], undo: ExitStack) -> None:
+    """Wrap the attention functions of transformers, and eager attention in the files of these modules.
+
+    The last one of several users restores them when its ``undo`` is closed.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
-    for name, function in list(TABLE.items()):
-        shared = function if isinstance(function, _Shared) else _Shared(function)
-        shared.users += 1
-        TABLE[name] = shared
-        undo.callback(_restore, TABLE, name, shared)
+    for name in list(TABLE):
+        replace(TABLE, name, _Shared, undo)
+    for file in {id(file): file for module in modules for file in eager_files(module)}.values():
+        replace(file, _EAGER, _Shared, undo)
 
 
-def _restore(table: Any, name: str, shared: _Shared) -> None:
+def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack) -> None:
+    """Replace a function of a table until ``undo`` is closed, by the last one of several users."""
+    function = table[name]
+    shared = function if isinstance(function, Replacement) else kind(function)
+    shared.users += 1
+    table[name] = shared
+    undo.callback(_restore, table, name, shared)
+
+
+def _restore(table: Any, name: str, shared: Replacement) -> None:
     """Restore a function when its last user leaves, unless others replaced it since."""
     shared.users -= 1
     if shared.users == 0 and table.get(name) is shared:

@@ -20,6 +20,7 @@ from lt_tiled.loss.transformers import loss_function_set
 from lt_tiled.modules.patch import is_of
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.region import Region
+from lt_tiled.sequence_parallel.states import STATE_LAYERS
 
 MAX_MASK_BYTES = 2**30
 """The largest mask of all tokens that is made, in bytes."""
@@ -128,27 +129,32 @@ def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor)
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4):
         return mask
     config, total, batch = model.config, region.total, tokens.shape[0]
-    dense = str(config._attn_implementation) == "sdpa"
+    implementation = str(config._attn_implementation)
+    dense, eager = implementation == "sdpa", implementation == "eager"
     kinds = set(getattr(config, "layer_types", None) or ())
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    plain = kinds == {"full_attention"} or (not kinds and not any(windows))
+    states = kinds & STATE_LAYERS - {"hybrid_sliding"}
+    plain = kinds - states - {"mlp", "moe"} <= {"full_attention"} if kinds else not any(windows)
     if dense and plain and positions is not None and mask is None and batch == 1:
         starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
         if starts:
             region.documents = [high - low for low, high in pairwise([0, *starts, total])]
+            if states:  # models look masks up by the kinds of their parts
+                kinds |= {"full_attention", "linear_attention"}
             return dict.fromkeys(kinds) if kinds else None
-    nbytes = batch * total**2
-    if dense and nbytes > MAX_MASK_BYTES:
+    nbytes = batch * total**2 * (model.dtype.itemsize if eager else 1)
+    if (dense or eager) and nbytes > MAX_MASK_BYTES:
         packed = positions is not None and bool((positions.diff() != 1).any())
         padded = mask is not None and not bool(mask.all())
-        if packed or padded or (not plain and total > min(filter(None, windows), default=0)):
+        if eager or packed or padded or (not plain and total > min(filter(None, windows), default=0)):
             raise ValueError(
                 f"{region.owner} needs a mask of {nbytes >> 20} MiB for {total} tokens, and at most"
                 f" {MAX_MASK_BYTES >> 20} MiB are made: use flash or flex attention, or, instead of padding, documents"
                 " packed in one row with position_ids that begin at 0 for each."
             )
     like = torch.empty((), dtype=model.dtype, device=tokens.device).expand(batch, total, 1)
-    return create_masks_for_generate(config, like, mask, None, positions)
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)  # some models have their own
+    return make(config, like, mask, None, positions)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The exchange around attention: from all heads of a rank's tokens to all tokens of a rank's heads, and back.
+"""The exchange around what mixes tokens: from all heads of a rank's tokens to all tokens of a rank's heads, and back.
 
 This is DeepSpeed-Ulysses (arXiv:2309.14509) with one all-to-all for queries, keys and values together, for any number
 of heads that is not below the size of the group, any number of key-value heads and any lengths.
@@ -18,9 +18,9 @@ from lt_tiled.sequence_parallel.collectives import all_to_all
 from lt_tiled.sequence_parallel.kept import attended, kept_or
 from lt_tiled.sequence_parallel.region import Region, entered
 
-Attention = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
-"""Computes attention of some heads: from queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]`` and the heads'
-place among all query heads to ``[B, h, S, D]``."""
+Attention = Callable[..., Tensor]
+"""Computes attention of some heads: from queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]``, the heads' place
+among all query heads, and parts of vectors, to ``[B, h, S, D]``."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,21 @@ def shares_of(queries: int, keys: int, size: int) -> list[Share]:
     return shares
 
 
-def attend(region: Region, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
+def attend(
+    region: Region,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    vectors: Sequence[Tensor] = (),
+) -> Tensor:
     """Compute the attention of a rank's tokens ``[B, H, S/n, D]`` to the tokens of all ranks.
+
+    ``attention`` gets its heads' part of ``vectors``, which have an entry for each query head.
 
     Raises:
         ValueError: If the shapes are not those of self-attention in the region, or there are too few heads.
     """
-    region.check_recompute()
     if not query.dim() == key.dim() == value.dim() == 4 or {t.shape[2] for t in (query, key, value)} != {region.length}:
         shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
         raise ValueError(
@@ -65,48 +73,85 @@ def attend(region: Region, query: Tensor, key: Tensor, value: Tensor, attention:
             f" self-attention of all {region.length} tokens of the rank, [B, heads, {region.length}, D]: use another"
             " attention, or name modules without this one in SequenceParallel(targets=...)."
         )
-    heads = query.shape[1]
+
+    def compute(mine: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], own: Sequence[Tensor]) -> Tensor:
+        return attention(*queries, *keys, mine.queries, *own)
+
+    return over_heads(region, [query], [key, value], vectors, compute, "query heads", region.record)
+
+
+Compute = Callable[[Share, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""Computes something of all tokens of some heads: from their share, two lists of tensors ``[B, h, S, ...]``, of query
+heads and of key-value heads, and parts of vectors, to ``[B, h, S, D]``."""
+
+
+def over_heads(
+    region: Region,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    compute: Compute,
+    what: str,
+    record: list[Any] | None = None,
+) -> Tensor:
+    """Compute what mixes the tokens of each head ``[B, H, S, D]``, where each rank has its tokens of all heads.
+
+    Args:
+        region: Where the tokens are shared.
+        queries: Tensors of all heads, ``[B, H, S/n, ...]``.
+        keys: Tensors with an entry for several heads, ``[B, K, S/n, ...]``.
+        vectors: Tensors with an entry for each head, ``[H, ...]``, and no tokens.
+        compute: Gets all tokens of the rank's heads.
+        what: The name of the heads in messages.
+        record: Collects what ``compute`` gets, with the share that it belongs to.
+
+    Raises:
+        ValueError: If there are fewer heads than ranks.
+    """
+    region.check_recompute()
+    heads = queries[0].shape[1]
     if heads < region.size:
         raise ValueError(
-            f"{region.owner} has {heads} query heads, which {region.size} ranks cannot share: use"
+            f"{region.owner} has {heads} {what}, which {region.size} ranks cannot share: use"
             f" sequence_parallel={heads} or less."
         )
     region.exchanges += 1
-    return attended(partial(_attend, region, attention), query, key, value)
-
-
-def _attend(region: Region, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Exchange, attend, exchange back."""
-    shares = shares_of(query.shape[1], key.shape[1], region.size)
+    shares = shares_of(heads, keys[0].shape[1] if keys else heads, region.size)
     mine = shares[region.rank]
-    queries, keys = [share.queries for share in shares], [share.keys for share in shares]
-    if query.dtype == key.dtype == value.dtype:
-        q, k, v = _exchanged(region, [queries, keys, keys], [query, key, value], to_heads=True)
-    else:  # one all-to-all sends one dtype
-        (q,) = _exchanged(region, [queries], [query], to_heads=True)
-        (k,) = _exchanged(region, [keys], [key], to_heads=True)
-        (v,) = _exchanged(region, [keys], [value], to_heads=True)
-    if region.record is not None:
-        region.record.append((mine, q, k, v))
-    if mine.uneven:
-        index = torch.tensor(mine.key_of, device=key.device)
-        k, v = k.index_select(1, index), v.index_select(1, index)
-    with entered(None):  # attention may call another one that is exchanged, which has all tokens already
-        out = attention(q, k, v, mine.queries)
-    return _exchanged(region, [queries], [out], to_heads=False)[0]
+    of_ranks = [[share.queries for share in shares]] * len(queries) + [[share.keys for share in shares]] * len(keys)
+
+    def run(*inputs: Tensor) -> Tensor:
+        exchanged = _exchanged(region, of_ranks, inputs[: len(of_ranks)], to_heads=True)
+        own_queries, own_keys = exchanged[: len(queries)], exchanged[len(queries) :]
+        if record is not None:
+            record.append((mine, *own_queries, *own_keys))
+        if mine.uneven:
+            index = torch.tensor(mine.key_of, device=own_queries[0].device)
+            own_keys = [key.index_select(1, index) for key in own_keys]
+        with entered(None):  # attention may call another one that is exchanged, which has all tokens already
+            out = compute(mine, own_queries, own_keys, [vector[mine.queries] for vector in inputs[len(of_ranks) :]])
+        return _exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
+
+    return attended(run, *queries, *keys, *vectors)
 
 
 Heads = list[list[slice]]
 """For each tensor of an exchange, the heads of each rank. Ranks may share key-value heads."""
 
 
-def _exchanged(region: Region, heads: Heads, tensors: list[Tensor], to_heads: bool) -> Sequence[Tensor]:
+def _exchanged(region: Region, heads: Heads, tensors: Sequence[Tensor], to_heads: bool) -> list[Tensor]:
     """Return all tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, H, S/n, D]``.
 
     With ``to_heads=False`` it is the other way round, and heads that several ranks have are summed. Each direction is
     the adjoint of the other.
     """
-    return tensors if region.size == 1 else _Exchange.apply(region, heads, to_heads, *tensors)
+    found = list(tensors)
+    for dtype in dict.fromkeys(t.dtype for t in tensors) if region.size > 1 else ():  # one all-to-all sends one dtype
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        outputs = _Exchange.apply(region, [heads[i] for i in places], to_heads, *(tensors[i] for i in places))
+        for place, output in zip(places, outputs, strict=True):
+            found[place] = output
+    return found
 
 
 class _Exchange(torch.autograd.Function):

@@ -209,7 +209,7 @@ class SharedBlock(SharedPart):
         count = min(TOKENS, min(region.lengths))
         first = own.detach()[:, :count]
         start = few(first if region.size == 1 else all_gather(first, [count] * region.size, 1, region.name), 1)
-        call = call.changed(self.name, region.total, start, few, masks=True)
+        call = call.changed(self.name, region.total, start, few, masks=True).without_documents()
 
         def run(region: Region) -> Tensor:
             local = call.changed(self.name, region.total, region.local(start), region.local)

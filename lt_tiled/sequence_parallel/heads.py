@@ -27,6 +27,7 @@ from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
 from lt_tiled.sequence_parallel.kept import keeping, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
+from lt_tiled.sequence_parallel.states import find_mixers
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.layout import each_tile
 from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, random_state_kept, saves_elsewhere
@@ -314,10 +315,11 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
         ValueError: If there are none.
     """
     found, others = [], set()
+    mixers = {module for _, module in find_mixers(modules)}
     for block_path, block in modules:
         for path, module in [(block_path, block), *walk(block, block_path)]:
             kinds = {type(module._modules.get(name)) for name in _PROJECTIONS}
-            if type(None) in kinds:
+            if type(None) in kinds or module in mixers:
                 continue
             others |= kinds - {nn.Linear}
             if kinds == {nn.Linear} and isinstance(getattr(module, "head_dim", None), int):

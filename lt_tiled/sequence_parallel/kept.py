@@ -77,10 +77,13 @@ def keeping(kept: Kept | None) -> Iterator[None]:
         _kept.reset(token)
 
 
-def kept_or(what: Keep, compute: Callable[[], T]) -> T:
-    """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass."""
+def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:
+    """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass.
+
+    A block keeps what is of its own kind, or of any kind with ``None``.
+    """
     kept = _kept.get()
-    return compute() if kept is None or kept.what != what else kept.value(compute)
+    return compute() if kept is None or what not in (kept.what, None) else kept.value(compute)
 
 
 def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -81,7 +81,11 @@ class Region:
     record: list[Any] | None = None
     """Collects the inputs of attention with the heads that they belong to, if it is a list."""
     exchanges: int = 0
-    """How often attention saw all tokens."""
+    """How often attention, or another function that mixes tokens, saw all tokens."""
+    mixed: set[str] = field(default_factory=set)
+    """The functions that the current layer called, of those that mix tokens by a state or a convolution."""
+    seq_idx: Tensor | None = None
+    """The documents that all tokens belong to, as kernels of state layers take them: ``[B, S]``."""
     closed: bool = False
     """Whether the last block of a chain returned all tokens."""
     name: str = field(init=False, default="")

@@ -15,17 +15,24 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import find_named, has_class, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
+from lt_tiled.sequence_parallel.attention import AttentionMode, eager_files, share_interface
 from lt_tiled.sequence_parallel.decoder import share_decoder
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import find_rotary, share_positions
 from lt_tiled.sequence_parallel.sharing import Sharing
+from lt_tiled.sequence_parallel.states import STATE_LAYERS, find_mixers, share_states
 from lt_tiled.sequence_parallel.switches import switches
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layers of transformers that mix tokens in attention alone, as configurations name them."""
+_SELECTING = {
+    "indexed_attention": "an index selects",
+    "compressed_sparse_attention": "a compressor pools and an index selects",
+    "heavily_compressed_attention": "a compressor pools",
+}
+"""Layers whose attention is to keys that something before it finds among all tokens, and what that does."""
 _INSTEAD_OF_EAGER = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -49,11 +56,12 @@ class Shared:
         sharing, last = self.sharing, len(self.blocks) - 1
         if sharing.policy.head_tiles > 1:
             tile_heads(find_attention(self.blocks, sharing.policy.head_tiles), undo)
+        share_states(self.blocks, undo)
         for index, (path, block) in enumerate(self.blocks):
             set_patch(block, SharedBlock(sharing, path, index == 0, index == last))
             undo.callback(remove_patches, block, SharedBlock)
         if sharing.mode is None:
-            share_interface(undo)
+            share_interface([block for _, block in self.blocks], undo)
         roots = [block for _, block in self.blocks] if self.caller is None else [self.caller]
         rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
         share_positions(rotary, undo)
@@ -105,12 +113,21 @@ def _refuse_unsupported(model: nn.Module) -> None:
             f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone: use a model"
             " with one, or sequence_parallel=1."
         )
-    if others := set(getattr(text, "layer_types", None) or ()) - _KINDS:
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"mlp", "moe"}
+    if selecting := sorted(kinds & _SELECTING.keys()):
+        raise ValueError(
+            f"{kind} has layers of the kind {selecting[0]}: {_SELECTING[selecting[0]]} keys among all tokens before"
+            " attention, of which each rank has a part. Use sequence_parallel=1 with activation_checkpointing='cpu',"
+            " tiling and the tiled loss, or a model with attention to all tokens."
+        )
+    mixers = bool(find_mixers([("", model)]))
+    if others := kinds - _KINDS - (STATE_LAYERS if mixers else set()):
         raise ValueError(
             f"{kind} has layers of the kinds {sorted(others)}, which pass on a state from token to token that sequence"
-            " parallelism does not exchange: use a model with attention layers alone, or sequence_parallel=1."
+            " parallelism does not exchange: use a model with attention layers, or with layers of Mamba, Mamba 2, gated"
+            " delta rules or short convolutions, or sequence_parallel=1."
         )
-    if text._attn_implementation == "eager":
+    if text._attn_implementation == "eager" and kinds != {"linear_attention"} and not eager_files(model):
         found = [name for name, flag in _INSTEAD_OF_EAGER.items() if getattr(model, flag, False)]
         remedy = f"load it with attn_implementation={' or '.join(map(repr, found))}" if found else "use another model"
         raise ValueError(
@@ -139,7 +156,10 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _refuse_mixing(path: str, block: nn.Module) -> None:
     """Raise ``ValueError`` if a layer of torch in a block mixes tokens, whatever its weights are now."""
+    mixers = {part for _, mixer in find_mixers([(path, block)]) for part in mixer.modules()}
     for name, layer in walk(block):
+        if layer in mixers:
+            continue
         convolution = isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(layer.kernel_size) > 1
         if convolution or isinstance(layer, nn.RNNBase | nn.modules.batchnorm._BatchNorm):
             raise ValueError(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 import lt_tiled
 from lt_tiled import SequenceParallel
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.sequence_parallel import attention
+from lt_tiled.sequence_parallel import exchange
 from lt_tiled.sequence_parallel.groups import Groups
 from tests import second_device
 from tests.meters import peak_bytes
@@ -91,21 +91,21 @@ def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> t
     except NothingFoundError:
         policies = {}
     true = step(reference, inputs)
-    exchanges, attend = 0, attention.attend
+    exchanges, exchanged = 0, exchange._exchanged
 
-    def counted(region: Any, *args: Any) -> Any:
+    def counted(region: Any, heads: Any, tensors: Any, to_heads: bool) -> Any:
         nonlocal exchanges
-        exchanges += region.size == size and torch.is_grad_enabled()  # the self-check needs no gradients
-        return attend(region, *args)
+        exchanges += region.size == size and to_heads and torch.is_grad_enabled()  # the self-check needs no gradients
+        return exchanged(region, heads, tensors, to_heads)
 
-    attention.attend = counted
+    exchange._exchanged = counted
     try:
         with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(size, **options), **policies):
             return worst(step(model, inputs), true), exchanges, ""
     except ValueError as error:
         return 0.0, 0, str(error)
     finally:
-        attention.attend = attend
+        exchange._exchanged = exchanged
 
 
 class Counts(TorchDispatchMode):

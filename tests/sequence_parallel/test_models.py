@@ -19,7 +19,6 @@ from tests.world import World
 
 _EAGER = r"uses eager attention, or no attention, .*: "
 _NONE = _EAGER + "use another model"
-_STATES = r"has layers of the kinds .* use a model with attention layers alone"
 _TWO = "has an encoder and a decoder, .* use a model with one"
 _CROSS = r"needs self-attention of all .* tokens .*SequenceParallel\(targets=...\)"
 _UNSEEN = r"None of its attention was seen.* Use the sdpa, flash or flex attention"
@@ -33,29 +32,19 @@ REFUSED = {
     "Doge": _UNSEEN,
     "FNet": _NONE,
     "Falcon": _UNSEEN,
-    "Falcon H1": _STATES,
     "GPT-J": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "GPT-Neo": _EAGER + "load it with attn_implementation='flash_attention_2'",
-    "GPT-OSS": _EAGER + "load it with attn_implementation='flash_attention_2' or 'flex_attention'",
-    "Gemma 2": _EAGER + "load it with attn_implementation='flash_attention_2' or 'flex_attention'",
-    "Granite 4 (hybrid)": _STATES,
     "Hiera": _NONE,
-    "Jamba": _STATES,
-    "LFM 2": _STATES,
     "LeViT": _NONE,
     "Llama 3.2 (image and text)": _CROSS,
     "Longformer": _NONE,
     "MPT": _NONE,
-    "Mamba": _STATES,
-    "MiniMax": _STATES,
-    "Qwen 3-Next": _STATES,
     "Qwen 3-VL": _BETWEEN,
     "RWKV": _NONE,
     "Swin": r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)",
     "T5": _TWO,
     "T5Gemma": _TWO,
     "Whisper": _TWO,
-    "Zamba 2": _STATES,
     "wav2vec 2.0": _BLOCKS,
     "wav2vec 2.0-BERT": "Conv1d.* mixes tokens outside of attention.* use a model without it",
 }
@@ -81,7 +70,7 @@ def test_shared(name: str, world: World) -> None:
         assert error < max(NEAR, ARCHITECTURES[name].error)
 
 
-@pytest.mark.table("Mamba|T5|BLOOM|Swin|GPT-OSS|Falcon|Qwen 3-VL|Llama 3.2.*|wav2vec.*")
+@pytest.mark.table("T5|BLOOM|Swin|Falcon|Qwen 3-VL|Llama 3.2.*|wav2vec.*")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""

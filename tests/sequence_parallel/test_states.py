@@ -1,0 +1,253 @@
+"""Layers that pass on a state from token to token, and causal convolutions, share sequences as attention does."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from itertools import pairwise
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lt_tiled
+from lt_tiled import SequenceParallel
+from lt_tiled.sequence_parallel.groups import Groups
+from tests.sequence_parallel.hybrids import HYBRIDS, hybrid, wide
+from tests.sequence_parallel.models import ids, no_labels, padded
+from tests.sequence_parallel.runs import Counts, step, worst
+from tests.world import World
+
+EACH_KIND = ("qwen3_next", "bamba", "lfm2", "jamba")
+"""A gated delta rule, Mamba 2, a convolution alone, and Mamba 1, each with attention."""
+
+
+def with_labels(x: Tensor) -> dict[str, Any]:
+    return {"input_ids": x, "labels": x}
+
+
+INPUTS = {"labels": with_labels, "no labels": no_labels, "padded left": padded(True), "padded right": padded(False)}
+
+
+def error(
+    name: str,
+    inputs: str = "labels",
+    size: int = 2,
+    tokens: int = 37,
+    fields: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    policies: dict[str, Any] | None = None,
+) -> float | str:
+    """The error of a step that ``size`` ranks share, or why it is refused."""
+    model = hybrid(name, **fields or {})
+    given = INPUTS[inputs](ids(2, tokens))
+    reference, group = copy.deepcopy(model), Groups.of_size(size).group
+    try:
+        with wide(model):
+            with lt_tiled.prepare(reference, loss=True):
+                true = step(reference, given)
+            policy = SequenceParallel(size, **options or {})
+            with lt_tiled.prepare(model, sequence_parallel=policy, group=group, loss=True, **policies or {}):
+                return worst(step(model, given), true)
+    except ValueError as refused:
+        return str(refused)
+
+
+@pytest.mark.table("qwen3_next|bamba|nemotron_h|lfm2|jamba|mamba2|mamba|minimax")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_family(name: str, world: World) -> None:
+    """The loss and all gradients of two ranks are those of one."""
+    for found in world(error, name):
+        assert isinstance(found, float), found
+        assert found < (3e-7 if name == "recurrent_gemma" else 1e-12)  # whose scan is always in float32
+
+
+@pytest.mark.table("(no labels|padded left)-(qwen3_next|mamba2)|padded left-(bamba|lfm2|nemotron_h)")
+@pytest.mark.parametrize("name", [*EACH_KIND, "nemotron_h", "falcon_h1", "zamba", "mamba", "mamba2"])
+@pytest.mark.parametrize("inputs", [name for name in INPUTS if name != "labels"])
+def test_inputs(inputs: str, name: str, world: World) -> None:
+    """Without labels, and with padding, which has no part in a state."""
+    for found in world(error, name, inputs):
+        assert isinstance(found, float), found
+        assert found < 1e-12
+
+
+UNEVEN = {"linear_num_value_heads": 6, "linear_num_key_heads": 3}
+FEW_GROUPS = {"mamba_n_groups": 1}
+
+
+@pytest.mark.table("qwen3_next-37-fields.*|lfm2-5-.*|bamba-.*")
+@pytest.mark.parametrize(
+    ("name", "tokens", "fields"),
+    [
+        ("qwen3_next", 37, {}),
+        ("qwen3_next", 37, UNEVEN),
+        ("bamba", 38, FEW_GROUPS),
+        ("lfm2", 5, {"conv_L_cache": 4}),
+        ("jamba", 5, {}),
+        ("lfm3", 9, {}),
+        ("nemotron_h", 39, {}),
+        ("kimi_linear", 37, {}),
+    ],
+)
+def test_four_ranks(name: str, tokens: int, fields: dict[str, Any], four_ranks: World) -> None:
+    """Heads and groups that four ranks do not divide, and fewer tokens on a rank than a convolution looks back."""
+    for found in four_ranks(error, name, "labels", 4, tokens, fields):
+        assert isinstance(found, float), found
+        assert found < 1e-12
+
+
+@pytest.mark.table("(qwen3_next|lfm2|jamba)-attention|bamba-exchange")
+@pytest.mark.parametrize("keep", [None, "exchange", "attention"])
+@pytest.mark.parametrize("name", EACH_KIND)
+def test_activation_checkpointing(name: str, keep: str | None, four_ranks: World) -> None:
+    """A recompute finds its region again, or what was kept, in two groups of two ranks."""
+    policies = {"activation_checkpointing": "cpu" if keep else True}
+    for found in four_ranks(error, name, "labels", 2, 37, {}, {"keep": keep}, policies):
+        assert isinstance(found, float), found
+        assert found < 1e-12
+
+
+def collectives(name: str, keep: str | None) -> dict[str, int]:
+    """The collectives of a checkpointed step without a self-check."""
+    model, x = hybrid(name), ids(2, 37)
+    policy = SequenceParallel(2, keep=keep, self_check=False, batch="trust")
+    with (
+        lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True, loss=True),
+        Counts() as counts,
+    ):
+        model(input_ids=x, labels=x).loss.backward()
+    return {name: counts.found[name] for name in ("all_to_all", "all_gather", "reduce_scatter", "group_mean")}
+
+
+@pytest.mark.parametrize(("keep", "times"), [(None, 3), ("exchange", 2), ("attention", 2)])
+def test_collectives(keep: str | None, times: int, world: World) -> None:
+    """A layer with a state sends its inputs, its outputs and the halo of its convolution; each has a backward pass."""
+    for found in world(collectives, "bamba", keep):
+        assert found == {"all_to_all": times * (3 + 2), "all_gather": 0, "reduce_scatter": 0, "group_mean": 1}
+
+
+def kernel_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
+    """A delta rule that keeps documents apart, as the kernel does."""
+    ends, parts = kwargs.pop("cu_seqlens"), []
+    ends = [0, query.shape[1]] if ends is None else ends.tolist()  # the self-check has no documents
+    for low, high in pairwise(ends):
+        parts.append(PLAIN["rule"](*(t[:, low:high] for t in (query, key, value, g, beta)), **kwargs)[0])
+    return torch.cat(parts, 1), None
+
+
+def kernel_convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **kwargs: Any) -> Tensor:
+    """A convolution that keeps documents apart, as the kernel does."""
+    documents, parts = kwargs.get("seq_idx"), []
+    documents = x.new_zeros(1, x.shape[-1]) if documents is None else documents
+    assert documents.shape == (1, x.shape[-1])
+    for document in documents[0].unique():
+        parts.append(PLAIN["convolution"](x[..., documents[0] == document], weight, bias, activation))
+    return torch.cat(parts, -1)
+
+
+PLAIN: dict[str, Any] = {}
+
+
+def packed(inputs: str) -> float:
+    """The error of a step on packed documents, where functions stand for the kernels that transformers would use."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as file
+
+    model, x = hybrid("qwen3_next"), ids(1, 37)
+    reference, ends = copy.deepcopy(model), torch.tensor([0, 9, 21, 37], dtype=torch.int32)
+    lengths = ends.diff().tolist()
+    given = {**INPUTS[inputs](x), "use_cache": False, "cu_seq_lens_q": ends}
+    given["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    given["seq_idx"] = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor(lengths))[None]
+    rule, convolution = file.torch_chunk_gated_delta_rule, file.causal_conv1d_fn
+    PLAIN.update(rule=inspect.unwrap(rule), convolution=inspect.unwrap(convolution))
+    file.torch_chunk_gated_delta_rule, file.causal_conv1d_fn = kernel_rule, kernel_convolution
+    try:
+        with wide(model):
+            true = step(reference, given)
+            with lt_tiled.prepare(model, sequence_parallel=2, activation_checkpointing=True):
+                return worst(step(model, given), true)
+    finally:
+        file.torch_chunk_gated_delta_rule, file.causal_conv1d_fn = rule, convolution
+
+
+@pytest.mark.parametrize("inputs", ["labels", "no labels"])
+def test_packed_documents(inputs: str, world: World) -> None:
+    """Documents that a step names to kernels are those of all tokens, and states and convolutions end with them."""
+    for found in world(packed, inputs):
+        assert found < (1e-6 if inputs == "labels" else 1e-12)  # the model's own loss rounds to float32
+
+
+def with_a_kernel() -> str:
+    """What a model says whose layer is replaced by a kernel."""
+    model: Any = hybrid("qwen3_next")
+    layer = model.model.layers[0].linear_attn
+    layer.forward = MethodType(lambda self, hidden_states, **_: hidden_states, layer)
+    with pytest.raises(ValueError, match="did not call") as raised, lt_tiled.prepare(model, sequence_parallel=2):
+        model(**with_labels(ids(2, 37)))
+    return str(raised.value)
+
+
+def test_kernel_of_a_layer(world: World) -> None:
+    """A layer whose functions are not called mixes the tokens of one rank, and is refused by name."""
+    for message in world(with_a_kernel):
+        assert re.search(
+            r"layers.0.linear_attn \(Qwen3NextGatedDeltaNet\) mixes tokens and did not call causal_conv1d_fn and"
+            r" torch_chunk_gated_delta_rule.*use_kernels=False",
+            message,
+        )
+
+
+def test_too_few_heads(four_ranks: World) -> None:
+    """More ranks than heads of a state are refused with the size that is possible."""
+    fields = {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
+    for message in four_ranks(error, "qwen3_next", "labels", 4, 37, fields):
+        assert re.search(r"has 2 heads or channels of a state, which 4 ranks .*sequence_parallel=2 or less", message)
+
+
+_INDEXED = {"layer_types": ["linear_attention", "indexed_attention"], "indexer_budget": 8, "indexer_head_dim": 8}
+_INDEXED |= {"indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1}
+REFUSED = {
+    "deepseek_v4": r"heavily_compressed_attention: a compressor pools keys .* Use sequence_parallel=1 with",
+    "hy_v4": r"indexed_attention: an index selects keys .* Use sequence_parallel=1 with",
+    "qwen4_exp_text": r"indexed_attention: an index selects keys .* Use sequence_parallel=1 with",
+    "inkling_text": r"adds a position bias to attention.* use a model with other positions",
+}
+"""What finds keys among all tokens before attention, by the kinds of layers in the configuration."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, world: World) -> None:
+    """What cannot be shared by its construction is refused with the reason."""
+    fields = _INDEXED if name == "qwen4_exp_text" else {}
+    for message in world(error, name, "no labels", 2, 37, fields):
+        assert re.search(REFUSED[name], str(message))
+
+
+def test_other_layers() -> None:
+    """Layers of a kind that is not known are refused before they run."""
+    model: Any = hybrid("llama")
+    model.config.layer_types = ["some_state", "full_attention"]
+    with pytest.raises(ValueError, match=r"layers of the kinds \['some_state'\].*use a model with attention layers"):
+        lt_tiled.prepare(model, sequence_parallel=SequenceParallel(head_tiles=2))
+
+
+def test_restored() -> None:
+    """Two models of one file share its functions, which the last one to leave restores."""
+    from transformers.models.bamba import modeling_bamba as file
+
+    models, table = [hybrid("bamba"), hybrid("bamba")], vars(file)
+    before, convolution = dict(table), table["causal_conv1d_fn"]
+    first, second = (lt_tiled.prepare(model, sequence_parallel=SequenceParallel(head_tiles=2)) for model in models)
+    assert table["causal_conv1d_fn"] is not convolution
+    x = ids(2, 37)
+    for model in models:
+        model(input_ids=x, labels=x).loss.backward()
+    first.release()
+    assert table["causal_conv1d_fn"] is not convolution
+    second.release()
+    assert dict(table) == before
+    assert not any("lt_tiled" in name for module in models[0].modules() for name in vars(module))
