@@ -240,8 +240,8 @@ class MixerPatch(Patch):
             region.mixed = before
         if missing and region.size > 1:
             raise ValueError(
-                f"{self.path} ({type(module).__name__}) mixes tokens and did not call {' and '.join(missing)}, where ranks"
-                " exchange them: another kernel may take the place of the layer. Load the model without it"
+                f"{self.path} ({type(module).__name__}) mixes tokens and did not call {' and '.join(missing)}, where"
+                " ranks exchange them: another kernel may take the place of the layer. Load the model without it"
                 " (use_kernels=False), or set sequence_parallel=1."
             )
         return output

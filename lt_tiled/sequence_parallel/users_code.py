@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled.modules.find import walk
+from lt_tiled.modules.find import has_class, walk_all
 from lt_tiled.modules.patch import HOOKS, Patch, get_patches, is_of, is_patched
+from lt_tiled.sequence_parallel.states import WHOLE
 from lt_tiled.tiling.places import is_weight
 
 _PACKAGES = ("torch.", "lt_tiled.", "deepspeed.", "accelerate.", "peft.", "lightning.", "pytorch_lightning.")
@@ -45,7 +46,7 @@ def refuse_hooks(name: str, block: nn.Module, outside: Sequence[str]) -> None:
         block: The block.
         outside: The kinds of hooks on the block itself that get all tokens.
     """
-    for path, part in [("", block), *walk(block)]:
+    for path, part in walk_all(block):
         kinds = [kind for kind in HOOKS if path or kind not in outside]
         for hook in users_hooks(part, kinds):
             called = getattr(hook, "__qualname__", type(hook).__name__)
@@ -57,10 +58,14 @@ def refuse_hooks(name: str, block: nn.Module, outside: Sequence[str]) -> None:
 
 
 def kept_values(module: nn.Module) -> dict[str, Any]:
-    """Return the tensors and floats that a module and those in it hold beside their weights, by path."""
+    """Return the tensors and floats that a module and those in it hold beside their weights, by path.
+
+    Left out are layers that run on all tokens, and so keep a state of all of them.
+    """
     found = {}
-    for path, part in [("", module), *walk(module)]:
-        for holder in (part._buffers, part.__dict__):
+    on_all_tokens = {part for m in module.modules() if has_class(m, WHOLE) for part in m.modules()}
+    for path, part in walk_all(module):
+        for holder in () if part in on_all_tokens else in (part._buffers, part.__dict__):
             for name, value in holder.items():
                 if name not in _OWN_OF_MODULES and isinstance(value, Tensor | float | list | tuple | dict):
                     for place, leaf in pytree.tree_leaves_with_path(value):
