@@ -65,7 +65,7 @@ def kept_values(module: nn.Module) -> dict[str, Any]:
     found = {}
     on_all_tokens = {part for m in module.modules() if has_class(m, WHOLE) for part in m.modules()}
     for path, part in walk_all(module):
-        for holder in () if part in on_all_tokens else in (part._buffers, part.__dict__):
+        for holder in () if part in on_all_tokens else (part._buffers, part.__dict__):
             for name, value in holder.items():
                 if name not in _OWN_OF_MODULES and isinstance(value, Tensor | float | list | tuple | dict):
                     for place, leaf in pytree.tree_leaves_with_path(value):
