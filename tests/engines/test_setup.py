@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -560,6 +561,27 @@ def test_saving_frees_the_buffers_first(engine: str, on_ranks: OnRanks, tmp_path
     for held, exist in on_ranks(save_while_training, engine, str(tmp_path)):
         assert [size > 0 for size in held] == [True, False] * 3 + [False]  # the last after the strategy's tear-down
         assert exist == [True, True]
+
+
+class BuiltAtOnce(LitTiny):
+    """Has no ``configure_model``."""
+
+    configure_model = pl.LightningModule.configure_model
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        LitTiny.configure_model(self)
+
+
+@pytest.mark.table("ddp|fsdp2")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_module_without_hooks(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A LightningModule that builds its model in ``__init__`` and has no hook for engines trains under each of them."""
+    untiled = on_ranks.once(partial(in_trainer, built=True), "ddp", "untiled", "")
+    tiled = on_ranks(partial(in_trainer, module=BuiltAtOnce), engine, "checkpointed", str(tmp_path))
+    for plain, ran in zip(untiled, tiled, strict=True):
+        assert ran.losses == near(plain.losses)
+        assert ran.tiles == [4, 4]
 
 
 # One device
