@@ -95,12 +95,13 @@ def in_trainer(
     built: bool = False,
     home: Any = lt_tiled,
     module: type[Any] = LitTiny,
+    observer: type[Look] = Look,
     **kwargs: Any,
 ) -> Ran:
     """Three optimizer steps, each followed by a validation; ``built`` builds the model before the strategy's
     contexts.
     """
-    model, look = module(tiled_loss=mode == "loss"), Look()
+    model, look = module(tiled_loss=mode == "loss"), observer()
     if built:
         model.configure_model()
     chosen = strategy(home, engine, **policies(mode, directory))

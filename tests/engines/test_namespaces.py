@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.engines.cells import ENGINES, Ran, in_fabric, in_trainer, policies, strategy
+from tests.engines.cells import ENGINES, Look, Ran, in_fabric, in_trainer, policies, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import Tiny, replaced, trainer
 from tests.parity import near
@@ -25,6 +25,10 @@ class LitTiny(Tiny, pytorch_lightning.LightningModule):
     """The tiny language model for the Trainer of ``pytorch_lightning``."""
 
 
+class LookElsewhere(Look, pytorch_lightning.Callback):
+    """Reads the report in a Trainer of ``pytorch_lightning``."""
+
+
 def in_other_trainer(engine: str, mode: str, directory: str) -> Ran:
     return in_trainer(
         engine,
@@ -32,6 +36,7 @@ def in_other_trainer(engine: str, mode: str, directory: str) -> Ran:
         directory,
         home=lt_tiled.pytorch_lightning,
         module=LitTiny,
+        observer=LookElsewhere,
         kind=pytorch_lightning.Trainer,
     )
 
