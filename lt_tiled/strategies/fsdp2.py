@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +82,7 @@ class _FSDP2(TiledStrategy):
                 f"{first} and {second} share a weight of shape {list(weight.shape)} and would shard it twice: put them"
                 " into one module, or call fully_shard on both together."
             )
+        _copy_from_first_rank(model, self.root_device)
         for module in (*(block for _, block in blocks), model):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
@@ -130,6 +132,24 @@ def _with_hook(module: pl.LightningModule) -> Iterator[None]:
     finally:
         if own is None:
             del attributes["configure_model"]
+
+
+def _copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
+    """Give all ranks the weights and buffers of rank 0, as DDP does: ranks may have built the model from other seeds.
+
+    This does nothing if some ranks have tensors without memory, which are filled after sharding.
+    """
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if type(t.data) is Tensor and t.numel()]
+    empty = torch.tensor(int(any(t.is_meta for t in tensors)), device=device)
+    dist.all_reduce(empty, dist.ReduceOp.MAX)
+    if empty:
+        return
+    for tensor in tensors:
+        values = tensor.detach().to(device, copy=True).contiguous()
+        dist.broadcast(values.flatten().view(torch.uint8), 0)  # bytes, because backends do not know all dtypes
+        values = values.to(tensor.device)
+        if not torch.equal(values, tensor.detach()):
+            tensor.detach().copy_(values)
 
 
 class FabricFSDP2(_FSDP2, TiledFabricStrategy, FabricParent):

@@ -584,6 +584,29 @@ def test_a_module_without_hooks(engine: str, on_ranks: OnRanks, tmp_path: Path) 
         assert ran.tiles == [4, 4]
 
 
+class BuiltFromAnySeed(BuiltAtOnce):
+    """Has other weights and another buffer on each rank."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("shift", torch.full((2,), dist.get_rank(), dtype=torch.complex64), persistent=False)
+        for weight in self.parameters():
+            weight.data += 0.1 * dist.get_rank()
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = super().training_step(ids, index)
+        self.losses[-1] += float(self.shift.real.sum())
+        return loss
+
+
+def test_ranks_that_built_other_weights(world: World) -> None:
+    """FSDP2 shards the model of rank 0, with its buffers, as DDP does: losses equal DDP's on both ranks."""
+    plain = world(partial(in_trainer, module=BuiltFromAnySeed), "ddp", "untiled", "")
+    sharded = world(partial(in_trainer, module=BuiltFromAnySeed), "fsdp2", "tiled", "")
+    for expected, found in zip(plain, sharded, strict=True):
+        assert found.losses == near(expected.losses)
+
+
 # One device
 
 
