@@ -49,9 +49,9 @@ class TiledFSDPStrategy(TrainerFSDP, FSDPStrategy):
 class TiledModelParallelStrategy(TrainerFSDP2, ModelParallelStrategy):
     """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
 
-    If ``configure_model`` does not parallelize the model, each block becomes an FSDP unit, and the LightningModule
-    becomes the FSDP root: its own weights are all-gathered in its ``forward`` and in its steps. ``"auto"`` sizes use
-    all ranks for data parallelism, or what the other size leaves.
+    A module needs no ``configure_model``. If it does not parallelize the model there, each block becomes an FSDP unit,
+    and the LightningModule becomes the FSDP root: its own weights are all-gathered in its ``forward`` and in its steps.
+    ``"auto"`` sizes use all ranks for data parallelism, or what the other size leaves.
 
     Raises:
         ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
