@@ -13,14 +13,14 @@ from lt_tiled.errors import (
 from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.attention import shared_attention
-from lt_tiled.strategies import (
+from lt_tiled.tiling.api import tile, untile
+from lt_tiled.trainer import (
     TiledDDPStrategy,
     TiledDeepSpeedStrategy,
     TiledFSDPStrategy,
     TiledModelParallelStrategy,
     TiledSingleDeviceStrategy,
 )
-from lt_tiled.tiling.api import tile, untile
 from lt_tiled.verification import Verification, verify
 
 __version__ = "0.2.0"

@@ -1,10 +1,17 @@
 """The strategies for Fabric. They have the names that the strategies for Trainer have in :mod:`lt_tiled`."""
 
-from lt_tiled.strategies.ddp import FabricTiledDDPStrategy as TiledDDPStrategy
-from lt_tiled.strategies.deepspeed import FabricTiledDeepSpeedStrategy as TiledDeepSpeedStrategy
-from lt_tiled.strategies.fsdp import FabricTiledFSDPStrategy as TiledFSDPStrategy
-from lt_tiled.strategies.fsdp2 import FabricTiledModelParallelStrategy as TiledModelParallelStrategy
-from lt_tiled.strategies.single_device import FabricTiledSingleDeviceStrategy as TiledSingleDeviceStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
+from lightning.fabric.strategies.fsdp import FSDPStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+
+from lt_tiled.strategies.base import TiledFabricStrategy, register
+from lt_tiled.strategies.deepspeed import FabricDeepSpeed
+from lt_tiled.strategies.fsdp import FabricFSDP
+from lt_tiled.strategies.fsdp2 import FabricFSDP2
+from lt_tiled.strategies.single_device import FollowsAccelerator
 
 __all__ = [
     "TiledDDPStrategy",
@@ -14,6 +21,37 @@ __all__ = [
     "TiledSingleDeviceStrategy",
 ]
 
-for _name in __all__:  # in messages, reprs and pickles the classes have the names of this module
-    _strategy = globals()[_name]
-    _strategy.__module__, _strategy.__name__, _strategy.__qualname__ = __name__, _name, _name
+
+class TiledSingleDeviceStrategy(FollowsAccelerator, TiledFabricStrategy, SingleDeviceStrategy):
+    """Tiling and activation checkpointing on the one device that Fabric's arguments name."""
+
+
+class TiledDDPStrategy(TiledFabricStrategy, DDPStrategy):
+    """Tiling and activation checkpointing under DDP, with all arguments of Fabric's :class:`DDPStrategy`."""
+
+
+class TiledFSDPStrategy(FabricFSDP, FSDPStrategy):
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
+
+
+class TiledModelParallelStrategy(FabricFSDP2, ModelParallelStrategy):
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
+
+    Args:
+        parallelize_fn: As in the parent. Without it, blocks become FSDP units, and the model the FSDP root: its own
+            weights are all-gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
+    """
+
+
+class TiledDeepSpeedStrategy(FabricDeepSpeed, DeepSpeedStrategy):
+    """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
+
+
+register(
+    STRATEGY_REGISTRY,
+    single_device=TiledSingleDeviceStrategy,
+    ddp=TiledDDPStrategy,
+    fsdp=TiledFSDPStrategy,
+    fsdp2=TiledModelParallelStrategy,
+    deepspeed=TiledDeepSpeedStrategy,
+)

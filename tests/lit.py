@@ -29,8 +29,13 @@ class Ids(Dataset[Tensor]):
         return torch.randint(32, (self.tokens,), generator=torch.Generator().manual_seed(index))
 
 
-class LitTiny(pl.LightningModule):
-    """Built in ``configure_model``; notes its losses, and at each step which modules are tiled."""
+class Tiny:
+    """What ``LitTiny`` does, without the LightningModule, of which there are two.
+
+    Built in ``configure_model``; notes its losses, and at each step which modules are tiled.
+    """
+
+    trainer: Any
 
     def __init__(self, steps_fail_at: int | None = None, tiled_loss: bool = False) -> None:
         super().__init__()
@@ -71,6 +76,10 @@ class LitTiny(pl.LightningModule):
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Ids(4), batch_size=2)
+
+
+class LitTiny(Tiny, pl.LightningModule):
+    """The tiny language model for the Trainer of ``lightning``."""
 
 
 class SecondAccelerator(Accelerator):
@@ -116,7 +125,7 @@ def replaced(model: torch.nn.Module) -> int:
     return sum("forward" in m.__dict__ for m in model.modules() if m is not model)
 
 
-def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
+def trainer(strategy: Any, kind: type[Any] = pl.Trainer, **kwargs: Any) -> Any:
     """A quiet Trainer on the CPU for three steps."""
     quiet = {
         "logger": False,
@@ -124,7 +133,7 @@ def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    return pl.Trainer(**({"accelerator": "cpu", "devices": 1, "max_steps": 3, "strategy": strategy} | quiet | kwargs))
+    return kind(**({"accelerator": "cpu", "devices": 1, "max_steps": 3, "strategy": strategy} | quiet | kwargs))
 
 
 def logged(folder: str | Path) -> list[dict[str, str]]:

@@ -6,13 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
-from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
+from lt_tiled.namespaces import is_a
 from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog, restored_on_error
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
@@ -45,7 +44,7 @@ class PreparingCallback(AppliesPolicies, Callback):
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
         with restored_on_error(self.prepared):
             self.prepared.add(model, self, ranks_per_node)
-            if isinstance(strategy, DeepSpeedStrategy | FabricDeepSpeedStrategy):
+            if is_a(strategy, "DeepSpeedStrategy"):
                 adapt_tiles(strategy, model)
             adapt_to_fsdp_units(model)
 

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.seed import isolate_rng
 from torchmetrics import Metric
@@ -22,6 +21,7 @@ from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.memory import PeakMemory, gib, provides
+from lt_tiled.namespaces import is_a
 from lt_tiled.policies import parse_bytes
 from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.training_step.step import create_optimizer_state, first_batch, run_step, silence, with_length
@@ -131,11 +131,12 @@ class SequenceLengthFinder(Callback):
 
     def _fits(self, trainer: pl.Trainer, module: LightningModule, batch: Any, tokens: int) -> bool:
         """Return whether a step on sequences of that length fits on every rank."""
-        strategy, fits = trainer.strategy, True
+        strategy: Any = trainer.strategy
+        fits = True
         memory = PeakMemory(strategy.root_device)
         memory.reset()
         # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
-        blocked = strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
+        blocked = strategy.block_backward_sync() if is_a(strategy, "DDPStrategy") else nullcontext()
         try:
             with blocked:
                 run_step(strategy, module, with_length(batch, tokens), trainer.optimizers[0])
@@ -168,7 +169,7 @@ def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
     metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in module.modules() if isinstance(m, Metric)]
     log = {name: value for name, value in vars(module).items() if name in ("log", "log_dict")}
     # DeepSpeed's optimizer state exists from the start.
-    optimizers = [] if isinstance(trainer.strategy, DeepSpeedStrategy) else trainer.optimizers
+    optimizers = [] if is_a(trainer.strategy, "DeepSpeedStrategy") else trainer.optimizers
     silence(module)
     try:
         for optimizer in optimizers:

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies, PreparedModels
@@ -20,6 +17,7 @@ from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from lightning.fabric.strategies.strategy import Strategy as FabricBase
     from lightning.pytorch.strategies import Strategy as TrainerBase
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
         def setup_environment(self) -> None: ...
         def teardown(self) -> None: ...
 
-else:
+else:  # see NOTE [Namespaces]
     Base, FabricBase, TrainerBase = AppliesPolicies, object, object
 
 _DEFAULT = Tiling()
@@ -253,7 +251,34 @@ def log_step(trainer: pl.Trainer, steps: int, metrics: dict[str, float], step: i
             logger.log_metrics(metrics, step=step)
 
 
-def register(trainer: type, fabric: type, name: str, description: str, **arguments: Any) -> None:
-    """Make a strategy known by name to ``Trainer(strategy=name)`` and ``Fabric(strategy=name)``."""
-    for registry, strategy in ((StrategyRegistry, trainer), (STRATEGY_REGISTRY, fabric)):
+def register(registry: Any, *, single_device: type, ddp: type, fsdp: type, fsdp2: type, deepspeed: type) -> None:
+    """Make strategies known by name to the Trainer or Fabric that this registry belongs to."""
+
+    def add(name: str, strategy: type, description: str, **arguments: Any) -> None:
         registry.register(name, strategy, description, override=True, **arguments)  # override: modules may be reloaded
+
+    add("tiled", single_device, "Tiled modules on a single device")
+    add("tiled_ddp", ddp, "Tiled modules under DDP")
+    add("tiled_fsdp", fsdp, "Tiled modules under FSDP")
+    add("tiled_fsdp_cpu_offload", fsdp, "Tiled modules under FSDP, with weights in CPU memory", cpu_offload=True)
+    add("tiled_fsdp2", fsdp2, "Tiled modules under FSDP2")
+    add("tiled_deepspeed", deepspeed, "Tiled modules under DeepSpeed, ZeRO stage 2")
+    for stage in (1, 2, 3):
+        add(
+            f"tiled_deepspeed_stage_{stage}",
+            deepspeed,
+            f"Tiled modules under DeepSpeed, ZeRO stage {stage}",
+            stage=stage,
+        )
+    add(
+        "tiled_deepspeed_stage_2_offload",
+        deepspeed,
+        "ZeRO-2 with the optimizer in CPU memory",
+        stage=2,
+        offload_optimizer=True,
+    )
+    offload = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+    add("tiled_deepspeed_stage_3_offload", deepspeed, "ZeRO-3 with weights and optimizer in CPU memory", **offload)
+    nvme = dict.fromkeys(("remote_device", "offload_params_device", "offload_optimizer_device"), "nvme")
+    name, description = "tiled_deepspeed_stage_3_offload_nvme", "ZeRO-3 with weights and optimizer on NVMe"
+    add(name, deepspeed, description, **offload, **nvme)

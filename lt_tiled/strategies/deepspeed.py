@@ -31,17 +31,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from importlib.util import find_spec
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
@@ -50,10 +46,17 @@ from lt_tiled._log import warn
 from lt_tiled._prepare import Prepared
 from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import is_of
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import shared_weights
 from lt_tiled.tiling.patched import tiled_patches, whole_modules
 from lt_tiled.tiling.state import EngineNeeds
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricParent
+    from lightning.pytorch.strategies import DeepSpeedStrategy as TrainerParent
+else:
+    FabricParent = TrainerParent = object
 
 
 class _DeepSpeed(TiledStrategy):
@@ -113,7 +116,8 @@ class _DeepSpeed(TiledStrategy):
         # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
         assert self.parallel_devices is not None
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
-        parent: Any = DeepSpeedStrategy if isinstance(self, DeepSpeedStrategy) else FabricDeepSpeedStrategy
+        ancestors: Any = type(self).__mro__
+        parent = next(kind for kind in ancestors[ancestors.index(_DeepSpeed) :] if kind.__name__ == "DeepSpeedStrategy")
         super(parent, self).setup_environment()  # not the parent's own, which accepts only CUDA devices
         self.make_groups()
         return None
@@ -199,13 +203,8 @@ class _DeepSpeed(TiledStrategy):
             del known
 
 
-class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy):
-    """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`.
-
-    Raises:
-        ModuleNotFoundError: If deepspeed is not installed.
-        ValueError: If ``cpu_checkpointing`` is given and ``activation_checkpointing`` is not ``False``.
-    """
+class TrainerDeepSpeed(_DeepSpeed, TiledTrainerStrategy, TrainerParent):
+    """DeepSpeed for Trainer."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == "fit":
@@ -220,8 +219,8 @@ class TiledDeepSpeedStrategy(_DeepSpeed, TiledTrainerStrategy, DeepSpeedStrategy
         return self.sharded_context(super().model_sharded_context)
 
 
-class FabricTiledDeepSpeedStrategy(_DeepSpeed, TiledFabricStrategy, FabricDeepSpeedStrategy):
-    """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
+class FabricDeepSpeed(_DeepSpeed, TiledFabricStrategy, FabricParent):
+    """DeepSpeed for Fabric."""
 
     def module_sharded_context(self) -> Any:
         return self.sharded_context(super().module_sharded_context)
@@ -357,14 +356,3 @@ class _JoinToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, gradient.new_zeros(())
-
-
-_register = partial(register, TiledDeepSpeedStrategy, FabricTiledDeepSpeedStrategy)
-_OFFLOAD = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-_NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
-_register("tiled_deepspeed", "Tiled modules under DeepSpeed, ZeRO stage 2")
-for _stage in (1, 2, 3):
-    _register(f"tiled_deepspeed_stage_{_stage}", f"Tiled modules under DeepSpeed, ZeRO stage {_stage}", stage=_stage)
-_register("tiled_deepspeed_stage_2_offload", "ZeRO-2 with the optimizer in CPU memory", stage=2, offload_optimizer=True)
-_register("tiled_deepspeed_stage_3_offload", "ZeRO-3 with weights and optimizer in CPU memory", **_OFFLOAD)
-_register("tiled_deepspeed_stage_3_offload_nvme", "ZeRO-3 with weights and optimizer on NVMe", **_OFFLOAD, **_NVME)

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricFSDPStrategy
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,8 +21,15 @@ from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 from torch.optim import Optimizer
 
 from lt_tiled._log import warn
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricParent
+    from lightning.pytorch.strategies import FSDPStrategy as TrainerParent
+else:
+    FabricParent = TrainerParent = object
 
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
 """The FSDP root of each LightningModule, for as long as a strategy refers to it."""
@@ -58,8 +61,7 @@ class _FSDP(TiledStrategy):
     @property
     def fsdp_options(self) -> dict[str, Any]:
         """The parent's keyword arguments for ``FullyShardedDataParallel``."""
-        options: dict[str, Any] = vars(self)["kwargs" if isinstance(self, FSDPStrategy) else "_fsdp_kwargs"]
-        return options
+        raise NotImplementedError
 
     @property
     def saves_full_on_cpu(self) -> bool:
@@ -113,18 +115,12 @@ class _FSDP(TiledStrategy):
         return FullyShardedDataParallel(model, **(self.unit_arguments() | {"auto_wrap_policy": policy}))
 
 
-class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
-    """Tiling and activation checkpointing under FSDP1, with all arguments of :class:`FSDPStrategy`.
+class TrainerFSDP(_FSDP, TiledTrainerStrategy, TrainerParent):
+    """FSDP1 for Trainer."""
 
-    ``activation_checkpointing_policy`` chooses the blocks that ``activation_checkpointing`` recomputes. With
-    ``activation_checkpointing=False`` Lightning wraps them instead. Without ``auto_wrap_policy`` each block is an FSDP
-    unit. A model stays wrapped from ``fit`` to ``validate``, ``test`` or ``predict``. Gradients can be clipped by their
-    norm over all ranks.
-
-    Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` both choose blocks; at
-            setup, if a tiled module contains FSDP units.
-    """
+    @property
+    def fsdp_options(self) -> dict[str, Any]:
+        return self.kwargs
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -180,8 +176,12 @@ class TiledFSDPStrategy(_FSDP, TiledTrainerStrategy, FSDPStrategy):
         return get_model_state_dict(self.model, options=_FULL)
 
 
-class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
-    """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
+class FabricFSDP(_FSDP, TiledFabricStrategy, FabricParent):
+    """FSDP1 for Fabric."""
+
+    @property
+    def fsdp_options(self) -> dict[str, Any]:
+        return self._fsdp_kwargs
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
@@ -207,8 +207,3 @@ class FabricTiledFSDPStrategy(_FSDP, TiledFabricStrategy, FabricFSDPStrategy):
                 shutil.rmtree(path)
             torch.save(full, path)
         return None
-
-
-_register = partial(register, TiledFSDPStrategy, FabricTiledFSDPStrategy)
-_register("tiled_fsdp", "Tiled modules under FSDP")
-_register("tiled_fsdp_cpu_offload", "Tiled modules under FSDP, with weights in CPU memory", cpu_offload=True)

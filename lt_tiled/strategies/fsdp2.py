@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -18,9 +17,17 @@ from torch.optim import Optimizer
 from lt_tiled._log import inform
 from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import Tiling, check_count
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard, shared_weights
 from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.training_step.step import nothing
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricParent
+    from lightning.pytorch.strategies import ModelParallelStrategy as TrainerParent
+else:
+    FabricParent = TrainerParent = object
 
 
 class _FSDP2(TiledStrategy):
@@ -79,6 +86,7 @@ class _FSDP2(TiledStrategy):
                 f"{first} and {second} share a weight of shape {list(weight.shape)} and would shard it twice: put them"
                 " into one module, or call fully_shard on both together."
             )
+        _copy_from_first_rank(model, self.root_device)
         for module in (*(block for _, block in blocks), model):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
@@ -100,17 +108,8 @@ class _FSDP2(TiledStrategy):
                 )
 
 
-class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStrategy):
-    """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
-
-    If ``configure_model`` does not parallelize the model, each block becomes an FSDP unit, and the LightningModule
-    becomes the FSDP root: its own weights are all-gathered in its ``forward`` and in its steps. ``"auto"`` sizes use
-    all ranks for data parallelism, or what the other size leaves.
-
-    Raises:
-        ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
-            cannot be sharded by blocks.
-    """
+class TrainerFSDP2(_FSDP2, TiledTrainerStrategy, TrainerParent):
+    """FSDP2 for Trainer."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -118,17 +117,47 @@ class TiledModelParallelStrategy(_FSDP2, TiledTrainerStrategy, ModelParallelStra
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             if step not in vars(module):  # else an earlier run registered it
                 register_fsdp_forward_method(module, step)  # has no effect on a module that is not the FSDP root
-        super().setup(trainer)
+        with _with_hook(module):
+            super().setup(trainer)
         self.adapt_to_communicating_ranks(module)
 
 
-class FabricTiledModelParallelStrategy(_FSDP2, TiledFabricStrategy, FabricModelParallelStrategy):
-    """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
+@contextmanager
+def _with_hook(module: pl.LightningModule) -> Iterator[None]:
+    """Give a module a ``configure_model`` during setup, if it has none.
 
-    Args:
-        parallelize_fn: As in the parent. Without it, blocks become FSDP units, and the model the FSDP root: its own
-            weights are all-gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
+    Lightning raises without one, in which the user should parallelize the model. :meth:`_FSDP2.shard` has done that.
     """
+    attributes = vars(module)
+    own = attributes.get("configure_model")
+    attributes["configure_model"] = own or nothing
+    try:
+        yield
+    finally:
+        if own is None:
+            del attributes["configure_model"]
+
+
+def _copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
+    """Give all ranks the weights and buffers of rank 0, as DDP does: ranks may have built the model from other seeds.
+
+    This does nothing if some ranks have tensors without memory, which are filled after sharding.
+    """
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if type(t.data) is Tensor and t.numel()]
+    empty = torch.tensor(int(any(t.is_meta for t in tensors)), device=device)
+    dist.all_reduce(empty, dist.ReduceOp.MAX)
+    if empty:
+        return
+    for tensor in tensors:
+        values = tensor.detach().to(device, copy=True).contiguous()
+        dist.broadcast(values.flatten().view(torch.uint8), 0)  # bytes, because backends do not know all dtypes
+        values = values.to(tensor.device)
+        if not torch.equal(values, tensor.detach()):
+            tensor.detach().copy_(values)
+
+
+class FabricFSDP2(_FSDP2, TiledFabricStrategy, FabricParent):
+    """FSDP2 for Fabric."""
 
     def __init__(
         self, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **kwargs: Any
@@ -196,6 +225,3 @@ def _sharded_state(state: dict[str, Any], weight: nn.Parameter) -> dict[str, Any
         else value
         for name, value in state.items()
     }
-
-
-register(TiledModelParallelStrategy, FabricTiledModelParallelStrategy, "tiled_fsdp2", "Tiled modules under FSDP2")

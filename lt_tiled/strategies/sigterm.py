@@ -18,14 +18,17 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lt_tiled._log import warn
 from lt_tiled.modules.patch import is_of
+from lt_tiled.namespaces import LIGHTNING
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _FIRST = "LT_TILED_FIRST_PROCESS"
 
@@ -107,4 +110,4 @@ class Sigterm:
 def _users_handler() -> Any:
     """Return the handler of SIGTERM, unless it is Lightning's, or one of ours that a failed run left."""
     handler = signal.getsignal(signal.SIGTERM)
-    return None if is_of(handler, ("lightning.", "lt_tiled.")) else handler
+    return None if is_of(handler, (*LIGHTNING, "lt_tiled.")) else handler

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy, register
+from lt_tiled.strategies.base import TiledStrategy
 
 
-class _FollowsAccelerator(TiledStrategy):
+class FollowsAccelerator(TiledStrategy):
     """Takes the device from ``accelerator`` and ``devices``; Lightning's own class ignores them in favor of ``device``.
 
     Lightning's connectors set ``parallel_devices`` on a strategy that is passed as an object. Without them, ``device``
@@ -35,14 +33,3 @@ class _FollowsAccelerator(TiledStrategy):
     @property
     def root_device(self) -> torch.device:
         return self._devices[0] if self._devices else self._root_device
-
-
-class TiledSingleDeviceStrategy(_FollowsAccelerator, TiledTrainerStrategy, SingleDeviceStrategy):
-    """Tiling and activation checkpointing on the one device that the Trainer's arguments name."""
-
-
-class FabricTiledSingleDeviceStrategy(_FollowsAccelerator, TiledFabricStrategy, FabricSingleDeviceStrategy):
-    """Tiling and activation checkpointing on the one device that Fabric's arguments name."""
-
-
-register(TiledSingleDeviceStrategy, FabricTiledSingleDeviceStrategy, "tiled", "Tiled modules on a single device")

@@ -41,7 +41,8 @@ DEPTH = 6
 """How many containers inside of each other are looked into."""
 MAX_ENTRIES = 1000
 """Of larger containers only what is added is seen."""
-_LIBRARIES = frozenset(("torch", "deepspeed", "lightning", "pytorch_lightning", "accelerate", "lt_tiled", "numpy"))
+_LIBRARIES = frozenset(("torch", "deepspeed", "accelerate", "lt_tiled", "numpy"))
+_LIBRARIES |= {"lightning", "pytorch_lightning", "lightning_fabric"}
 _LIBRARIES |= sys.stdlib_module_names - {"__main__"}
 """Packages whose own state is not looked into."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")

@@ -12,12 +12,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lt_tiled.errors import SimulationError
+from lt_tiled.modules.patch import is_of
+from lt_tiled.namespaces import LIGHTNING
 
 
 def run_step(strategy: Strategy, module: LightningModule, batch: Any, optimizer: Any, zero_grad: bool = True) -> Tensor:
@@ -93,7 +94,7 @@ def first_batch(module: LightningModule, datamodule: LightningDataModule | None,
         raise SimulationError("train_dataloader() yields no batch: add data, or make batch_size smaller.")
     batch, _, _ = batches.pop()
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-        overridden = datamodule is not None and is_overridden(hook, datamodule)
+        overridden = datamodule is not None and not is_of(getattr(datamodule, hook), LIGHTNING)
         batch = getattr(datamodule if overridden else module, hook)(batch, 0)
     return batch
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from lt_tiled.memory import PeakMemory, provides
 from lt_tiled.modules.find import plain_name, unwrapped, walk
 from lt_tiled.modules.patch import turned_off
+from lt_tiled.namespaces import is_a
 from lt_tiled.tiling.observe import History, Observation
 from lt_tiled.tiling.recompute import RandomState, random_state_kept
 from lt_tiled.training_step.ranks import ranks_fail_together
@@ -34,13 +35,19 @@ class ModuleWithStep(LightningModule):
 
     def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor] | None) -> None:
         super().__init__()
-        self.model, self._step = model, step or _loss_of
+        self.model = model
+        self._step = step or (_loss_of_step if is_a(model, "LightningModule") else _loss_of)
 
     def configure_model(self) -> None:
         """Do nothing: Lightning wants this hook under FSDP2."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._step(self.model, batch)
+
+
+def _loss_of_step(model: Any, batch: Any) -> Tensor:
+    """Return the loss of the ``training_step`` of a LightningModule of ``pytorch_lightning``."""
+    return training_loss(model.training_step, model, batch)
 
 
 def _loss_of(model: nn.Module, batch: Any) -> Tensor:

@@ -67,7 +67,7 @@ def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
     # Else weights as small as these are gathered together, once, and kept.
     limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
     zero.config["zero_optimization"].update({f"stage3_{limit}": 0 for limit in limits})
-    if home is lt_tiled.fabric:
+    if home.__name__.endswith("fabric"):
         zero.config["gradient_clipping"] = 0.0  # DeepSpeed's own default is 1.0; Trainer sets it from gradient_clip_val
     return zero
 
@@ -97,14 +97,23 @@ def seen(strategy: Any) -> tuple[list[int], int, int]:
     )
 
 
-def in_trainer(engine: str, mode: str, directory: str, built: bool = False, **kwargs: Any) -> Ran:
+def in_trainer(
+    engine: str,
+    mode: str,
+    directory: str,
+    built: bool = False,
+    home: Any = lt_tiled,
+    module: type[Any] = LitTiny,
+    observer: type[Look] = Look,
+    **kwargs: Any,
+) -> Ran:
     """Three optimizer steps, each followed by a validation; ``built`` builds the model before the strategy's
     contexts.
     """
-    model, look = LitTiny(tiled_loss=mode == "loss"), Look()
+    model, look = module(tiled_loss=mode == "loss"), observer()
     if built:
         model.configure_model()
-    chosen = strategy(lt_tiled, engine, **policies(mode, directory))
+    chosen = strategy(home, engine, **policies(mode, directory))
     run = trainer(
         chosen,
         devices=dist.get_world_size(),
@@ -115,14 +124,22 @@ def in_trainer(engine: str, mode: str, directory: str, built: bool = False, **kw
     return Ran(model.losses, model.val_losses, *look.seen, replaced(model))
 
 
-def in_fabric(engine: str, mode: str, directory: str, accumulate: bool = True, **kwargs: Any) -> Ran:
+def in_fabric(
+    engine: str,
+    mode: str,
+    directory: str,
+    accumulate: bool = True,
+    home: Any = lt_tiled.fabric,
+    kind: type[Any] = Fabric,
+    **kwargs: Any,
+) -> Ran:
     """Four steps on sequences whose length, and shard count, differ between the ranks, every second one under
     ``no_backward_sync``.
     """
-    fabric = Fabric(
+    fabric = kind(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategy(lt_tiled.fabric, engine, **policies(mode, directory, (5, 2)[dist.get_rank()])),
+        strategy=strategy(home, engine, **policies(mode, directory, (5, 2)[dist.get_rank()])),
         **kwargs,
     )
     fabric.launch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -30,13 +31,16 @@ class HoldsWeights(LitTiny):
 
     def configure_model(self) -> None:
         if self.net is None:
-            torch.manual_seed(0)
-            net = TinyLM()
-            self.embed, self.blocks, self.head = net.embed, net.blocks, net.head
-            self.position = nn.Parameter(torch.randn(24, 16))
-            if self.tied:
-                self.head.weight = self.embed.weight
-            self.net = self.predict_step
+            self.build()
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        net = TinyLM()
+        self.embed, self.blocks, self.head = net.embed, net.blocks, net.head
+        self.position = nn.Parameter(torch.randn(24, 16))
+        if self.tied:
+            self.head.weight = self.embed.weight
+        self.net = self.predict_step
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.position
@@ -79,6 +83,16 @@ class ShardsItself(HoldsWeights):
                 fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
 
+class BuiltAtOnce(HoldsWeights):
+    """Has no ``configure_model`` and knows nothing of engines, as most LightningModules."""
+
+    configure_model = pl.LightningModule.configure_model
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(tied)
+        self.build()
+
+
 def all_stages(strategy: Any, devices: int, kind: type[HoldsWeights], tied: bool) -> tuple[Any, ...]:
     """Fit, validate, test, predict and fit again; each rank gets every batch."""
     module = kind(tied)
@@ -96,6 +110,7 @@ def all_stages(strategy: Any, devices: int, kind: type[HoldsWeights], tied: bool
         assert isinstance(module.blocks[0], FSDPModule)
         assert module.forwards_replaced == {6}
         assert not hasattr(module.training_step.__wrapped__, "__wrapped__")  # registered once
+        assert "configure_model" not in vars(module)
     return module.losses, module.val_losses, module.test_losses, torch.cat(predictions)
 
 
@@ -103,8 +118,10 @@ def on_fsdp2(kind: type[HoldsWeights], tied: bool) -> tuple[Any, ...]:
     return all_stages(lt_tiled.TiledModelParallelStrategy(tiling=4), 2, kind, tied)
 
 
-@pytest.mark.table("HoldsWeights-True")
-@pytest.mark.parametrize(("kind", "tied"), [(HoldsWeights, False), (HoldsWeights, True), (ShardsItself, False)])
+@pytest.mark.table("BuiltAtOnce-True")
+@pytest.mark.parametrize(
+    ("kind", "tied"), [(HoldsWeights, False), (HoldsWeights, True), (ShardsItself, False), (BuiltAtOnce, True)]
+)
 def test_trainer(kind: type[HoldsWeights], tied: bool, world: World) -> None:
     """Training, validation, test and prediction are those of one untiled process, also in a second fit."""
     expected = all_stages("auto", 1, HoldsWeights, tied)
@@ -120,8 +137,7 @@ def steps(strategy: Any, devices: int, method: str, **kwargs: Any) -> tuple[list
     """Three steps by a marked method or a step of a LightningModule, then a validation and a prediction."""
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, **kwargs)
     fabric.launch()
-    module = HoldsWeights()
-    module.configure_model()
+    module = BuiltAtOnce()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1.0, momentum=0.9))
     for marked in ("loss", module.predict_step):
         model.mark_forward_method(marked)

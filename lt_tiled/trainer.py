@@ -1,0 +1,78 @@
+"""The strategies for Trainer, which :mod:`lt_tiled` exports."""
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+
+from lt_tiled.strategies.base import TiledTrainerStrategy, register
+from lt_tiled.strategies.deepspeed import TrainerDeepSpeed
+from lt_tiled.strategies.fsdp import TrainerFSDP
+from lt_tiled.strategies.fsdp2 import TrainerFSDP2
+from lt_tiled.strategies.single_device import FollowsAccelerator
+
+__all__ = [
+    "TiledDDPStrategy",
+    "TiledDeepSpeedStrategy",
+    "TiledFSDPStrategy",
+    "TiledModelParallelStrategy",
+    "TiledSingleDeviceStrategy",
+]
+
+
+class TiledSingleDeviceStrategy(FollowsAccelerator, TiledTrainerStrategy, SingleDeviceStrategy):
+    """Tiling and activation checkpointing on the one device that the Trainer's arguments name."""
+
+
+class TiledDDPStrategy(TiledTrainerStrategy, DDPStrategy):
+    """Tiling and activation checkpointing under DDP, with all arguments of :class:`DDPStrategy`."""
+
+
+class TiledFSDPStrategy(TrainerFSDP, FSDPStrategy):
+    """Tiling and activation checkpointing under FSDP1, with all arguments of :class:`FSDPStrategy`.
+
+    ``activation_checkpointing_policy`` chooses the blocks that ``activation_checkpointing`` recomputes. With
+    ``activation_checkpointing=False`` Lightning wraps them instead. Without ``auto_wrap_policy`` each block is an FSDP
+    unit. A model stays wrapped from ``fit`` to ``validate``, ``test`` or ``predict``. Gradients can be clipped by their
+    norm over all ranks.
+
+    Raises:
+        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` both choose blocks; at
+            setup, if a tiled module contains FSDP units.
+    """
+
+
+class TiledModelParallelStrategy(TrainerFSDP2, ModelParallelStrategy):
+    """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
+
+    A module needs no ``configure_model``. If it does not parallelize the model there, each block becomes an FSDP unit,
+    and the LightningModule becomes the FSDP root: its own weights are all-gathered in its ``forward`` and in its steps.
+    ``"auto"`` sizes use all ranks for data parallelism, or what the other size leaves.
+
+    Raises:
+        ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
+            cannot be sharded by blocks.
+    """
+
+
+class TiledDeepSpeedStrategy(TrainerDeepSpeed, DeepSpeedStrategy):
+    """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`.
+
+    Raises:
+        ModuleNotFoundError: If deepspeed is not installed.
+        ValueError: If ``cpu_checkpointing`` and ``activation_checkpointing`` are both given.
+    """
+
+
+register(
+    StrategyRegistry,
+    single_device=TiledSingleDeviceStrategy,
+    ddp=TiledDDPStrategy,
+    fsdp=TiledFSDPStrategy,
+    fsdp2=TiledModelParallelStrategy,
+    deepspeed=TiledDeepSpeedStrategy,
+)

@@ -1,0 +1,142 @@
+"""The strategies and callbacks for ``pytorch_lightning`` and ``lightning_fabric`` in one process."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lt_tiled
+from tests.lit import Ids, Tiny, replaced, trainer
+from tests.parity import near
+
+pytorch_lightning = pytest.importorskip("pytorch_lightning")
+
+import lightning_fabric  # noqa: E402
+from pytorch_lightning.cli import LightningCLI  # noqa: E402
+from pytorch_lightning.loggers import CSVLogger  # noqa: E402
+
+import lt_tiled.lightning_fabric  # noqa: E402
+import lt_tiled.pytorch_lightning  # noqa: E402
+from lt_tiled.strategies.base import TiledStrategy  # noqa: E402
+
+STOCK = {
+    "trainer": (lt_tiled, lt_tiled.pytorch_lightning, pytorch_lightning.strategies.StrategyRegistry),
+    "fabric": (lt_tiled.fabric, lt_tiled.lightning_fabric, lightning_fabric.strategies.STRATEGY_REGISTRY),
+}
+STRATEGIES = lt_tiled.fabric.__all__
+
+
+class LitTiny(Tiny, pytorch_lightning.LightningModule):
+    """The tiny language model for the Trainer of ``pytorch_lightning``."""
+
+
+class IdsModule(pytorch_lightning.LightningDataModule):
+    """Sequences of a length that can be set, shifted by a hook of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seq_len = 8
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Ids(tokens=self.seq_len), batch_size=2)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch + 1) % 32
+
+
+@pytest.mark.parametrize("loop", STOCK)
+def test_the_same_strategies(loop: str) -> None:
+    """Each strategy has the arguments of that for ``lightning``, is pickled, and is of its own package."""
+    stock, other, registry = STOCK[loop]
+    for name in STRATEGIES:
+        kind = getattr(other, name)
+        assert not issubclass(kind, getattr(stock, name))
+        strategy = pickle.loads(pickle.dumps(kind(tiling=4)))
+        assert type(strategy) is kind
+        assert isinstance(strategy, TiledStrategy)
+        assert strategy.tiling == lt_tiled.Tiling(4)
+    names = [name for name in registry.available_strategies() if name.startswith("tiled")]
+    known = lt_tiled.trainer.StrategyRegistry if loop == "trainer" else lt_tiled.fabric.STRATEGY_REGISTRY
+    assert names == [name for name in known.available_strategies() if name.startswith("tiled")]
+    for name in names:
+        assert registry[name]["strategy"].__module__ == other.__name__
+        assert registry[name]["strategy"].__name__ == known[name]["strategy"].__name__
+        assert registry[name]["init_params"] == known[name]["init_params"]
+
+
+def test_names_train() -> None:
+    """``strategy="tiled"`` trains with both, with the losses of the stock strategy."""
+    plain, model = LitTiny(), LitTiny()
+    trainer("auto", pytorch_lightning.Trainer).fit(plain)
+    trainer("tiled", pytorch_lightning.Trainer).fit(model)
+    assert model.losses == near(plain.losses)
+    assert model.forwards_replaced == {6}
+    assert replaced(model) == 0
+    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, strategy="tiled_ddp")
+    assert type(fabric.strategy) is lt_tiled.lightning_fabric.TiledDDPStrategy
+
+
+def test_callbacks(tmp_path: Path) -> None:
+    """All callbacks work together with the Trainer, the module and the datamodule of ``pytorch_lightning``."""
+    home, data, model = lt_tiled.pytorch_lightning, IdsModule(), LitTiny()
+    finder = home.SequenceLengthFinder(start=8, limit=24, granule=8)
+    monitor, report = home.MemoryMonitor(plot=str(tmp_path / "step.png"), step=1), home.TilingReport()
+    callbacks = [home.TiledMLP(4), home.OffloadedCheckpointing("disk"), finder, monitor, report]
+    assert all(isinstance(callback, pytorch_lightning.Callback) for callback in callbacks)
+    logger = CSVLogger(str(tmp_path))
+    run = trainer("auto", pytorch_lightning.Trainer, callbacks=callbacks, logger=logger, log_every_n_steps=1)
+    model.configure_model()
+    run.fit(model, datamodule=data)
+    assert finder.found == data.seq_len == 24
+    assert model.forwards_replaced == {6}
+    assert replaced(model) == 0
+    assert [row.tiles for row in report.report.tiled] == [4, 4]
+    assert monitor.measured is not None
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"lt_tiled/peak_memory", "lt_tiled/offload_disk_bytes"} <= set(header)
+
+
+def test_fabric_callback() -> None:
+    """The callbacks of ``lt_tiled`` serve Fabric of both packages."""
+    callback = lt_tiled.callbacks.TiledMLP(4)
+    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, callbacks=[callback])
+    module = Tiny()
+    module.configure_model()
+    model = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), 1.0))[0]
+    fabric.backward(model(Ids()[0][None]).sum())
+    assert [row.tiles for row in callback.prepared[0].report().tiled] == [4, 4]
+    callback.release()
+    assert replaced(module.net) == 0
+
+
+def test_command_line() -> None:
+    """A ``LightningCLI`` of ``pytorch_lightning`` takes strategies by class and by name, and callbacks."""
+    command = [
+        "--trainer.strategy=lt_tiled.pytorch_lightning.TiledDDPStrategy",
+        "--trainer.strategy.tiling.num_shards=2",
+        "--trainer.strategy.find_unused_parameters=true",
+        "--trainer.callbacks+=lt_tiled.pytorch_lightning.TilingReport",
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+    ]
+    made = LightningCLI(LitTiny, run=False, args=command, save_config_callback=None)
+    assert type(made.trainer.strategy) is lt_tiled.pytorch_lightning.TiledDDPStrategy
+    assert made.trainer.strategy.tiling == lt_tiled.Tiling(2)
+    assert any(type(c) is lt_tiled.pytorch_lightning.TilingReport for c in made.trainer.callbacks)
+    named = LightningCLI(LitTiny, run=False, args=["--trainer.strategy=tiled_ddp", *command[-2:]])
+    assert type(named.trainer.strategy) is lt_tiled.pytorch_lightning.TiledDDPStrategy
+
+
+def test_verify() -> None:
+    """``lt_tiled.verify`` compares the ``training_step`` of a module of ``pytorch_lightning``."""
+    model = LitTiny()
+    model.configure_model()
+    batch = torch.stack([Ids()[0], Ids()[1]])
+    result = lt_tiled.verify(model, batch, strategy=lt_tiled.TiledSingleDeviceStrategy(tiling=4))
+    assert result.passed
+    assert result.tiles == 4
