@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.peers import Peer, tile_with
 from benchmarks.sheet import Cell, Sheet
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
-from lt_tiled.planner.ledger import Flops
+from lt_tiled.planner.ledger import Ledger
 from tests.meters import LiveBytes
 
 
@@ -120,7 +120,7 @@ def mlp_flops(model: nn.Module, name: str, size: Size) -> int:
     tile_with(name, mlp, size.shards)
     x = torch.randn(1, size.tokens, size.hidden, requires_grad=True)
     checkpoint(mlp, x, use_reentrant=False).sum().backward()
-    with Flops() as counted:
+    with Ledger() as counted:
         checkpoint(mlp, x, use_reentrant=False).sum().backward()
     return int(counted.flops)
 
@@ -140,7 +140,7 @@ def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
             next(through)
 
     handles = [layer.mlp.up_proj.register_forward_hook(count) for layer in model.model.layers]  # type: ignore[union-attr]
-    with Flops() as counted:
+    with Ledger() as counted:
         loss_of(model, ids).backward()
     for handle in handles:
         handle.remove()

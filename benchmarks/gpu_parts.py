@@ -201,7 +201,7 @@ def fit(setup: Setup, strategy: Any, tokens: int, config: dict[str, Any] | None 
     trainer = Trainer(strategy=strategy, precision=precision, max_steps=3, callbacks=[watch], **arguments)
     torch.manual_seed(0)
     data = StackDataset(input_ids=setup.ids(tokens).cpu().expand(3, -1))  # type: ignore[arg-type]  # takes sequences
-    trainer.fit(CausalLM(config or setup.config, tiled_loss=False), DataLoader(data))
+    trainer.fit(CausalLM(config or setup.config, loss=False), DataLoader(data))
     return watch
 
 
@@ -212,7 +212,7 @@ def peak(setup: Setup, settings: tuple[str, ...] = tuple(SETTINGS), tokens: int 
     def run(setting: str, tokens: int) -> Figures:
         strategy = partial(TiledSingleDeviceStrategy, **setup.policies(setting))
         with torch.device("meta"):
-            planned = CausalLM(setup.config, tiled_loss=False)
+            planned = CausalLM(setup.config, loss=False)
         arguments = {"strategy": strategy(), "accelerator": "gpu", "precision": "bf16-true"}
         predicted = make_job(planned, setup.text(tokens), arguments).simulate().peak
         found = fit(setup, strategy(), tokens)

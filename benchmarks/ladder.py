@@ -88,10 +88,10 @@ def main() -> None:
     Console().print(table)
 
 
-def job_of(tiled_loss: bool, layers: int) -> Job:
+def job_of(loss: bool, layers: int) -> Job:
     """The run."""
     with torch.device("meta"):
-        module = CausalLM({**LLAMA_8B, "num_hidden_layers": layers}, tiled_loss=tiled_loss)
+        module = CausalLM({**LLAMA_8B, "num_hidden_layers": layers}, loss=loss)
     strategy = TiledDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)
     return make_job(module, TextFiles(), {"strategy": strategy, "precision": "bf16-true", "devices": 1})
 

@@ -128,7 +128,7 @@ def main() -> None:
     activation_checkpointing = (
         ActivationCheckpointing(offload=offload, directory=args.directory if offload else None) if recompute else None
     )
-    model = CausalLM(room.model, tiled_loss=loss and (room.shards or True))
+    model = CausalLM(room.model, loss=loss and (room.shards or True))
     finder = SequenceLengthFinder(start=room.start, granule=room.granule)
 
     def fit(seq_len: int, *callbacks: Callback) -> None:

@@ -6,6 +6,7 @@ The first forty are those of the table in docs/models.md when 0.1.0 was written;
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import time
@@ -85,4 +86,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verified", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="an architecture of the tests; all by default")
+    main(parser.parse_args().names)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,7 @@ from lt_tiled.checkpointing import (
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.cache import CachePatch, patch_models
+from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import get_patch, remove_patches
 from lt_tiled.modules.targets import find_tileable
@@ -41,6 +43,8 @@ from lt_tiled.sequence_parallel.share import find_shared
 from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds
 
+Found = TypeVar("Found")
+
 
 class Prepared(AbstractContextManager["Prepared"]):
     """A model that is tiled and activation-checkpointed until :meth:`release`. Usable in ``with``.
@@ -59,27 +63,31 @@ class Prepared(AbstractContextManager["Prepared"]):
         *,
         group: dist.ProcessGroup | None = None,
         needs: EngineNeeds | None = None,
-        tiling_is_default: bool = False,
+        defaults: Collection[str] = (),
         ranks_per_node: int | None = None,
         build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
+        if sequence_parallel and sequence_parallel.keep and not activation_checkpointing:
+            warn(
+                f"keep={sequence_parallel.keep!r} has no effect: it is for the recompute of blocks with activation"
+                " checkpointing. Set activation_checkpointing=True, or leave keep out."
+            )
         losses = find_losses(model) if loss else []
-        blocks = (
-            _not_wrapped(model, find_checkpointable(model, activation_checkpointing))
-            if activation_checkpointing
-            else []
-        )
-        try:
-            tiled = find_tileable(model, tiling) if tiling else []
-        except NothingFoundError as error:
-            if not tiling_is_default or not (blocks or losses):
-                raise
-            tiled = []
-            instead = [f"activation checkpointing of its {len(blocks)} blocks"] if blocks else []
-            instead += ["the loss in tiles"] if losses else []
-            warn(f"{error} It trains with {' and '.join(instead)} alone.")
+        missing = list[NothingFoundError]()
+        blocks, tiled = list[tuple[str, nn.Module]](), list[Tileable]()
+        if activation_checkpointing is not None:
+            find = partial(find_checkpointable, model, activation_checkpointing)
+            blocks = _not_wrapped(model, _find(find, "activation_checkpointing" in defaults, missing))
+        if tiling is not None:
+            tiled = _find(partial(find_tileable, model, tiling), "tiling" in defaults, missing)
+        if missing:
+            used = ["tiles"] if tiled else []
+            used += [f"activation checkpointing of its {len(blocks)} blocks"] if blocks else []
+            used += ["the loss in tiles"] if losses else []
+            how = f"with {' and '.join(used)} alone" if used else "as without lt_tiled"
+            warn(f"{' '.join(map(str, missing))} It trains {how}.")
         self.model = model
         self.offloader: Offloader | None = None
         owner = object()
@@ -90,8 +98,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                     raise ValueError(
                         f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use"
                         " activation checkpointing already. Pass activation_checkpointing="
-                        f"{activation_checkpointing.offload!r} to the strategy, or activation_checkpointing=False to"
-                        " the strategy and keep this one."
+                        f"{activation_checkpointing.offload!r} to the strategy instead, or set"
+                        " activation_checkpointing=False there."
                     )
                 self.offloader = build(activation_checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
@@ -116,7 +124,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         inform(self.report().summary())
 
     def report(self) -> Report:
-        """Return what is tiled and checkpointed, and the number of tiles of the largest call so far."""
+        """Return what is tiled and what is recomputed, and the number of tiles of the largest call so far."""
         return Report.of(self.model)
 
     def release(self) -> None:
@@ -142,7 +150,7 @@ class PreparedModels(list[Prepared]):
                 policies.loss,
                 policies.sequence_parallel,
                 group=policies.sequence_group,
-                tiling_is_default=policies.tiling_is_default,
+                defaults=policies.defaults,
                 ranks_per_node=ranks_per_node,
             )
         except NothingFoundError as error:
@@ -167,8 +175,8 @@ class PreparedModels(list[Prepared]):
 class AppliesPolicies:
     """The base of strategies and callbacks: their policies, and the models that these were applied to."""
 
-    tiling_is_default = False
-    """Whether a model without an MLP that can be tiled is trained without tiling."""
+    defaults: Collection[str] = ()
+    """The policies that nobody asked for: a model in which they find nothing is trained without them."""
 
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that share each sequence with this one."""
@@ -246,6 +254,17 @@ def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist
     return group if size > 1 else None
 
 
+def _find(find: Callable[[], list[Found]], optional: bool, missing: list[NothingFoundError]) -> list[Found]:
+    """Return what a function finds, or nothing and add the reason to ``missing`` if nobody asked for it."""
+    try:
+        return find()
+    except NothingFoundError as error:
+        if not optional:
+            raise
+        missing.append(error)
+        return []
+
+
 def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Leave out blocks inside, or around, torch's ``checkpoint_wrapper``."""
     wrappers = [m for _, m in walk(model) if has_class(m, ("CheckpointWrapper",))]
@@ -254,7 +273,6 @@ def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[
     inside = {id(part) for wrapper in wrappers for part in wrapper.modules()}
     free = [(path, m) for path, m in blocks if not any(id(part) in inside for part in m.modules())]
     warn(
-        f"{len(blocks) - len(free)} of {len(blocks)} blocks use torch's checkpoint_wrapper already and are not wrapped"
-        " again."
+        f"{len(blocks) - len(free)} of {len(blocks)} blocks use torch's checkpoint_wrapper already and are left to it."
     )
     return free

@@ -1,4 +1,20 @@
-"""Activation checkpointing of blocks: which blocks, which of their inputs are saved, and where they are offloaded."""
+"""Activation checkpointing of blocks: which blocks, which of their inputs are saved, and where they are offloaded.
+
+NOTE [What is offloaded]
+``select="auto"`` offloads a block's hidden states, its first floating-point argument of two or more dimensions, and the
+arguments of the same shape that require a gradient, such as a separate residual stream. Other values of ``select`` name
+the arguments. ``activations="all"`` offloads everything that the block saves. Of these tensors, the following stay on
+the device:
+
+* weights and views of weights, which stay there anyway;
+* tensors that cannot be restored from their bytes, such as subclasses, sparse, nested and quantized tensors, and views
+  whose memory is mostly not theirs (``movable`` in ``offload/geometry.py``);
+* tensors smaller than ``min_bytes``, and the last ``keep_last`` ones that were saved;
+* with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
+
+A tensor that several blocks save is stored once. What a block keeps of attention (``SequenceParallel(keep=...)``) goes
+through the same offloader.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +31,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled._log import warn
+from lt_tiled._log import inform, warn
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
-from lt_tiled.modules.find import find_blocks, find_named, walk
+from lt_tiled.modules.find import find_named, walk_all
 from lt_tiled.modules.patch import Order, Patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import ActivationCheckpointing, Keep
 from lt_tiled.sequence_parallel.kept import Kept
-from lt_tiled.sequence_parallel.region import Region, current, entered
+from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.tiling.call import split_arguments
-from lt_tiled.tiling.observe import History, Observation, recomputing, restored
-from lt_tiled.tiling.recompute import CallCounter, Due, Precision
+from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
+from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ class BlockPatch(Patch):
         """Run a block, and recompute it in the backward pass if one may follow."""
         compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
         due = None if compiled else self.runs.begin()
-        if _checkpoints_itself(module):
+        if _checkpoints_itself(module) or (not compiled and _is_recomputed_by_others(module)):
             return self.inner(module, *args, **kwargs)
         args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():
@@ -188,7 +205,7 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
 
 def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
     """Turn off a model's own gradient checkpointing, so that nothing is recomputed twice. Return where it was on."""
-    switched = [m for _, m in [("", model), *walk(model)] if _checkpoints_itself(m)]
+    switched = [m for _, m in walk_all(model) if _checkpoints_itself(m)]
     for module in switched:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     if switched:
@@ -197,6 +214,19 @@ def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
             " off while it recomputes them. Turn off either one to silence this warning."
         )
     return switched
+
+
+def _is_recomputed_by_others(block: nn.Module) -> bool:
+    """Whether code around a block recomputes it: torch's checkpoint, or in its backward pass another Function."""
+    if not (in_checkpoint() or (is_backward() and torch.is_grad_enabled() and not is_recomputing())):
+        return False
+    kind = type(block).__name__
+    inform(
+        f"{kind} is left to the activation checkpointing that its model applies itself: lt_tiled neither recomputes nor"
+        " offloads it. Turn the model's own off to use lt_tiled's.",
+        once=f"own checkpointing {kind}",
+    )
+    return True
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

@@ -38,8 +38,8 @@ class BlockSamples:
             _samples.reset(token)
 
     def sample(self, tensor: Tensor) -> Tensor | None:
-        """Return some elements of a tensor, of those with several dimensions only if one is that of the tokens."""
-        # Other dimensions may be padded with what nobody wrote, as attention's sums of exponentials are.
+        """Return some elements of a tensor that has one dimension, or one of the size of the tokens."""
+        # Others may have uninitialized padding, as attention's sums of exponentials have.
         if tensor.dim() > 1 and not self._tokens.intersection(tensor.shape):
             return None
         view = sampled(tensor)

@@ -18,7 +18,7 @@ class NotPositionWiseError(ValueError):
     """Tiles would change a module's results, because its outputs are not computed token by token."""
 
 
-REMEDY = "Remove it from targets (or do not call tile() on it), or tile the part of it that works position by position."
+REMEDY = "Remove it from targets (or do not call tile() on it), or tile its position-wise part."
 
 
 def did_you_mean(name: str, known: Collection[str], cutoff: float = 0.6) -> str:

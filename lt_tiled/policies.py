@@ -33,7 +33,8 @@ class Tiling:
     """Which modules run tile by tile, and how.
 
     Raises:
-        ValueError: If a count is not positive, both counts are given, or a reduction is unknown.
+        ValueError: If a count is not positive, both counts are given, a choice (``accumulate``, a reduction) is
+            unknown, ``targets`` is empty, or ``torch.compile`` rejects the arguments in ``compile``.
     """
 
     num_shards: PositiveInt | Literal["auto"] = "auto"
@@ -96,8 +97,8 @@ class ActivationCheckpointing:
     disk_budget: int | str | None = None
     """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
     prefetch: PositiveInt | Literal["auto"] = "auto"
-    """How many block inputs to load ahead in the backward pass: ``"auto"`` starts with one and adds one per stall, up
-    to eight and to 4 GiB."""
+    """How many block inputs to load ahead in the backward pass. ``"auto"`` starts with one and loads more after each
+    stall."""
     keep_last: NonNegativeInt = 1
     """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
     min_bytes: int | str = "1MiB"
@@ -174,20 +175,25 @@ class SequenceParallel:
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
     time. Useful with one rank, too. At most the number of key-value heads."""
     keep: Keep | None = None
-    """What blocks with activation checkpointing keep for their recompute: what attention exchanged, so that nothing is
-    exchanged in the recompute, or attention with its saved tensors, so that it does not run again either. It is
-    offloaded as block inputs are."""
+    """What blocks with activation checkpointing keep for their recompute. ``"exchange"`` keeps what was exchanged;
+    ``"attention"`` keeps attention's saved tensors and skips it in the recompute. Kept tensors are offloaded like block
+    inputs."""
     batch: Literal["check", "trust"] = "check"
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
     differ."""
     self_check: bool = True
-    """Run a few tokens of the first input whole on each rank and shared, and raise an error if outputs, or what
-    attention is given, differ."""
+    """Run some tokens of the first input whole on each rank and shared, past each length that the configuration names,
+    and raise an error if outputs, what attention is given, or what modules keep in attributes differ."""
 
     def __post_init__(self) -> None:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
         _check_choice("keep", self.keep, (*get_args(Keep), None))
+        if self.keep == "exchange" and self.size == 1:
+            raise ValueError(
+                "keep='exchange' keeps what ranks exchange, and one rank (size=1) exchanges nothing: set"
+                " keep='attention', or leave it out."
+            )
         if self.keep == "exchange" and self.head_tiles > 1:
             raise ValueError(
                 f"keep='exchange' would keep what head_tiles={self.head_tiles} exchanges of all heads: set"
@@ -235,7 +241,7 @@ def as_activation_checkpointing(value: ActivationCheckpointingLike | None) -> Ac
         tiers = ", ".join(map(repr, get_args(Tiers)))
         raise ValueError(
             f"activation_checkpointing={value!r} is not understood: pass True, False, {tiers}, an"
-            " ActivationCheckpointing, or classes of blocks."
+            " ActivationCheckpointing, classes of blocks, or a function (module, recurse, nonwrapped_numel) -> bool."
         )
     return ActivationCheckpointing() if value else None
 
@@ -245,7 +251,7 @@ def _chooses(policy: Callable[[Any, bool, int], bool], path: str, module: Any) -
 
 
 def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParallel | None:
-    """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank with one head tile is off."""
+    """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank that does nothing is off."""
     if isinstance(value, bool) or not isinstance(value, int | SequenceParallel | None):
         raise ValueError(
             f"sequence_parallel={value!r} is not understood: pass a number of ranks, None or a SequenceParallel."
@@ -253,25 +259,26 @@ def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParall
     if isinstance(value, int):
         check_count("sequence_parallel", value)
         value = SequenceParallel(value)
-    return None if value is None or (value.size, value.head_tiles) == (1, 1) else value
+    return None if value is None or (value.size, value.head_tiles, value.keep) == (1, 1, None) else value
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
-MAX_BYTES = 2**62  # the system counts bytes in signed 64-bit integers
+MAX_BYTES = 2**62
+"""More bytes than any machine has. The system counts bytes in signed 64-bit integers."""
 
 
 def parse_bytes(value: int | str, name: str) -> int:
     """Return the bytes that a number, or a string such as ``"32GiB"``, ``"500 GB"`` or ``"1.5TiB"`` means.
 
     Raises:
-        ValueError: If it is neither of these, or more than a file can have.
+        ValueError: If it is neither of these, or more than any machine has.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(value).lower())
     if match is None or match[2] not in _UNITS or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not a number of bytes: write 1000000, '32GiB' or '500GB'.")
     if (nbytes := float(match[1]) * _UNITS[match[2]]) > MAX_BYTES:
-        raise ValueError(f"{name}={value!r} is more than the {MAX_BYTES >> 40} TiB that are possible: lower it.")
+        raise ValueError(f"{name}={value!r} is more than any machine has: lower it.")
     return int(nbytes)
 
 

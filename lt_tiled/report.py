@@ -11,7 +11,7 @@ from torch import nn
 
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.modules.find import walk
+from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.sequence_parallel.forward import SharedBlock
@@ -80,7 +80,7 @@ class Report:
         norms: list[TiledModule] = []
         blocks, losses, offloaded = [], [], None
         chains: dict[Sharing, list[str]] = {}
-        for path, module in [("", model), *walk(model)]:
+        for path, module in walk_all(model):
             for patch in get_patches(module, TiledPatch):
                 if not patch.learned.untiled:
                     found, method = patch.found, "" if patch.method == "forward" else f".{patch.method}"

@@ -89,10 +89,6 @@ def _text(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": _ids(), "labels": _ids()}
 
 
-def _sequence_to_sequence(model: Any) -> dict[str, torch.Tensor]:
-    return {"input_ids": _ids(), "labels": _ids(LENGTH)}
-
-
 def _pixels(model: Any, channels: int = 3) -> torch.Tensor:
     return torch.randn(BATCH, channels, 64, 64, generator=torch.Generator().manual_seed(2)).to(model.dtype)
 
@@ -138,31 +134,17 @@ def _images_beside_text(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _gemma3_images(model: Any) -> dict[str, torch.Tensor]:
-    ids = _ids()
-    ids[:, 4:20] = model.config.image_token_id
-    kinds = (ids == model.config.image_token_id).long()
-    return {
-        "input_ids": ids,
-        "labels": _ids(),
-        "pixel_values": _pixels(model),
-        "token_type_ids": kinds,
-        "attention_mask": torch.ones_like(ids),
-    }
+    inputs = _images_in_text(model)
+    kinds = (inputs["input_ids"] == model.config.image_token_id).long()
+    return {**inputs, "token_type_ids": kinds, "attention_mask": torch.ones_like(kinds)}
 
 
 def _qwen3_vl_images(model: Any) -> dict[str, torch.Tensor]:
-    ids = _ids()
-    ids[:, 4:20] = model.config.image_token_id
+    inputs = _images_in_text(model)
     patches = torch.randn(BATCH * 64, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(2)).to(model.dtype)
+    kinds = (inputs["input_ids"] == model.config.image_token_id).int()
     grid = torch.tensor([[1, 8, 8]] * BATCH)
-    kinds = (ids == model.config.image_token_id).int()
-    return {
-        "input_ids": ids,
-        "labels": _ids(),
-        "pixel_values": patches,
-        "image_grid_thw": grid,
-        "mm_token_type_ids": kinds,
-    }
+    return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
 def _causal(
@@ -184,62 +166,19 @@ def _vision(name: str, finds: dict[str, str], more_flops: str = "", **fields: An
 _DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _DEEPSEEK |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _DEEPSEEK |= {"moe_intermediate_size": WIDE, "num_key_value_heads": HEADS}
-_T5 = {
-    "vocab_size": VOCAB,
-    "d_model": H,
-    "d_ff": WIDE,
-    "d_kv": 8,
-    "num_layers": 2,
-    "num_heads": HEADS,
-    "decoder_start_token_id": 0,
-}
-_WHISPER = {
-    "vocab_size": VOCAB,
-    "d_model": H,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_mel_bins": 16,
-    "max_source_positions": LENGTH,
-}
-_WHISPER |= {
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": WIDE,
-    "decoder_ffn_dim": WIDE,
-}
-_WHISPER |= {
-    "max_target_positions": LENGTH,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_BART = {"vocab_size": VOCAB, "d_model": H, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": LENGTH}
-_BART |= {
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": WIDE,
-    "decoder_ffn_dim": WIDE,
-}
+_T5 = {"vocab_size": VOCAB, "d_model": H, "d_ff": WIDE, "d_kv": 8, "num_layers": 2, "num_heads": HEADS}
+_T5 |= {"decoder_start_token_id": 0}
+_STACKS = {"vocab_size": VOCAB, "d_model": H, "encoder_layers": 2, "decoder_layers": 2}
+_STACKS |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
+_STACKS |= {"encoder_ffn_dim": WIDE, "decoder_ffn_dim": WIDE}
+_WHISPER = {**_STACKS, "num_mel_bins": 16, "max_source_positions": LENGTH, "max_target_positions": LENGTH}
+_WHISPER |= {"pad_token_id": 0, "decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+_BART = {**_STACKS, "max_position_embeddings": LENGTH}
 _OPT = {"ffn_dim": WIDE, "word_embed_proj_dim": H}
-_QWEN3_VL = {
-    "image_token_id": 1,
-    "video_token_id": 2,
-    "vision_start_token_id": 3,
-    "vision_end_token_id": 4,
-    "text_config": _SIZES,
-}
-_QWEN3_VL |= {
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": H,
-        "intermediate_size": WIDE,
-        "num_heads": HEADS,
-        "patch_size": 8,
-        "out_hidden_size": H,
-    }
-}
-_QWEN3_VL["vision_config"] |= {"spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+_SEES = {"depth": 2, "hidden_size": H, "intermediate_size": WIDE, "num_heads": HEADS, "patch_size": 8}
+_SEES |= {"out_hidden_size": H, "spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+_QWEN3_VL = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
+_QWEN3_VL |= {"text_config": _SIZES, "vision_config": _SEES}
 _GPT_NEO = {"vocab_size": VOCAB, "hidden_size": H, "num_layers": 2, "num_heads": HEADS, "intermediate_size": WIDE}
 _GPT_NEO |= {"max_position_embeddings": LENGTH, "attention_types": [[["global", "local"], 1]], "window_size": 16}
 _DISTILBERT = {"vocab_size": VOCAB, "dim": H, "hidden_dim": WIDE, "n_layers": 2, "n_heads": HEADS}
@@ -257,21 +196,10 @@ _GEMMA_3N |= {"laurel_rank": 8, "layer_types": ["sliding_attention", "full_atten
 _GEMMA_3N |= {"activation_sparsity_pattern": [0.9, 0.0]}
 _LONGCAT = {"ffn_hidden_size": WIDE, "expert_ffn_hidden_size": WIDE, "moe_topk": 2, "zero_expert_num": 1}
 _LONGCAT |= {"num_layers": 1}
-_WAV2VEC2: dict[str, Any] = {
-    "hidden_size": H,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "conv_dim": (8, 8),
-    "conv_stride": (5, 2),
-    "conv_kernel": (5, 2),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "classifier_proj_size": 8,
-    "apply_spec_augment": False,
-    "layerdrop": 0.0,
-}
+_WAV2VEC2: dict[str, Any] = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2}
+_WAV2VEC2 |= {"num_attention_heads": HEADS, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (5, 2)}
+_WAV2VEC2 |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+_WAV2VEC2 |= {"classifier_proj_size": 8, "apply_spec_augment": False, "layerdrop": 0.0}
 _WAV2VEC2_BERT = {**_WAV2VEC2, "feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 7}
 _SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
 _LEVIT = {"image_size": 64, "hidden_sizes": [16, 16, 32], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1]}
@@ -281,21 +209,10 @@ _CLIP = {"text_config": {**_SIZES, "eos_token_id": 2}, "vision_config": _FEW_PAT
 _LLAVA = {"text_config": {**_SIZES, "model_type": "llama"}, "image_token_id": 1}
 _LLAVA |= {"vision_config": {**_FEW_PATCHES, "model_type": "clip_vision_model"}}
 _MLLAMA = {"text_config": {**_SIZES, "cross_attention_layers": [1]}, "image_token_index": 1}
-_MLLAMA |= {
-    "vision_config": {
-        "hidden_size": H,
-        "intermediate_size": WIDE,
-        "num_hidden_layers": 2,
-        "num_global_layers": 1,
-        "attention_heads": HEADS,
-        "image_size": 64,
-        "patch_size": 8,
-        "max_num_tiles": 1,
-        "vision_output_dim": 2 * H,
-        "intermediate_layers_indices": [0],
-        "supported_aspect_ratios": [[1, 1]],
-    }
-}
+_CROSS = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2, "num_global_layers": 1}
+_CROSS |= {"attention_heads": HEADS, "image_size": 64, "patch_size": 8, "max_num_tiles": 1, "vision_output_dim": 2 * H}
+_CROSS |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
+_MLLAMA |= {"vision_config": _CROSS}
 _POST_NORM = "the norm of the sum with the residual reads it"
 _LAYER_SCALE = "the gradient of LayerScale reads it"
 
@@ -362,9 +279,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "T5Config",
         _T5,
         {f"{stack}.block.*.layer.*": "T5LayerFF" for stack in ("encoder", "decoder")},
-        _sequence_to_sequence,
     ),
-    "BART": Architecture("BartForConditionalGeneration", "BartConfig", _BART, {}, _sequence_to_sequence),
+    "BART": Architecture("BartForConditionalGeneration", "BartConfig", _BART, {}),
     "BERT": Architecture(
         "BertForMaskedLM",
         "BertConfig",
@@ -509,8 +425,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Swin": _vision(
         "Swin",
         {"swin.encoder.layers.*.blocks.*.mlp": "SwinMLP"},
-        "a block is a whole stage, whose patch merging reads it",
-        **_SWIN,
+        **(_SWIN | {"depths": [2, 2]}),
         num_attention_heads=[2, 4],
     ),
     "Hiera": Architecture(

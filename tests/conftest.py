@@ -179,51 +179,20 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(scope="session")
-def _two_ranks() -> Iterator[World]:
-    world = World(2)
-    yield world
-    world.close()
+def _ranks(size: int) -> Any:
+    """Return a fixture of gloo ranks that live for the session."""
+
+    @pytest.fixture(scope="session")
+    def ranks() -> Iterator[World]:
+        world = World(size)
+        yield world
+        world.close()
+
+    return ranks
 
 
-@pytest.fixture(scope="session")
-def _two_deepspeed_ranks() -> Iterator[World]:
-    world = World(2)
-    yield world
-    world.close()
-
-
-@pytest.fixture
-def deepspeed_world(_two_deepspeed_ranks: World) -> World:
-    """Return two more ranks for DeepSpeed, which changes torch in its process."""
-    return _two_deepspeed_ranks
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[World]:
-    """Return four gloo ranks that live for the session."""
-    world = World(4)
-    yield world
-    world.close()
-
-
-@pytest.fixture(scope="session")
-def four_deepspeed_ranks() -> Iterator[World]:
-    """Return four more ranks for DeepSpeed."""
-    world = World(4)
-    yield world
-    world.close()
-
-
-@pytest.fixture(scope="session")
-def second_world() -> Iterator[World]:
-    """Return two more ranks, in which the second device is registered before their first backward pass."""
-    world = World(2)
-    yield world
-    world.close()
-
-
-@pytest.fixture
-def world(_two_ranks: World) -> World:
-    """Return two gloo ranks that live for the session."""
-    return _two_ranks
+world, four_ranks = _ranks(2), _ranks(4)
+deepspeed_world, four_deepspeed_ranks = _ranks(2), _ranks(4)
+"""Ranks for DeepSpeed, which changes torch in its process."""
+second_world = _ranks(2)
+"""Ranks in which the second device is registered before their first backward pass."""

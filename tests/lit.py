@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -132,3 +134,8 @@ def trainer(strategy: Any, kind: type[Any] = pl.Trainer, **kwargs: Any) -> Any:
         "enable_checkpointing": False,
     }
     return kind(**({"accelerator": "cpu", "devices": 1, "max_steps": 3, "strategy": strategy} | quiet | kwargs))
+
+
+def logged(folder: str | Path) -> list[dict[str, str]]:
+    """Return the rows of the CSV of a run, or none if nothing was logged."""
+    return [row for path in Path(folder).rglob("metrics.csv") for row in csv.DictReader(path.read_text().splitlines())]

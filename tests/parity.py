@@ -67,6 +67,11 @@ def gradients(
     return {name: gradient.cpu() for name, gradient in {"loss": value.detach(), **found}.items()}
 
 
+def step_of(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The loss of a model of transformers, and its gradients by the name of the weight."""
+    return gradients(model, call=lambda: model(**inputs).loss, loss=torch.sum)
+
+
 def reference(module: nn.Module, *inputs: Tensor, **kwargs: Any) -> dict[str, Tensor]:
     """The same in float64, untiled."""
     wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]

@@ -26,7 +26,7 @@ from lt_tiled.checkpointing import find_checkpointable
 from tests.lit import LitTiny, trainer
 from tests.meters import LiveBytes, flops, peak_bytes
 from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
-from tests.parity import EXACT, MIXED, gradients, randn, reference, worst
+from tests.parity import EXACT, MIXED, gradients, randn, reference, step_of, worst
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 
@@ -35,36 +35,31 @@ def found(model: nn.Module, targets: str | list[str] = "auto") -> list[str]:
     return [path for path, _ in find_checkpointable(model, ActivationCheckpointing(targets))]
 
 
-def test_auto_finds_hugging_face_layers() -> None:
-    """Hugging Face's gradient-checkpointing layers are found."""
-    assert found(tiny_llama()) == ["model.layers.0", "model.layers.1"]
+FINDS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "layers of Hugging Face": (tiny_llama, ["model.layers.0", "model.layers.1"]),
+    "one layer of torch": (lambda: nn.Sequential(nn.TransformerEncoderLayer(H, 2, 32, batch_first=True)), ["0"]),
+    "repeated children of a ModuleList": (lambda: TinyLM(3), ["blocks.0", "blocks.1", "blocks.2"]),
+    "repeated children of a Sequential, and no bare projections": (
+        lambda: nn.Sequential(nn.Linear(H, H), nn.Linear(H, H), Block(), Block()),
+        ["2", "3"],
+    ),
+    "repeated children next to known layers": (  # as in Llama 3.2's vision tower
+        lambda: nn.ModuleDict({"tower": TinyLM(2).blocks, "text": tiny_llama()}),
+        ["text.model.layers.0", "text.model.layers.1", "tower.0", "tower.1"],
+    ),
+    "no stages that hold known layers": (
+        lambda: nn.ModuleList([tiny_llama(), tiny_llama()]),
+        [f"{i}.model.layers.{j}" for i in "01" for j in "01"],
+    ),
+    "the one layer of a ModuleList": (lambda: TinyLM(1), ["blocks.0"]),  # which ALBERT calls many times
+}
 
 
-def test_auto_finds_torch_layers() -> None:
-    """``nn.TransformerEncoderLayer`` is found, also if there is only one."""
-    layer = nn.TransformerEncoderLayer(H, 2, 32, batch_first=True)
-    assert found(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)) == ["layers.0"]
-
-
-def test_auto_finds_repeated_children() -> None:
-    """The repeated children of a ModuleList and of a Sequential are found; single ones and bare projections are not."""
-    assert found(TinyLM(3)) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert found(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H), Block(), Block())) == ["2", "3"]
-
-
-def test_auto_finds_repeated_children_next_to_known_layers() -> None:
-    """Repeated layers of other classes are found next to those of Hugging Face, as in Llama 3.2's vision tower. A stage
-    that holds known layers is no block.
-    """
-    model = nn.ModuleDict({"tower": TinyLM(2).blocks, "text": tiny_llama()})
-    layers = ["text.model.layers.0", "text.model.layers.1"]
-    assert found(model) == [*layers, "tower.0", "tower.1"]
-    assert found(nn.ModuleList([tiny_llama(), tiny_llama()])) == [f"{i}.model.layers.{j}" for i in "01" for j in "01"]
-
-
-def test_auto_finds_a_single_layer() -> None:
-    """The one layer of a ``ModuleList``, which a model such as ALBERT calls many times, is found if nothing repeats."""
-    assert found(TinyLM(1)) == ["blocks.0"]
+@pytest.mark.parametrize("name", FINDS)
+def test_auto_finds(name: str) -> None:
+    """``auto`` finds the blocks of any kind of model."""
+    build, paths = FINDS[name]
+    assert found(build()) == paths
 
 
 def test_named_blocks() -> None:
@@ -91,7 +86,7 @@ def test_results_are_the_same(tiling: Tiling | None, device: str) -> None:
     torch.manual_seed(0)
     model = TinyLM().double()
     true = reference(model, IDS, loss=lambda logits: lm_loss(logits, IDS))
-    with prepare(model.to(device), activation_checkpointing=ActivationCheckpointing(), tiling=tiling):
+    with prepare(model.to(device), activation_checkpointing=True, tiling=tiling):
         for _ in range(2):
             assert worst(loss(model, device), true) < EXACT
 
@@ -102,7 +97,7 @@ def test_dropout_is_replayed(device: str) -> None:
     x = randn(2, 9, H, dtype=torch.float64)
     torch.manual_seed(3)
     true = gradients(model, x, device=device)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         torch.manual_seed(3)
         assert worst(gradients(model, x, device=device), true) < 1e-12
 
@@ -113,7 +108,7 @@ def test_only_block_inputs_are_kept() -> None:
     """
     model = nn.Sequential(*(Block() for _ in range(4)))
     x = randn(1, 512, H)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()), LiveBytes() as meter:
+    with prepare(model, activation_checkpointing=True), LiveBytes() as meter:
         y = model(x)
         held = meter.now
     assert y.requires_grad
@@ -130,7 +125,7 @@ def test_tensors_in_keywords_and_containers_are_packed() -> None:
 
     model = nn.ModuleList([Wrapped(), Wrapped()])
     packed: list[torch.Size] = []
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         x = randn(1, 8, H)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
             y = model[1](pair=(model[0](pair=(x, None)), None))
@@ -144,7 +139,7 @@ def test_no_grad_runs_the_block_as_it_is() -> None:
     model = TinyLM()
     with torch.no_grad():
         plain = peak_bytes(lambda: model(IDS))
-        with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+        with prepare(model, activation_checkpointing=True):
             assert peak_bytes(lambda: model(IDS)) == plain
 
 
@@ -162,7 +157,7 @@ def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureF
     model.gradient_checkpointing_enable()
     theirs = flops(run)
     assert theirs > plain
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()) as prepared:
+    with prepare(model, activation_checkpointing=True) as prepared:
         assert "recomputes its own layers" in caplog.text
         assert flops(run) == theirs
         model.gradient_checkpointing_enable()
@@ -181,24 +176,6 @@ def test_checkpoint_wrapper_keeps_its_blocks(caplog: pytest.LogCaptureFixture) -
         assert [row.path for row in prepared.report().blocks] == ["blocks.1"]
 
 
-def test_the_key_value_cache_is_left_out_in_training() -> None:
-    """A model called with its cache on, as Hugging Face's default is, gives the plain loss and gradients, and its cache
-    holds no keys and values.
-    """
-    torch.manual_seed(0)
-    model = tiny_llama().double()
-    assert model.config.use_cache
-    ids = IDS[:, :16]
-
-    def call(_: Tensor) -> Tensor:
-        return model(input_ids=ids, labels=ids).loss
-
-    true = gradients(model, ids, call=call)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
-        assert worst(gradients(model, ids, call=call), true) < MIXED
-        assert model(input_ids=ids).past_key_values.get_seq_length() == 0
-
-
 def recurrent_gemma() -> nn.Module:
     sizes = {"vocab_size": 32, "hidden_size": H, "intermediate_size": 32, "num_attention_heads": 2, "lru_width": H}
     return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, pad_token_id=None))
@@ -209,21 +186,22 @@ def xlm() -> nn.Module:
     return XLMWithLMHeadModel(XLMConfig(**sizes, n_langs=1, dropout=0.0, attention_dropout=0.0))
 
 
-@pytest.mark.parametrize("build", [recurrent_gemma, xlm])
-def test_a_cache_is_found_by_position_and_under_any_name(build: Callable[[], nn.Module]) -> None:
-    """A cache that a model passes to its layers by position, as RecurrentGemma does, or as ``cache``, as XLM does, is
-    left out in training.
+@pytest.mark.parametrize("build", [tiny_llama, recurrent_gemma, xlm])
+def test_the_cache_is_left_out_in_training(build: Callable[[], Any]) -> None:
+    """A model called with its cache on, as Hugging Face's default is, gives the plain loss and gradients, and its cache
+    holds no keys and values, also if it passes the cache to its layers by position, as RecurrentGemma does, or as
+    ``cache``, as XLM does.
     """
     torch.manual_seed(0)
     model = build().double()
-
-    def call(_: Tensor) -> Tensor:
-        return model(input_ids=IDS, labels=IDS).loss
-
-    true = gradients(model, IDS, call=call)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    inputs = {"input_ids": IDS, "labels": IDS}
+    true = step_of(model, inputs)
+    with prepare(model, activation_checkpointing=True):
         for _ in range(2):
-            assert worst(gradients(model, IDS, call=call), true) < 1e-12
+            assert worst(step_of(model, inputs), true) < MIXED
+        if build is tiny_llama:
+            assert model.config.use_cache
+            assert model(input_ids=IDS).past_key_values.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("case", ["filled", "asked for", "own", "copied", "rebuilt"])
@@ -249,7 +227,7 @@ def test_gradients_through_a_cache(case: str) -> None:
         return loss + first.logits.square().mean()
 
     true = gradients(model, IDS, call=call)
-    with prepare(model, tiling=4, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, tiling=4, activation_checkpointing=True):
         for _ in range(2):
             assert worst(gradients(model, IDS, call=call), true) < MIXED
 
@@ -261,7 +239,7 @@ def test_a_cache_that_was_left_out_is_refused(gradients_on: bool, copies: bool) 
     see the tokens before.
     """
     model = tiny_llama()
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         cache = model(input_ids=IDS[:, :8]).past_key_values
         refused = pytest.raises(
             ValueError, match=r"was given past_key_values again, which it left out.* use_cache=True"
@@ -356,14 +334,14 @@ def test_generation_keeps_its_cache() -> None:
     """Generation, which runs without gradients, uses the cache and gives the plain tokens."""
     model = tiny_llama().eval()
     plain = model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(2)):
+    with prepare(model, activation_checkpointing=True, tiling=Tiling(2)):
         assert torch.equal(model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False), plain)
 
 
 def test_copies_and_pickles() -> None:
     """A deep copy of a checkpointed model uses its own weights; a pickled one comes back plain."""
     model = TinyLM()
-    with prepare(model, activation_checkpointing=ActivationCheckpointing(), tiling=Tiling(4)):
+    with prepare(model, activation_checkpointing=True, tiling=Tiling(4)):
         twin, back = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         with torch.no_grad():
             for p in twin.parameters():
@@ -372,3 +350,15 @@ def test_copies_and_pickles() -> None:
         assert not torch.allclose(twin(IDS), model(IDS))
         assert torch.allclose(back(IDS), model(IDS), atol=1e-6)
         assert "lt_tiled" not in repr(vars(back.blocks[0])["forward"])
+
+
+@pytest.mark.self_checks
+def test_a_hook_around_the_backward_sees_no_tile() -> None:
+    """Saved-tensors hooks around forward and backward see the block inputs, and no intermediate of a tile."""
+    packed: list[tuple[int, ...]] = []
+    model = TinyLM(3)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t)
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=True), hooks:
+        lm_loss(model(IDS), IDS).backward()
+    assert packed.count((2, 24, H)) >= 3
+    assert not any(48 in shape[-1:] for shape in packed)  # intermediate_size

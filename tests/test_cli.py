@@ -15,9 +15,7 @@ import torch
 import yaml
 
 from lt_tiled.cli import main
-from lt_tiled.errors import OffloadError
 from tests.forks import Forked
-from tests.lit import LitTiny
 from tests.models import tiny_llama
 from tests.world import world_of
 
@@ -32,13 +30,6 @@ def config(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     return yaml.safe_load(printed[printed.index("# lightning.pytorch==") :])  # DeepSpeed's logger may stand before
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *args])
-    assert stop.value.code == 2
-    return capsys.readouterr().err
 
 
 STRATEGY = ("--model=CausalLM", "--data=TextFiles", "--trainer.strategy=TiledDDPStrategy")
@@ -79,35 +70,28 @@ def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_list_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
-    """Targets are a name or a list of names."""
-    for value, expected in (("MLP", "MLP"), ("[MLP, 'layers.*.mlp']", ["MLP", "layers.*.mlp"])):
-        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.targets={value}")["trainer"]["strategy"][
-            "init_args"
-        ]
-        assert init["tiling"]["targets"] == expected
-
-
-@pytest.mark.slow
-def test_compile_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """``compile`` is a truth value or arguments of ``torch.compile``."""
-    for value, expected in (
-        ("true", True),
-        ("{mode: max-autotune, dynamic: true}", {"mode": "max-autotune", "dynamic": True}),
-    ):
-        init = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.compile={value}")["trainer"]["strategy"][
-            "init_args"
-        ]
-        assert init["tiling"]["compile"] == expected
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("targets", "MLP", "MLP"),
+        ("targets", "[MLP, 'layers.*.mlp']", ["MLP", "layers.*.mlp"]),
+        ("compile", "true", True),
+        ("compile", "{mode: max-autotune, dynamic: true}", {"mode": "max-autotune", "dynamic": True}),
+    ],
+)
+def test_fields_of_several_types(field: str, value: str, expected: object, capsys: pytest.CaptureFixture[str]) -> None:
+    """Targets are a name or a list of names; ``compile`` is a truth value or arguments of ``torch.compile``."""
+    whole = config(capsys, *STRATEGY, f"--trainer.strategy.tiling.{field}={value}")
+    assert whole["trainer"]["strategy"]["init_args"]["tiling"][field] == expected
 
 
 @pytest.mark.slow
 def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
     """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``."""
     for value, expected in (("true", True), ("8", 8)):
-        whole = config(capsys, *STRATEGY, f"--trainer.strategy.loss={value}", f"--model.tiled_loss={value}")
+        whole = config(capsys, *STRATEGY, f"--trainer.strategy.loss={value}", f"--model.loss={value}")
         assert whole["trainer"]["strategy"]["init_args"]["loss"] == expected
-        assert whole["model"]["init_args"]["tiled_loss"] == expected
+        assert whole["model"]["init_args"]["loss"] == expected
 
 
 PARENTS = {
@@ -150,179 +134,6 @@ def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
             assert command in printed.out + printed.err
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--trainer.strategy.tiling.num_shards=0", "num_shards"),
-        ("--trainer.strategy.tiling.num_shards=many", "num_shards"),
-        ("--trainer.strategy.tiling.tile_tokens=-5", "tile_tokens"),
-        ("--trainer.strategy.tiling.shards=4", "shards"),
-        ("--trainer.strategy.tiling.compile={modes: default}", "modes"),
-        ("--trainer.strategy.tiling.accumulate=float16", "accumulate"),
-        ("--trainer.strategy.loss=0", "loss"),
-        ("--model.tiled_loss=-1", "tiled_loss"),
-        ("--data.seq_len=0", "seq_len"),
-        ("--data.held_out=1.5", "held_out"),
-    ],
-)
-def test_bad_values_are_refused_while_parsing(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A value out of bounds stops the command with its name before anything is built."""
-    assert message in refused(capsys, *STRATEGY, argument)
-
-
-def test_both_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both counts at once stop the command with both values, before the model is built, which has no ``config``."""
-    arguments = [*STRATEGY, "--trainer.strategy.tiling.num_shards=4", "--trainer.strategy.tiling.tile_tokens=512"]
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *arguments])
-    assert stop.value.code in (1, 2)  # by version of jsonargparse
-    assert "error: num_shards=4 and tile_tokens=512" in capsys.readouterr().err
-
-
-RUN = """\
-model:
-  class_path: CausalLM
-  init_args:
-    config: {model_type: llama, hidden_size: 8, intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 1}
-    learning_rate: 1.0e-3
-data:
-  class_path: TextFiles
-  init_args: {seq_len: 8, paths: a.txt}
-trainer:
-  accelerator: cpu
-  logger: false
-  max_steps: 1
-  strategy:
-    class_path: lt_tiled.TiledSingleDeviceStrategy
-    init_args:
-      tiling:
-        num_shards: 2
-      activation_checkpointing:
-        offload: cpu
-  callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-"""
-
-
-def stopped(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
-    """What a command prints that ends with this exit code and without a traceback."""
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *args])
-    printed = capsys.readouterr().err
-    assert stop.value.code == code, printed
-    assert len(printed.splitlines()) == (1 if code == 2 else 2)  # and the hint at --debug
-    return printed.removeprefix("lt-tiled fit: error: ").splitlines()[0]
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "line", "message"),
-    [
-        ("num_shards", "num_shard", 17, "trainer.strategy.tiling: unknown key 'num_shard': did you mean 'num_shards'?"),
-        ("tiling", "tilling", 16, "trainer.strategy: unknown key 'tilling': did you mean 'tiling'?"),
-        (
-            "offload",
-            "ofload",
-            19,
-            "trainer.strategy.activation_checkpointing: unknown key 'ofload': did you mean 'offload'?",
-        ),
-        ("learning_rate", "learning_rat", 5, "model: unknown key 'learning_rat': did you mean 'learning_rate'?"),
-        ("seq_len", "seq_ln", 8, "data: unknown key 'seq_ln': did you mean 'seq_len'?"),
-        ("max_steps", "max_step", 12, "unknown key 'trainer.max_step': did you mean 'trainer.max_steps'?"),
-        ("trainer:", "trainr:", 9, "unknown key 'trainr': did you mean 'trainer'?"),
-        (
-            "TiledSingleDeviceStrategy",
-            "TiledSingleDevice",
-            13,
-            "trainer.strategy: lt_tiled has no 'TiledSingleDevice': did you mean 'TiledSingleDeviceStrategy'?",
-        ),
-        (
-            "callbacks.ModelCheckpoint",
-            "callbacks.ModelCheckpiont",
-            20,
-            "trainer.callbacks: lightning.pytorch.callbacks has no 'ModelCheckpiont': did you mean 'ModelCheckpoint'?",
-        ),
-        ("offload: cpu", "offload: ram", 19, "trainer.strategy.activation_checkpointing.offload: 'ram' is none of "),
-        ("1.0e-3", ".inf", 5, "model.learning_rate: Not of type PositiveFiniteFloat: inf does not conform to "),
-        (
-            "1.0e-3\n",
-            "1.0e-3\n    weight_decay: .inf\n",
-            6,
-            "model.weight_decay: Not of type NonNegativeFiniteFloat: inf",
-        ),
-    ],
-    ids=[
-        *("tiling.num_shards", "tiling", "offload", "learning_rate", "seq_len", "max_steps", "trainer"),
-        *("strategy class", "callback class", "tier", "infinite learning_rate", "infinite weight_decay"),
-    ],
-)
-def test_a_mistake_in_a_file_is_one_line(
-    right: str, wrong: str, line: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A misspelled key, class or value is one line: the file, the line, the keys, and the name that is near."""
-    Path("run.yaml").write_text(RUN.replace(right, wrong, 1))
-    assert stopped(capsys, 2, "--config=run.yaml").startswith(f"{Path('run.yaml').absolute()}:{line}: {message}")
-
-
-def test_a_mistake_in_an_included_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """The line is that of the file which holds the key, also if another file names it."""
-    Path("parts").mkdir()
-    Path("parts/data.yaml").write_text("class_path: TextFiles\ninit_args:\n  seq_ln: 8\n")
-    Path("run.yaml").write_text("model: CausalLM\ndata: parts/data.yaml\n")
-    assert stopped(capsys, 2, "--config=run.yaml").startswith(f"{Path('parts/data.yaml').absolute()}:3: data: unknown")
-
-
-@pytest.mark.parametrize("value", ["run.yaml", "template.yaml"])
-def test_a_value_that_names_a_file(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A value that names the file itself, or one that is no YAML, is not taken for a part of the configuration."""
-    Path("template.yaml").write_text("{% if x %}: [")
-    Path("run.yaml").write_text(f"trainer:\n  default_root_dir: {value}\n  max_stepp: 4\n")
-    assert "did you mean" in stopped(capsys, 2, "--config=run.yaml")
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--trainer.strategy.tiling.num_shard=4", "trainer.strategy.tiling: unknown key 'num_shard': did you mean"),
-        ("--data.seq_ln=4", "data: unknown key 'seq_ln': did you mean 'seq_len'?"),
-        ("--model=CausalLMM", "model: there is no 'CausalLMM': did you mean 'CausalLM'?"),
-        ("--trainer.callbacks=MemoryMonitr", "trainer.callbacks: there is no 'MemoryMonitr': did you mean 'MemoryMon"),
-        ("--trainer.precision=17", "trainer.precision: '17' is none of "),
-        ("--modle=CausalLM", "unknown key 'modle': did you mean 'model'?"),
-        ("--config=none.yaml", 'Parser key "config": File does not exist: '),
-    ],
-)
-def test_a_mistake_in_an_argument_is_one_line(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelled argument is one line with the name that is near."""
-    assert stopped(capsys, 2, *STRATEGY, argument).startswith(message)
-
-
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (f"{RUN}trainer:\n  max_steps: 5\n", "line 22: 'trainer' is there a second time."),
-        ("- a\n- b\n", r"it has no keys such as trainer:, but is '- a\n- b\n'."),
-        ("word", "it has no keys such as trainer:, but is 'word'."),
-        (bytes(range(256)), "this is not YAML in UTF-8."),
-        (RUN.encode("utf-16"), "this is not YAML in UTF-8."),
-        (f"{RUN}  - : {{\n", "while parsing a block"),
-        (LAUGHS, "its aliases (*name) expand to more than 1"),
-        ("trainer: &t\n  callbacks: *t\n", "its aliases (*name) expand to more than 1"),
-    ],
-    ids=["twice", "list", "word", "binary", "utf-16", "syntax", "laughs", "endless"],
-)
-def test_a_file_that_is_no_configuration(
-    content: str | bytes, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file that is no YAML, no mapping, has a key twice or expands without end is one line with its name."""
-    Path("run.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert stopped(capsys, 2, "--config=run.yaml").startswith(f"{Path('run.yaml').absolute()}: {message}")
-
-
 def test_aliases_work(capsys: pytest.CaptureFixture[str]) -> None:
     """A file may name a value and use it again."""
     Path("run.yaml").write_text("trainer: {min_steps: &n 3, max_steps: *n}\n")
@@ -334,103 +145,6 @@ def test_two_merges_work(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text("trainer: {<<: {min_steps: 3}, <<: {max_steps: 4}}\n")
     found = config(capsys, *STRATEGY[:2], "--config=run.yaml")["trainer"]
     assert (found["min_steps"], found["max_steps"]) == (3, 4)
-
-
-@pytest.mark.table("select|no file|not position-wise|compile mode")
-@pytest.mark.self_checks
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        (
-            "num_shards: 2",
-            "num_shards: 4\n        tile_tokens: 512",
-            "num_shards=4 and tile_tokens=512 both set the tile",
-        ),
-        (
-            "num_shards: 2",
-            "compile: {mode: fast}",
-            "compile={'mode': 'fast'}: Unrecognized mode=fast, should be one of",
-        ),
-        (
-            "num_shards: 2",
-            "num_shards: 2\n        targets: LlamaAttention",
-            "model.model.layers.0.self_attn (LlamaAttention) is not position-wise",
-        ),
-        (
-            "offload: cpu",
-            "{offload: disk, disk_budget: 16}",
-            "disk_budget=16 has no room for one block input of min_bytes",
-        ),
-        (
-            "offload: cpu",
-            "{offload: cpu, select: [hiden], min_bytes: 1}",
-            "select='hiden' is no argument of LlamaDecoder",
-        ),
-        ("hidden_size", "hiden_size", "config: LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'?"),
-        ("seq_len: 8", "seq_len: 1", "seq_len=1 must be an integer of at least 2"),
-        ("a.txt", "none", "paths: 'none' matches no file"),
-        ("logger: false", "default_root_dir: a.txt/runs", "[Errno 20] Not a directory: "),  # the standard library's
-    ],
-    ids=[
-        *("both counts", "compile mode", "not position-wise", "disk_budget", "select"),
-        *("config key", "seq_len", "no file", "no directory"),
-    ],
-)
-def test_a_mistake_that_the_run_meets(right: str, wrong: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A value that the parser cannot judge ends the run in its first step or before, with a sentence."""
-    Path("a.txt").write_bytes(bytes(range(100)))
-    text = RUN.replace("offload: cpu", wrong) if right == "offload: cpu" else RUN.replace(right, wrong, 1)
-    Path("run.yaml").write_text(
-        text.replace("      activation_checkpointing:\n        {", "      activation_checkpointing: {")
-    )
-    assert stopped(capsys, 1, "--config=run.yaml").startswith(message)
-
-
-class Failing(LitTiny):
-    """A LightningModule that raises an exception where it was told to."""
-
-    def __init__(self, place: str, kind: str = "ValueError") -> None:
-        super().__init__()
-        self.place, self.kind = place, kind
-        self.fail("init")
-
-    def fail(self, place: str) -> None:
-        if self.place == place:
-            kind = {"ValueError": ValueError, "OSError": OSError, "own": OffloadError}[self.kind]
-            raise kind(f"in {place}\n  a\n  b")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.fail("configure_optimizers")
-        return super().configure_optimizers()
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.fail("step")
-        return super().training_step(batch, batch_idx)
-
-
-FAILING = ("--model=tests.test_cli.Failing", "--trainer.accelerator=cpu", "--trainer.logger=false")
-
-
-@pytest.mark.parametrize("place", ["init", "configure_optimizers", "step"])
-@pytest.mark.parametrize("kind", [ValueError, OSError])
-def test_an_error_of_the_model_keeps_its_traceback(place: str, kind: type[Exception]) -> None:
-    """An exception that the user's own code raises is not caught."""
-    with pytest.raises((kind, ValueError), match=f"in {place}"):  # jsonargparse raises a ValueError from it
-        main(["fit", *FAILING, f"--model.place={place}", f"--model.kind={kind.__name__}"])
-
-
-def test_an_error_of_lt_tiled_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """An exception of lt_tiled is its message without a traceback, in a step too, with every line."""
-    with pytest.raises(SystemExit):
-        main(["fit", *FAILING, "--model.place=step", "--model.kind=own"])
-    printed = capsys.readouterr().err
-    assert printed == "lt-tiled fit: error: in step\n  a\n  b\n--debug shows the traceback.\n"
-
-
-def test_a_strategy_name_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelled registered name of a strategy is a sentence with the name that is near."""
-    found = stopped(capsys, 2, "--model=tests.lit.LitTiny", "--trainer.strategy=tiled_dpp")
-    assert found == "trainer.strategy: there is no strategy 'tiled_dpp': did you mean 'tiled_ddp'?"
 
 
 @pytest.mark.parametrize(("argument", "kind"), [("--data.seq_ln=4", ArgumentError), ("--data.paths=none", ValueError)])

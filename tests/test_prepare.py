@@ -25,15 +25,12 @@ def test_release_leaves_the_model_as_it_was() -> None:
     """
     model = TinyLM()
     before = state(model)
-    prepared = prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing())
+    prepared = prepare(model, tiling=Tiling(4), activation_checkpointing=True)
     assert state(model) != before
     prepared.release()
     prepared.release()
     assert state(model) == before
-    with (
-        pytest.raises(ArithmeticError),
-        prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()),
-    ):
+    with pytest.raises(ArithmeticError), prepare(model, tiling=Tiling(4), activation_checkpointing=True):
         raise ArithmeticError
     assert state(model) == before
 
@@ -71,7 +68,7 @@ def test_report() -> None:
     them.
     """
     model = TinyLM()
-    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()) as prepared:
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=True) as prepared:
         assert {(row.path, row.tokens, row.tiles) for row in prepared.report().tiled} == {
             ("blocks.0.mlp", 0, 0),
             ("blocks.1.mlp", 0, 0),
@@ -115,7 +112,7 @@ def test_a_module_tiled_by_hand_keeps_its_tiles() -> None:
 def test_a_copied_model_trains_apart() -> None:
     """An EMA copy of a prepared model takes the averages of its own weights while the original trains on."""
     model = TinyLM()
-    with prepare(model, tiling=Tiling(4), activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, tiling=Tiling(4), activation_checkpointing=True):
         ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
         ema.update_parameters(model)
         before = copy.deepcopy(ema.module.state_dict())
@@ -136,7 +133,7 @@ def test_containers_are_no_blocks() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     model.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), GatedMLP()]) for _ in range(2))
     with pytest.raises(ValueError, match="ActivationCheckpointing found no blocks in Sequential"):
-        prepare(model, activation_checkpointing=ActivationCheckpointing())
+        prepare(model, activation_checkpointing=True)
     with pytest.raises(
         ValueError, match=r"'layers.\*' matches layers.0, a ModuleList without a forward: name its parts"
     ):

@@ -17,6 +17,7 @@ from lt_tiled.cli.numbers import NonNegativeInt
 from lt_tiled.memory import PeakMemory, gib
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.report import Report, show
+from lt_tiled.strategies.base import log_step
 from lt_tiled.training_step.step import to_meta, tokens_of
 
 if TYPE_CHECKING:
@@ -128,10 +129,8 @@ class MemoryMonitor(Callback):
             recorded, self._recording = self._recording.stop(), None
             self.measured = recorded if "optimizer" in recorded.phases else None
         metrics = self._end_step()
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self._steps % every == 0:
-            for logger in trainer.loggers:  # at Lightning's own step, which has no public name
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's own step has no public name
+        log_step(trainer, self._steps, metrics, step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.plot is None or not trainer.is_global_zero:

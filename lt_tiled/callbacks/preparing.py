@@ -12,8 +12,8 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.namespaces import is_a
-from lt_tiled.policies import ActivationCheckpointing, ActivationCheckpointingLike, Tiers, Tiling
-from lt_tiled.strategies.base import OffloadLog
+from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
+from lt_tiled.strategies.base import OffloadLog, restored_on_error
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.deepspeed import adapt_tiles
 
@@ -24,14 +24,6 @@ class PreparingCallback(AppliesPolicies, Callback):
     With a Trainer, the model is restored after ``fit`` (``validate``, ...), also after an exception. With Fabric, the
     model must go through ``fabric.setup``, and :meth:`release` restores it.
     """
-
-    def __init__(
-        self,
-        tiling: bool | int | Tiling | None = None,
-        activation_checkpointing: ActivationCheckpointingLike | None = None,
-        loss: bool | int | None = None,
-    ) -> None:
-        self.set_policies(tiling, activation_checkpointing, loss)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self._prepare(pl_module, trainer.strategy, trainer.num_devices)
@@ -50,15 +42,11 @@ class PreparingCallback(AppliesPolicies, Callback):
         self._prepare(module, fabric.strategy, len(devices))
 
     def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
-        before = len(self.prepared)
-        self.prepared.add(model, self, ranks_per_node)
-        try:
+        with restored_on_error(self.prepared):
+            self.prepared.add(model, self, ranks_per_node)
             if is_a(strategy, "DeepSpeedStrategy"):
                 adapt_tiles(strategy, model)
             adapt_to_fsdp_units(model)
-        except BaseException:
-            self.prepared.release(keep=before)
-            raise
 
 
 class TiledMLP(PreparingCallback):
@@ -70,7 +58,7 @@ class TiledMLP(PreparingCallback):
     """
 
     def __init__(self, tiling: bool | PositiveInt | Tiling = True, loss: bool | PositiveInt | None = None) -> None:
-        super().__init__(tiling, loss=loss)
+        self.set_policies(tiling, None, loss)
 
 
 class OffloadedCheckpointing(PreparingCallback):
@@ -83,7 +71,7 @@ class OffloadedCheckpointing(PreparingCallback):
     """
 
     def __init__(self, activation_checkpointing: bool | Tiers | ActivationCheckpointing = "cpu") -> None:
-        super().__init__(activation_checkpointing=activation_checkpointing)
+        self.set_policies(None, activation_checkpointing, None)
         self._log = OffloadLog()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
@@ -92,8 +80,7 @@ class OffloadedCheckpointing(PreparingCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.prepared and self.prepared[-1].offloader is not None:
-            self._log.step(trainer, self.prepared[-1].offloader)
+        self._log.end_step(trainer, self.prepared)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.prepared.free_buffers()  # the last checkpoint of the run may need the memory

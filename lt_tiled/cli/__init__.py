@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def main(args: Any = None) -> None:
+def main(args: list[str] | None = None) -> None:
     """Run the command line on ``args``, by default those of the process."""
     from lt_tiled.cli.commands import run
 

@@ -106,9 +106,9 @@ def _unfit_value(lines: Sequence[str]) -> str:
     known: set[str] = set()
     for module, name in re.findall(r"<class '([\w.]+)\.(\w+)'>", types):
         known |= _names(getattr(sys.modules.get(module), name, int))
-    given = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
-    if given and (near := did_you_mean(given[1], known)):
-        return f"there is no {given[1]!r}{near}"
+    named = re.fullmatch(r"\[?'?(?:{'class_path': '|class_path=)?(\w+)('.*)?", value)
+    if named and (near := did_you_mean(named[1], known)):
+        return f"there is no {named[1]!r}{near}"
     return f"{value!r} is none of {types}"
 
 
@@ -184,8 +184,8 @@ def _find(file: Path, keys: Sequence[str], node: yaml.Node | None = None, outer:
     if isinstance(node, yaml.SequenceNode):
         return next(filter(None, (_find(file, keys, value, outer) for value in node.value)), "")
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        left = keys[1:] if key.value == keys[0] else keys
-        if found := _find(file, left, value, outer) if left else f"{file}:{key.start_mark.line + 1}: ":
+        rest = keys[1:] if key.value == keys[0] else keys
+        if found := _find(file, rest, value, outer) if rest else f"{file}:{key.start_mark.line + 1}: ":
             return found
     return ""
 
@@ -205,7 +205,7 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from error
 
 
-def _refuse_repeated(node: yaml.Node, most: int) -> None:
+def _refuse_repeated(node: yaml.Node, limit: int) -> None:
     """Raise ``yaml.YAMLError`` for a key that is repeated, and if aliases repeat more than so many values."""
     nodes = [node]
     for node in nodes:  # which grows: aliases are expanded, as jsonargparse does where it copies what was loaded
@@ -218,7 +218,7 @@ def _refuse_repeated(node: yaml.Node, most: int) -> None:
                     raise yaml.YAMLError(f"line {line}: {key.value!r} is there a second time.")
                 keys.add(key.value)
             nodes.append(item)
-        if len(nodes) > most:
+        if len(nodes) > limit:
             raise yaml.YAMLError(f"its aliases (*name) expand to more than {len(nodes)} values: write fewer of them.")
 
 

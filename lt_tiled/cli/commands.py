@@ -16,7 +16,6 @@ import yaml
 from jsonargparse import auto_cli, set_loader, set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import (
-    ArgsType,
     LightningArgumentParser,
     LightningCLI,
     LRSchedulerTypeTuple,
@@ -58,9 +57,9 @@ class TiledCLI(LightningCLI):
         super().__init__(**kwargs)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
-        own = {"config", "trainer", "model", "datamodule"}
-        every = {**LightningCLI.subcommands(), "plan": own, "verify": own, "export": own}
-        return {self.command: every[self.command]} if self.command in every else every
+        arguments = {"config", "trainer", "model", "datamodule"}
+        commands = {**LightningCLI.subcommands(), "plan": arguments, "verify": arguments, "export": arguments}
+        return {self.command: commands[self.command]} if self.command in commands else commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
@@ -137,35 +136,34 @@ class SaveRunConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-def run(args: ArgsType = None) -> None:
+def run(args: list[str] | None = None) -> None:
     """Run the command line on ``args``, by default those of the process.
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
     """
-    given = [str(arg) for arg in (sys.argv[1:] if args is None else args if isinstance(args, list) else [])]
-    debug = "--debug" in given or os.environ.get("LT_TILED_DEBUG") == "1"
+    is_process = args is None
+    args = sys.argv[1:] if args is None else args
+    debug = "--debug" in args or os.environ.get("LT_TILED_DEBUG") == "1"
     if not debug:
         quiet_libraries()
-    given = _with_own_configs([arg for arg in given if arg != "--debug"])
-    if args is None:
-        sys.argv[1:] = given  # Lightning starts the other ranks with it
+    args = _with_own_configs([arg for arg in args if arg != "--debug"])
+    if is_process:
+        sys.argv[1:] = args  # Lightning starts the other ranks with it
         if debug:
             os.environ["LT_TILED_DEBUG"] = "1"  # they inherit it
         sys.path.append(os.getcwd())  # for --model=my_model.MyModel
-    elif isinstance(args, list):
-        args = given
-    texts = any(arg == "-h" or "help" in arg or "comments" in arg for arg in given)
-    set_parsing_settings(docstring_parse_attribute_docstrings=texts)  # slow, and only help shows the fields of policies
+    shows_help = any(arg == "-h" or "help" in arg or "comments" in arg for arg in args)
+    set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)  # slow, and only help shows policies' fields
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
-    command = given[0] if given else ""
+    command = args[0] if args else ""
     try:
         if command == "export":
-            about = str(export.__doc__).partition("\n")[0]
-            auto_cli(export, args=given[1:], parser_class=Parser, prog="lt-tiled export", description=about)
+            description = str(export.__doc__).partition("\n")[0]
+            auto_cli(export, args=args[1:], parser_class=Parser, prog="lt-tiled export", description=description)
             return
         TiledCLI(
             command=command,
-            args=args,
+            args=None if is_process else args,
             parser_class=Parser,
             trainer_class=CommandsTrainer,
             trainer_defaults={"callbacks": [TilingReport()]},
@@ -175,20 +173,20 @@ def run(args: ArgsType = None) -> None:
             save_config_kwargs={"overwrite": True},
         )
     except Exception as error:
-        typed = isinstance(error, ArgumentError)
-        if debug or not (typed or needs_no_traceback(error)):
+        from_parser = isinstance(error, ArgumentError)
+        if debug or not (from_parser or needs_no_traceback(error)):
             raise
-        text = str(error) if typed else f"{message(error)}\n--debug shows the traceback."
+        text = str(error) if from_parser else f"{message(error)}\n--debug shows the traceback."
         print(f"{f'lt-tiled {command}'.strip()}: error: {text}", file=sys.stderr)
-        raise SystemExit(2 if typed else 1) from None
+        raise SystemExit(2 if from_parser else 1) from None
 
 
 def _with_own_configs(args: list[str]) -> list[str]:
     """Replace ``configs/...`` by the package's file (in a checkout, the repository's) where no such file exists."""
-    package, result, before = Path(lt_tiled.__file__).parent, list[str](), ""
+    package, result, previous = Path(lt_tiled.__file__).parent, list[str](), ""
     for arg in args:
-        option, equals, name = arg.partition("=") if arg.startswith("--") else (before, "", arg)
-        before = arg
+        option, equals, name = arg.partition("=") if arg.startswith("--") else (previous, "", arg)
+        previous = arg
         if option in ("--config", "--model", "--data", "--trainer") and name.startswith("configs/"):
             places = (Path(), package, package.parent)
             name = next((str(place / name) for place in places if (place / name).exists()), name)

@@ -40,8 +40,8 @@ class CausalLM(LightningModule):
         attn_compile: For ``flex_attention``: arguments of ``torch.compile``, such as ``{mode: max-autotune}``.
         lora: Train LoRA adapters instead of the weights: the fields of peft's ``LoraConfig``, such as ``{r: 16,
             target_modules: all-linear}``.
-        tiled_loss: Compute losses, perplexities and log-probabilities in tiles, without the full logits: ``True``, or
-            the number of tiles.
+        loss: Compute losses, perplexities and log-probabilities in tiles, without the full logits: ``True``, or the
+            number of tiles. ``False`` and ``None`` turn this off.
         learning_rate: The peak learning rate of AdamW.
         weight_decay: The weight decay of AdamW, for weights with two dimensions or more.
         warmup_steps: Steps of linear warmup. Then a cosine schedule ends at a tenth of the peak.
@@ -59,7 +59,7 @@ class CausalLM(LightningModule):
         attn_implementation: str = "sdpa",
         attn_compile: CompileOptions | None = None,
         lora: dict[str, Any] | None = None,
-        tiled_loss: bool | PositiveInt = True,
+        loss: bool | PositiveInt | None = True,
         learning_rate: PositiveFloat = 3e-4,
         weight_decay: NonNegativeFloat = 0.1,
         warmup_steps: NonNegativeInt = 10,
@@ -88,7 +88,7 @@ class CausalLM(LightningModule):
         # Plain numbers, because the state of the optimizer goes into the checkpoint.
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.warmup_steps = int(warmup_steps)
-        self.attn_compile, self._loss_shards = attn_compile, as_loss(tiled_loss)
+        self.attn_compile, self._loss_shards = attn_compile, as_loss(loss)
         self.model: Any = None
         self._separates: bool | None = None
         """Whether the model keeps packed documents apart; ``None`` if this is not known yet."""
@@ -153,14 +153,15 @@ class CausalLM(LightningModule):
     def setup(self, stage: str) -> None:
         """Compare the vocabularies of the model and the data before the model is built."""
         config, data = self._config().get_text_config(), self.trainer.datamodule  # type: ignore[attr-defined]
-        known, needed = config.vocab_size, getattr(data, "vocab_size", None)
-        if needed is not None and needed > known:
+        model_tokens, data_tokens = config.vocab_size, getattr(data, "vocab_size", None)
+        if data_tokens is not None and data_tokens > model_tokens:
             raise ValueError(
-                f"The data has token ids up to {needed - 1} and the model {known} tokens: set vocab_size: {needed}."
+                f"The data has token ids up to {data_tokens - 1} and the model {model_tokens} tokens: set vocab_size:"
+                f" {data_tokens}."
             )
-        seq_len, most = getattr(data, "seq_len", 0), getattr(config, "max_position_embeddings", None)
-        if most is not None and seq_len > most and not hasattr(config, "rope_parameters"):
-            warn(f"The data has seq_len={seq_len} and the model {most} positions: a model that learns them fails.")
+        seq_len, positions = getattr(data, "seq_len", 0), getattr(config, "max_position_embeddings", None)
+        if positions is not None and seq_len > positions and not hasattr(config, "rope_parameters"):
+            warn(f"The data has seq_len={seq_len} and the model {positions} positions: a model that learns them fails.")
 
     def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
         """Return logits of shape ``[B, S, vocab_size]``; ``others`` are arguments of the model."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.models import refusing, require
-from lt_tiled.lm.sequences import Sequences
+from lt_tiled.lm.sequences import Sequences, part_sizes
 from lt_tiled.lm.text import check_tokenizer, files_of, load_tokenizer, vocab_size
 
 
@@ -92,15 +92,16 @@ class Documents(Sequences):
             self.vocab_size = vocab_size(self._tokenizer)
             self._documents = [self._document(*r) for r in islice(self._records(), self.max_documents)]
         count = len(self._documents)
-        held = max(1, round(count * self.held_out))
-        if count - 2 * held < 1:
+        sizes = part_sizes(count, self.held_out)
+        if sizes[0] < 1:
             raise ValueError(
                 f"paths={self.paths} have {count} documents, and held_out={self.held_out} leaves none to train on: give"
                 " at least 3 documents, or use lt_tiled.lm.TextFiles for a long text."
             )
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-        parts = {"training": order[2 * held :], "validation": order[:held], "testing": order[held : 2 * held]}
-        return [self._rows(part, chosen) for part, chosen in parts.items()]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        validation, testing, training = order.split(sizes[::-1])
+        parts = {"training": training, "validation": validation, "testing": testing}
+        return [self._rows(part, chosen.tolist()) for part, chosen in parts.items()]
 
     def _records(self) -> Iterator[tuple[str, Any]]:
         """Yield each record, and where it is."""

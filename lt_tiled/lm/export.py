@@ -48,9 +48,9 @@ def export(checkpoint: str, output: str, merge: bool = False) -> None:
         raise ValueError(
             "An adapter refers to the model that it was trained on, and this one has no path: set --merge."
         )
-    tokenizer, its_name = _tokenizer(state, path)
+    tokenizer, source = _load_tokenizer(state, path)
     # Attention that this machine lacks, and tiles, are not needed.
-    arguments.update(attn_implementation="eager", attn_compile=None, tiled_loss=False)
+    arguments.update(attn_implementation="eager", attn_compile=None, loss=False)
     with torch.device("meta"):
         module: CausalLM = instantiate_class((), {"class_path": name, "init_args": arguments})
         module.configure_model()
@@ -71,7 +71,7 @@ def export(checkpoint: str, output: str, merge: bool = False) -> None:
     model.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
-    print(f"wrote {type(model).__name__} to {output}, and {its_name}")
+    print(f"wrote {type(model).__name__} to {output}, and {source}")
 
 
 def _load(checkpoint: str) -> Mapping[str, Any]:
@@ -83,30 +83,30 @@ def _load(checkpoint: str) -> Mapping[str, Any]:
         if folder.is_file():  # mmap: the state of the optimizer is not read
             return cast(Mapping[str, Any], torch.load(folder, map_location="cpu", weights_only=True, mmap=True))
         if not (folder / ".metadata").is_file():
-            with tempfile.NamedTemporaryFile() as whole:
-                return convert_zero_checkpoint_to_fp32_state_dict(folder, whole.name)
+            with tempfile.NamedTemporaryFile() as consolidated:
+                return convert_zero_checkpoint_to_fp32_state_dict(folder, consolidated.name)
         reader = FileSystemReader(folder)
-        found = {
+        tensors = {
             name: torch.empty(saved.size, dtype=saved.properties.dtype)
             for name, saved in reader.read_metadata().state_dict_metadata.items()
             if name.startswith(("model.", "state_dict.")) and isinstance(saved, TensorStorageMetadata)
         }  # FSDP says model, FSDP2 state_dict
-        load(found, storage_reader=reader, no_dist=True)
-        weights = {name.partition(".")[2]: weight for name, weight in found.items()}
+        load(tensors, storage_reader=reader, no_dist=True)
+        weights = {name.partition(".")[2]: weight for name, weight in tensors.items()}
         return {**torch.load(folder / "meta.pt", map_location="cpu", weights_only=True), "state_dict": weights}
 
 
-def _tokenizer(state: Mapping[str, Any], path: str | None) -> tuple[Any, str]:
-    """Return the tokenizer of the data or, if they have none, of the model, and its name."""
+def _load_tokenizer(state: Mapping[str, Any], path: str | None) -> tuple[Any, str]:
+    """Return the tokenizer of the data or, if they have none, of the model, and where it is from."""
     data = state.get("datamodule_hyper_parameters", {})
-    found = {name: data[name] for name in TOKENIZER if data.get(name)}
-    if "tokenizer" not in found and path is not None and has_tokenizer(path):
-        found["tokenizer"] = path
-    if "tokenizer" not in found:
+    arguments = {name: data[name] for name in TOKENIZER if data.get(name)}
+    if "tokenizer" not in arguments and path is not None and has_tokenizer(path):
+        arguments["tokenizer"] = path
+    if "tokenizer" not in arguments:
         return None, "no tokenizer, because the data had none"
-    if not Path(found["tokenizer"]).is_dir():
+    if not Path(arguments["tokenizer"]).is_dir():
         raise ValueError(
-            f"The run had tokenizer={found['tokenizer']!r}, which is not a directory here: run export in the folder of"
-            " the run."
+            f"The run had tokenizer={arguments['tokenizer']!r}, which is not a directory here: run export in the folder"
+            " of the run."
         )
-    return load_tokenizer(**found), f"the tokenizer of {found['tokenizer']}"
+    return load_tokenizer(**arguments), f"the tokenizer of {arguments['tokenizer']}"

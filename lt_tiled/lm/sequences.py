@@ -52,8 +52,7 @@ class Sequences(LightningDataModule):
         alone = self.trainer is not None and self.trainer.world_size == 1
         data, seed = self._data("train"), int(os.environ.get("PL_GLOBAL_SEED", 0))
         sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None
-        options: dict[str, Any] = {"shuffle": None if alone else True, "sampler": sampler, **self._options()}
-        return _ResumedLoader(data, datamodule=self, **options)
+        return _ResumedLoader(data, datamodule=self, shuffle=not alone, sampler=sampler, **self._options())
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return DataLoader(self._data("val"), **self._options())
@@ -117,14 +116,20 @@ class _ResumedLoader(DataLoader[dict[str, Tensor]]):
         }
         make_plain(epoch)
         saved = self.datamodule._epoch
-        for name, now in epoch.items():
-            if trained and saved[name] != now:
+        for name, value in epoch.items():
+            if trained and saved[name] != value:
                 raise ValueError(
                     f"The checkpoint was saved after {trained} batches of an epoch with {name}={saved[name]}. With"
-                    f" {name}={now} other batches would be left: resume with {name}={saved[name]}, or from a checkpoint"
-                    " of the end of an epoch."
+                    f" {name}={value} other batches would be left: resume with {name}={saved[name]}, or from a"
+                    " checkpoint of the end of an epoch."
                 )
         self.datamodule._epoch = {**saved, **epoch, "batches": batches}
+
+
+def part_sizes(count: int, held_out: float) -> list[int]:
+    """Return how many of ``count`` are for training, validation and testing: at least one for each of the last two."""
+    held_out_count = max(1, round(count * held_out))
+    return [count - 2 * held_out_count, held_out_count, held_out_count]
 
 
 def _batch(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

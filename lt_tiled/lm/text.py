@@ -15,7 +15,7 @@ from lt_tiled._log import inform, warn
 from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import CausalLM
 from lt_tiled.lm.models import refusing, require
-from lt_tiled.lm.sequences import Sequences
+from lt_tiled.lm.sequences import Sequences, part_sizes
 
 
 class TextFiles(Sequences):
@@ -99,14 +99,14 @@ class TextFiles(Sequences):
             warn(f"paths have {size} bytes, of which max_bytes={len(text)} are read: set max_bytes to read more.")
         tokens = self._tokenize(text)
         count = len(tokens) // self.seq_len
-        held = max(1, round(count * self.held_out))
-        if count - 2 * held < 1:
+        sizes = part_sizes(count, self.held_out)
+        if sizes[0] < 1:
             raise ValueError(
                 f"The text has {len(tokens)} tokens, {count} sequences of seq_len={self.seq_len}, and needs at least 3:"
                 " one to train on, one to validate, one to test. Give more text or a shorter seq_len."
             )
         windows = tokens[: count * self.seq_len].view(count, self.seq_len)
-        return [{"input_ids": part} for part in windows.split([count - 2 * held, held, held])]
+        return [{"input_ids": part} for part in windows.split(sizes)]
 
     def _tokenize(self, text: bytes) -> Tensor:
         if self._used is None:
@@ -145,13 +145,13 @@ def load_tokenizer(tokenizer: str, trust_remote_code: bool = False, chat_templat
     from transformers import AutoTokenizer
 
     with refusing(f"tokenizer={tokenizer!r} cannot be loaded"):
-        found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=trust_remote_code)
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=trust_remote_code)
     if chat_template is not None:
         try:
-            found.chat_template = Path(chat_template).read_text()
+            loaded.chat_template = Path(chat_template).read_text()
         except OSError as error:
             raise ValueError(f"chat_template={chat_template!r} cannot be read ({error.strerror}).") from error
-    return found
+    return loaded
 
 
 def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
@@ -161,18 +161,18 @@ def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
         ValueError: If there is none.
     """
     if Path(path).is_dir():
-        named = sorted(p for p in Path(path).rglob("*") if p.suffix in suffixes)
+        candidates = sorted(p for p in Path(path).rglob("*") if p.suffix in suffixes)
     else:  # a file's name may look like a glob
-        names = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
-        named = [Path(name) for name in names]
-    found = [p for p in named if p.is_file()]  # reading a named pipe would wait for a writer
+        matches = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
+        candidates = [Path(name) for name in matches]
+    files = [p for p in candidates if p.is_file()]  # reading a named pipe would wait for a writer
     # A glob matches plain directories, too.
-    if skipped := [str(p) for p in named if p.suffix and not p.is_file()]:
+    if skipped := [str(p) for p in candidates if p.suffix and not p.is_file()]:
         warn(f"paths: {path!r}: skipped what is not a regular file: {', '.join(skipped[:5])}.")
-    if not found:
+    if not files:
         kinds = f"a file, a directory with {' or '.join(suffixes)} files, or a glob"
         raise ValueError(f"paths: {path!r} matches no file: pass {kinds}.")
-    return found
+    return files
 
 
 def read_text(files: Sequence[Path], max_bytes: int) -> bytes:

@@ -29,7 +29,7 @@ MIN_LOSS_TOKENS = 512
 
 
 def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[Bounds]:
-    """Cut the tokens of a loss, with ``"auto"`` into tiles of at most ``hidden_size / 2`` tokens, or 512 if more.
+    """Cut the tokens of a loss, with ``"auto"`` into tiles of at most ``max(512, hidden_size / 2)`` tokens.
 
     Such tiles do not raise the peak. In 16 bits a tile of ``t`` tokens and at least 2**23 logits holds at most 2 times
     its ``2 t V`` bytes of logits, in whose memory the gradient is formed. When the tiles are done, the float32 sum of
@@ -37,17 +37,18 @@ def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int
     most ``H / 2``.
     """
     size = max(MIN_LOSS_TOKENS, hidden_size // 2)
-    return tile_bounds(Tiling(tile_tokens=size) if num_shards == "auto" else Tiling(num_shards), tokens, 1)
+    return tile_bounds(Tiling(tile_tokens=size) if num_shards == "auto" else Tiling(num_shards), tokens, hidden_size=1)
 
 
-Place = slice | Tensor
+TileTokens = slice | Tensor
 """A tile's tokens: a run of them, or their indices."""
 
 
-def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[Place]:
-    """Return each tile's tokens: those whose label counts, and those whose nan or inf spoils the gradients as in torch.
+def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[TileTokens]:
+    """Return each tile's tokens: those whose label counts, and those with nan or inf, which spoil all gradients.
 
-    Their number is read once, where it can be: simulations, captures and compiled code have all tokens in their tiles.
+    Their number is read from the device once. Where it cannot be (simulations, captured and compiled code), the tiles
+    have all tokens.
     """
     bounds = loss_bounds(num_shards, *hidden.shape)
     plain = type(hidden) in (Tensor, nn.Parameter) and type(counted) is Tensor and not hidden.is_meta
@@ -144,7 +145,7 @@ class _LossCall:
 
     tiles: LossTiles
     head: Head
-    places: list[Place]
+    places: list[TileTokens]
     labels: Tensor
     divisor: Tensor
     autocast: Precision

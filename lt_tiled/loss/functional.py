@@ -40,8 +40,8 @@ def tiled_linear_cross_entropy(
         weight: ``[V, H]``, as of ``nn.Linear``.
         labels: Integers of shape ``[...]``.
         bias: ``[V]``.
-        num_shards: Tiles; with ``"auto"`` a tile has at most ``H / 2`` tokens, or 512 if more, and does not raise the
-            peak: see :func:`~lt_tiled.loss.autograd.loss_bounds`. Tokens whose label does not count are left out.
+        num_shards: Tiles; with ``"auto"`` a tile has at most ``max(512, H / 2)`` tokens and does not raise the peak:
+            see :func:`~lt_tiled.loss.autograd.loss_bounds`. Tokens whose label does not count are left out.
         ignore_index: The label of tokens that do not count.
         label_smoothing: As of ``torch.nn.functional.cross_entropy``.
         reduction: ``"mean"`` over the labels that count, ``"sum"``, or ``"none"`` for one loss per token.

@@ -60,7 +60,7 @@ class OnHead:
 
 
 @dataclass
-class ModelCall:
+class LossCall:
     """One call of a model with labels."""
 
     grad_mode: bool
@@ -70,7 +70,7 @@ class ModelCall:
 class HeadCall:
     """One call of a head, which runs when its logits are used."""
 
-    def __init__(self, head: nn.Module, patch: TiledHead, hidden: Tensor, model: ModelCall) -> None:
+    def __init__(self, head: nn.Module, patch: TiledHead, hidden: Tensor, model: LossCall) -> None:
         self.head, self.patch, self.hidden, self.model = head, patch, hidden, model
         self.autocast = Precision.now(hidden.device)
         self.versions = self._versions()

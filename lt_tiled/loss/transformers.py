@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.logits import DeferredLogits, HeadCall, ModelCall, OnHead, TiledHead
+from lt_tiled.loss.logits import DeferredLogits, HeadCall, LossCall, OnHead, TiledHead
 from lt_tiled.modules.cache import by_name
-from lt_tiled.modules.find import walk
+from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, get_patch, get_patches, is_of, remove_patch, set_patch
 from lt_tiled.policies import LossShards
 
@@ -57,8 +57,8 @@ for _name in set(dir(Tensor)) - _KEPT - {"__torch_function__", "__deepcopy__", "
 
 
 _ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
-"""Whose hooks gather weights, and do not read or change what the head takes and returns, as tensor parallelism's do."""
-_running: ContextVar[dict[HeadPatch, ModelCall | None]] = ContextVar("running", default={})  # noqa: B039 (never changed)
+"""Packages whose hooks on a head gather weights alone. Those of tensor parallelism change its input and output."""
+_running: ContextVar[dict[HeadPatch, LossCall | None]] = ContextVar("running", default={})  # noqa: B039 (never changed)
 """The innermost call of each head's model in this thread, if that has labels."""
 
 
@@ -74,7 +74,7 @@ class LossPatch(SharedPatch):
         given = by_name(type(module).forward, args, kwargs)
         if head is None or torch.compiler.is_compiling():
             return self.inner(module, *args, **kwargs)
-        call = ModelCall(torch.is_grad_enabled()) if given.get("labels") is not None else None
+        call = LossCall(torch.is_grad_enabled()) if given.get("labels") is not None else None
         token = _running.set({**_running.get(), head: call})
         try:
             output = self.inner(module, *args, **kwargs)
@@ -159,7 +159,7 @@ def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         NothingFoundError: If there is none.
     """
-    found = [(path, m) for path, m in [("", model), *walk(model)] if _head_of(m) is not None]
+    found = [(path, m) for path, m in walk_all(model) if _head_of(m) is not None]
     if not found:
         raise NothingFoundError(
             f"loss=True found no model of transformers in {type(model).__name__} that computes a loss from labels: use"
@@ -192,7 +192,7 @@ def patch_losses(found: Sequence[tuple[str, nn.Module]], num_shards: LossShards,
 
 def restore_losses(model: nn.Module, owner: object) -> None:
     """Undo :func:`patch_losses`."""
-    for _, module in [("", model), *walk(model)]:
+    for _, module in walk_all(model):
         for patch in (*get_patches(module, LossPatch), *get_patches(module, HeadPatch)):
             patch.owners.pop(owner, None)
             if not patch.owners:

@@ -19,11 +19,11 @@ from lt_tiled.modules.patch import Order, Patch, get_patch, set_patch
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
 _LEFT_OUT = "_lt_tiled_left_out"
-"""The attribute of a cache, and of its copies, that is empty because a call left it out: that call."""
+"""An attribute of a cache that a call left out, and of its copies. It holds that call, whose tokens the cache lacks."""
 
 
 @dataclass(eq=False)
-class ModelCall:
+class CacheCall:
     """A call of a transformers model, and whether its caller asks for a key-value cache or gives one.
 
     Models make a cache by default, also in training, where nobody reads it and it would hold the keys and values of all
@@ -33,7 +33,7 @@ class ModelCall:
     wants_cache: bool
 
 
-_call: ContextVar[ModelCall | None] = ContextVar("call", default=None)
+_call: ContextVar[CacheCall | None] = ContextVar("call", default=None)
 """The outermost call that runs."""
 
 
@@ -47,7 +47,7 @@ class CachePatch(Patch):
         if torch.compiler.is_compiling() or _call.get() is not None:
             return self.inner(module, *args, **kwargs)
         given = by_name(type(module).forward, args, kwargs)
-        token = _call.set(ModelCall(given.get("use_cache") is True or bool(_caches(given))))
+        token = _call.set(CacheCall(given.get("use_cache") is True or bool(_caches(given))))
         try:
             return self.inner(module, *args, **kwargs)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class Tileable:
     """Norms whose output goes into this module."""
     after: tuple[nn.Module, ...] = ()
     """Norms that take this module's output, or projections if it is a norm itself."""
+    named: bool = False
+    """Whether the policy names it."""
     norm_of: int | None = None
     """Of a norm that the policy does not name: the hidden size of its block."""
 
@@ -147,10 +149,14 @@ def _widens(module: nn.Module) -> bool:
 
 def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
     """Return ``(hidden_size, intermediate_size)`` of an MLP, or ``None`` where its projections do not show them."""
-    widths = [w for module in modules for p in projections(module) if (w := projection_sizes(p)) is not None]
-    pairs = ((hidden, inner) for inner, hidden in widths if inner > hidden)
+    return widths_of([w for module in modules for p in projections(module) if (w := projection_sizes(p)) is not None])
+
+
+def widths_of(sizes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return ``(hidden_size, intermediate_size)`` of projections of these sizes, if they lead from one to the other."""
+    pairs = ((hidden, inner) for inner, hidden in sizes if inner > hidden)
     # A projection of twice the size is gate and up in one.
-    return next((p for p in pairs if p in widths or (p[0], 2 * p[1]) in widths), None)
+    return next((p for p in pairs if p in sizes or (p[0], 2 * p[1]) in sizes), None)
 
 
 def projections(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,4 @@
-"""Finding modules: by class name, by path, and the repeated blocks of a model."""
+"""Finding modules: by class name and by path."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
-
-BLOCK_CLASSES = ("GradientCheckpointingLayer", "TransformerEncoderLayer", "TransformerDecoderLayer")
-"""The base class of Hugging Face's layers, and torch's own layers."""
 
 
 def has_class(module: nn.Module, names: Iterable[str]) -> bool:
@@ -47,27 +44,10 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield from walk(child, below)
 
 
-def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks: layers of a known class, and other repeated children of a ``ModuleList`` or ``Sequential``.
-
-    Only the outermost ones: a list of experts inside a block is not a list of blocks. A stage that holds layers of a
-    known class is no block. If nothing repeats, a layer that is alone in a ``ModuleList`` is one (ALBERT).
-    """
-    known = [(path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES)]
-    layers = {m for _, m in known}
-    others = (pair for path, m in [("", model), *walk(model)] for pair in _repeated(path, m))
-    found = outermost([*known, *((path, m) for path, m in others if layers.isdisjoint(m.modules()))])
-    lists = [(path, m) for path, m in walk(model) if isinstance(m, nn.ModuleList) and len(m) == 1]
-    return found or outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))
-
-
-def _repeated(path: str, container: nn.Module, times: int = 2) -> Iterator[tuple[str, nn.Module]]:
-    if not isinstance(container, nn.ModuleList | nn.Sequential):
-        return
-    children = [(f"{path}.{name}" if path else name, unwrapped(child)) for name, child in container.named_children()]
-    composed = [(p, m) for p, m in children if has_forward(m) and any(True for _ in m.children())]
-    classes = [type(m) for _, m in composed]
-    yield from ((p, m) for p, m in composed if classes.count(type(m)) >= times)
+def walk_all(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module itself, with an empty path, and every submodule."""
+    yield "", model
+    yield from walk(model)
 
 
 Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.feed_forward import (
     POST,
     Tileable,
@@ -15,7 +16,7 @@ from lt_tiled.modules.feed_forward import (
     projections,
     unwrapped_children,
 )
-from lt_tiled.modules.find import find_blocks, walk
+from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import roots
 
 

@@ -39,6 +39,8 @@ class Order(IntEnum):
 
     SEQUENCE = auto()
     """Ranks share the sequences of a model, or of its blocks."""
+    POSITIONS = auto()
+    """Masks and rotary tables of shared sequences are those of all tokens."""
     CACHE = auto()
     """A model notes whether its caller wants a key-value cache."""
     CHECKPOINT = auto()

@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.feed_forward import Tileable, find_feed_forwards
-from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
+from lt_tiled.modules.find import find_named, has_class, outermost, walk
 from lt_tiled.modules.norms import find_norms
 from lt_tiled.policies import Tiling
 
@@ -23,12 +24,12 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     """
     targets = tiling.targets
     if callable(targets):
-        return [Tileable.of_module(path, m) for path, m in find_named(model, targets, "Tiling")]
+        return [Tileable.of_module(path, m, named=True) for path, m in find_named(model, targets, "Tiling")]
     wanted = [targets] if isinstance(targets, str) else targets
     names = [name for name in wanted if name not in ("auto", "mlp")]
     methods = {name: _methods(model, name) for name in names}
     modules = [name for name in names if not methods[name]]
-    named = [Tileable.of_module(path, m) for path, m in find_named(model, modules, "Tiling")]
+    named = [Tileable.of_module(path, m, named=True) for path, m in find_named(model, modules, "Tiling")]
     found = [*named, *(method for several in methods.values() for method in several)]
     if len(names) < len(wanted):
         found = _with_feed_forwards(model, found)
@@ -42,7 +43,8 @@ def _methods(model: nn.Module, target: str) -> list[Tileable]:
     if not owner or any(fnmatchcase(path, target) for path, _ in everything):
         return []
     owners = [(path, m) for path, m in everything if has_class(m, (owner,)) or fnmatchcase(path, owner)]
-    return [Tileable.of_method(path, m, method) for path, m in owners if callable(getattr(type(m), method, None))]
+    owners = [(path, m) for path, m in owners if callable(getattr(type(m), method, None))]
+    return [Tileable.of_method(path, m, method, named=True) for path, m in owners]
 
 
 def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
@@ -55,12 +57,12 @@ def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileabl
             " intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'),"
             " or pass tiling=False."
         )
-    heads = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
+    outer = {id(m) for _, m in outermost((t.path, t.module) for t in [*named, *found])}
     taken = {id(t.module) for t in named}
     unique = {
         (id(t.module), t.method): t
         for t in [*found, *named]
-        if id(t.module) in heads and (t in named or id(t.module) not in taken)
+        if id(t.module) in outer and (t in named or id(t.module) not in taken)
     }
     return [
         replace(

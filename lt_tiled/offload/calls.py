@@ -20,8 +20,8 @@ CLOSE_SECONDS = 30.0
 """The longest time that closing waits for running calls."""
 
 
-class Call:
-    """A system call that waits for a thread, runs, or has ended. It drops what it refers to before it has ended.
+class SystemCall:
+    """A queued, running or finished system call. It drops its references before it is marked as done.
 
     Errors name it by ``what``, the directory of its file and its offset there. It is no ``Future``, because Ctrl-C
     inside of one may leave its lock locked, for which the thread would wait without end.
@@ -77,8 +77,8 @@ class CallThreads:
         self.at_end: Callable[[], None] | None = None
         """What the last thread does before it ends."""
         self.closed = False
-        self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
-        self._queue: SimpleQueue[Call | None] = SimpleQueue()
+        self.pending: weakref.WeakSet[SystemCall] = weakref.WeakSet()
+        self._queue: SimpleQueue[SystemCall | None] = SimpleQueue()
         self._ended = count(1)
         # Python waits for threads at its end unless they are daemons, those of a ThreadPoolExecutor included.
         self._threads = [Thread(target=self._work, name="lt_tiled-spill", daemon=True) for _ in range(THREADS)]
@@ -97,7 +97,7 @@ class CallThreads:
             reason += " processes (ulimit -u, or pids.max of the container), or end some"
             raise OffloadError(reason, directory=self.directory) from error
 
-    def submit(self, run: Callable[[], None], what: str, offset: int | None = None) -> Call:
+    def submit(self, run: Callable[[], None], what: str, offset: int | None = None) -> SystemCall:
         """Let a thread make a call.
 
         Raises:
@@ -105,7 +105,7 @@ class CallThreads:
         """
         if self.closed:
             raise OffloadError(CLOSED, directory=self.directory)
-        call = Call(run, what, self.directory, offset)
+        call = SystemCall(run, what, self.directory, offset)
         self._queue.put(call)  # first: nothing may wait for a call that no thread will see
         self.pending.add(call)
         return call
@@ -128,4 +128,4 @@ class CallThreads:
             thread.join(max(end - time.monotonic(), 0))
         if any(thread.is_alive() for thread in others):
             late = f"The disk of {self.directory} has not responded for {CLOSE_SECONDS:g} s"
-            warn(f"{late}: its spill file stays open until it does, or until the process ends, which does not wait.")
+            warn(f"{late}: its spill file stays open until it does. The process can still exit.")

@@ -11,6 +11,8 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
+from lt_tiled.policies import MAX_BYTES
+
 ALIGNMENT = 4096
 """Offsets and lengths are multiples of this, as ``O_DIRECT`` requires; it is also the size of a page."""
 
@@ -41,7 +43,7 @@ class Extents:
         self.size = size
         self._taken: list[weakref.ref[Extent]] = []  # sorted by offset; dead ones are free again
 
-    def take(self, nbytes: int, step: int = 2**62) -> Extent | None:
+    def take(self, nbytes: int, step: int = MAX_BYTES) -> Extent | None:
         """Return a free range of ``nbytes``, or a shorter one whose length is a multiple of ``step``, or ``None``."""
 
         def fitting(free: int) -> int:

@@ -14,19 +14,19 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import gib
+from lt_tiled.offload import spill
 from lt_tiled.offload.geometry import Geometry, movable, view_key
 from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
-from lt_tiled.offload.spill import WAIT_SECONDS
 from lt_tiled.offload.stats import OffloadStats, StallClock
 from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
 IN_FLIGHT, BYTES_IN_FLIGHT = 2, 4 * 2**30
-"""The most tensors, and the most bytes of two, that are being stored at once. The next one waits for the oldest. One
-tensor may be larger, and the backward pass waits until it is stored. So a slow disk costs time, not memory.
+"""At most 2 tensors of together at most 4 GiB are stored at a time; a single larger tensor is stored alone. The next
+one waits for the oldest, so a slow disk costs time, not memory.
 """
 EVENTS_MS = 0.1
-"""A shorter wait of a GPU is none: the two events that measure it take a few microseconds."""
+"""GPU waits below this count as no stall: the two events that measure them take a few microseconds."""
 
 
 class Offloader:
@@ -46,18 +46,18 @@ class Offloader:
         self.min_bytes = parse_bytes(policy.min_bytes, "min_bytes")
         self.prefetcher = Prefetcher(policy.prefetch)
         self.step = 0
-        """Counts how often a tensor was saved while no other was: in training, the forward passes."""
+        """Number of forward passes: incremented when a tensor is saved and none is alive."""
         self.stats = OffloadStats()
         """The figures since the last :meth:`end_step`."""
         self.total = OffloadStats()
         """The figures of all steps that ended."""
         self.clock = StallClock()
-        self.wait_seconds = WAIT_SECONDS
         self._lock = RLock()
         self._live: weakref.WeakValueDictionary[object, OffloadedTensor] = weakref.WeakValueDictionary()
-        # Tensors that stay until others follow, and tensors that are being stored: weak sets in the order of saving.
-        self._kept: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
-        self._leaving: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
+        # Tensors that keep_last holds back until others follow, and tensors that are being stored: weak sets in the
+        # order of saving.
+        self._held_back: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
+        self._storing: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
         self._last: Callable[[], OffloadedTensor | None] = lambda: None
         self._closed = False
         self._process = os.getpid()
@@ -86,10 +86,10 @@ class Offloader:
                 origin = Origin(self.step, block, tensor.shape, tensor.dtype)
                 packed = self._live[identity] = OffloadedTensor(tensor, origin, self._last)
                 self._last = weakref.ref(packed)
-                self._kept[packed] = None
-                kept = list(self._kept)
-                for oldest in kept[: max(len(kept) - self.policy.keep_last, 0)]:
-                    del self._kept[oldest]
+                self._held_back[packed] = None
+                held_back = list(self._held_back)
+                for oldest in held_back[: max(len(held_back) - self.policy.keep_last, 0)]:
+                    del self._held_back[oldest]
                     self._store(oldest)
             return packed
 
@@ -104,7 +104,7 @@ class Offloader:
         with self._in_step(packed.device, packed.origin):
             self._last = lambda: None  # the next packed tensor belongs to another forward pass
             self._reap()
-            self._let_leave(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
+            self._wait_for_stores(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
             tensor = packed.in_memory()
             if tensor is None:
                 tensor = self._load(packed)
@@ -135,56 +135,57 @@ class Offloader:
             try:
                 yield
             except OffloadError:
-                self._kept.clear()
-                self._leaving.clear()
+                self._held_back.clear()
+                self._storing.clear()
                 raise
 
     def _store(self, packed: OffloadedTensor) -> None:
         """Begin to store a tensor, or count it as one that stays."""
-        self._let_leave(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
+        self._wait_for_stores(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
         stored = packed.store(self._tiers, self.policy.compress)
         if stored is None:
-            if not (self.total.kept_bytes or self.stats.kept_bytes):
+            if not (self.total.over_budget_bytes or self.stats.over_budget_bytes):
+                share = f", {gib(self.cpu.budget)}," if isinstance(self.cpu, CPUTier) else ""  # the planner has others
                 what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
                 remedy = "raise cpu_budget, or use offload='cpu+disk'"
-                warn(f"cpu_budget={self.policy.cpu_budget} is full: {what} stays on {packed.device}; {remedy}.")
-            self.stats.kept_bytes += packed.geometry.nbytes
+                warn(f"This rank's share of cpu_budget{share} is full: {what} stays on {packed.device}; {remedy}.")
+            self.stats.over_budget_bytes += packed.geometry.nbytes
             return
         if stored.tier is self.cpu:
             self.stats.cpu_bytes += packed.geometry.nbytes
         else:
             self.stats.disk_bytes += packed.geometry.nbytes
-        self._leaving[packed] = None
+        self._storing[packed] = None
         self._reap()
 
-    def _let_leave(self, tensors: int, nbytes: int, wanted: OffloadedTensor | None = None) -> None:
+    def _wait_for_stores(self, max_tensors: int, max_bytes: int, wanted: OffloadedTensor | None = None) -> None:
         """Wait until at most so many tensors, and bytes, are being stored, not counting ``wanted``."""
         while True:
-            leaving = [packed for packed in self._leaving if packed is not wanted]
-            there = sum(tensor.nbytes for packed in leaving if (tensor := packed.tensor) is not None)
-            if not leaving or (len(leaving) <= tensors and there <= nbytes):
+            storing = [packed for packed in self._storing if packed is not wanted]
+            nbytes = sum(tensor.nbytes for packed in storing if (tensor := packed.tensor) is not None)
+            if not storing or (len(storing) <= max_tensors and nbytes <= max_bytes):
                 return
-            with self.clock.waiting(leaving[0].device, self._count_stall):
-                self._free(leaving[0], self.wait_seconds)
+            with self.clock.waiting(storing[0].device, self._count_stall):
+                self._free(storing[0])
 
     def _reap(self) -> None:
         """Free the tensors whose bytes are stored by now."""
         self.clock.read()
-        for packed in list(self._leaving):
+        for packed in list(self._storing):
             if packed.stored is not None and packed.stored.transfer.done:
-                self._free(packed, 0)
+                self._free(packed)
 
-    def _free(self, packed: OffloadedTensor, seconds: float) -> None:
-        """Free a tensor when its bytes are stored.
+    def _free(self, packed: OffloadedTensor) -> None:
+        """Wait until the bytes of a tensor are stored, and free it.
 
         Raises:
-            OffloadError: If it could not be stored within ``seconds``, or was changed in place before it was.
+            OffloadError: If it could not be stored in time, or was changed in place before it was.
         """
         assert packed.stored is not None
-        del self._leaving[packed]
+        del self._storing[packed]
         try:
             with name_origin(packed.origin):
-                packed.stored.transfer.wait(seconds)
+                packed.stored.transfer.wait(spill.WAIT_SECONDS)
         except OffloadError:
             if packed.origin.step == self.step:
                 raise
@@ -205,10 +206,10 @@ class Offloader:
             self.stats.prefetch_misses += not hit
             self._count_stall(ms)
             if began_early:
-                self.prefetcher.has_waited(ms)
+                self.prefetcher.adapt_to_wait(ms)
 
         with name_origin(packed.origin), self.clock.waiting(packed.device, count):
-            raw = loading.wait(self.wait_seconds)
+            raw = loading.wait(spill.WAIT_SECONDS)
         return packed.rebuild(raw)
 
     def _count_stall(self, ms: float) -> None:

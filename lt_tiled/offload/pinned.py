@@ -45,7 +45,7 @@ class Copy:
     def __init__(self, tensor: Tensor, slot: Slot, end: torch.cuda.Event | None = None) -> None:
         self.slot, self.end, self.device = slot, end, tensor.device
         self.tensor: Tensor | None = tensor
-        """The tensor, which is let go of when the host or a stream has waited for the copy."""
+        """The tensor, which is dropped when the host or a stream has waited for the copy."""
 
     @property
     def done(self) -> bool:
@@ -93,7 +93,7 @@ class CPUMemory:
         while self._running and self._running[0].done:
             self._running.popleft()
         while (slot := self._take(nbytes)) is None:
-            if not self._grow(device) and not self._copy_has_ended():
+            if not self._grow(device) and not self._wait_for_a_copy():
                 return None
         return slot
 
@@ -106,7 +106,7 @@ class CPUMemory:
                 nbytes -= extent.length
         return None if nbytes > 0 else slot
 
-    def _copy_has_ended(self) -> bool:
+    def _wait_for_a_copy(self) -> bool:
         """Wait for a running copy, after which its slot may be free; return whether there was one."""
         if not self._running:
             return False
@@ -172,7 +172,7 @@ class CPUMemory:
 
     def free_buffers(self) -> None:
         """Return all slabs to the system if none is in use. The next tensor allocates new ones."""
-        while self._copy_has_ended():
+        while self._wait_for_a_copy():
             pass
         if not any(extents.used for _, extents in self._slabs):
             self._release()

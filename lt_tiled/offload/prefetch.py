@@ -17,7 +17,7 @@ from lt_tiled.offload.tiers import Loading, Stored, Tier
 
 MAX_PREFETCH = 8
 """The most tensors that ``prefetch="auto"`` loads ahead."""
-MAX_BYTES = 4 * 2**30
+MAX_PREFETCH_BYTES = 4 * 2**30
 """The most bytes that ``prefetch="auto"`` loads ahead.
 
 Estimated for Llama 3 8B: a block input of 4 GiB is one of 524,288 tokens. It loads in 0.09 s at 50 GB/s, and recompute
@@ -98,8 +98,9 @@ class Prefetcher:
     """Loads tensors in the reverse order of saving.
 
     Args:
-        depth: How many tensors to load ahead, or ``"auto"``: one, and one more after each stall, within
-            :data:`MAX_BYTES`. Fewer from then on where the memory of the device ends.
+        depth: How many tensors to load ahead, or ``"auto"``: one, and one more after each stall, up to
+            :data:`MAX_PREFETCH` and :data:`MAX_PREFETCH_BYTES`. After an out-of-memory error the depth drops to the
+            number of loads that began.
     """
 
     def __init__(self, depth: int | Literal["auto"]) -> None:
@@ -107,15 +108,15 @@ class Prefetcher:
         self.depth = 1 if depth == "auto" else depth
         self._loading: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
-    def has_waited(self, ms: float) -> None:
-        """Look further ahead if a load that began early has stalled."""
+    def adapt_to_wait(self, ms: float) -> None:
+        """Load one more tensor ahead if the wait for a load that began early was a stall."""
         if self.adaptive and ms > STALL_MS:
             self.depth = min(self.depth + 1, MAX_PREFETCH)
 
     def load_ahead(self, used: OffloadedTensor) -> None:
         """Begin to load the tensors saved before ``used``, and drop loads that another graph began."""
         nearest: list[OffloadedTensor] = []
-        wanted, room = used.previous(), float(MAX_BYTES) if self.adaptive else math.inf
+        wanted, room = used.previous(), float(MAX_PREFETCH_BYTES) if self.adaptive else math.inf
         while wanted is not None and len(nearest) < self.depth:
             if wanted.tensor is None and wanted.stored is not None:
                 room -= wanted.geometry.nbytes

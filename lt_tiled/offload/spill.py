@@ -19,7 +19,7 @@ from typing import Any, Literal
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.memory import gib
-from lt_tiled.offload.calls import Call, CallThreads
+from lt_tiled.offload.calls import CallThreads, SystemCall
 from lt_tiled.offload.extents import ALIGNMENT, Extent, Extents, aligned
 
 try:
@@ -30,7 +30,8 @@ except ImportError:  # machines with torch, Lightning and transformers alone, as
 CHUNK = 8 * 2**20
 """The bytes per system call, and of each thread's page-aligned buffer."""
 PIECE = 2**20
-"""Data may be in pieces of multiples of this, which do not change its checksum: that is made of so many bytes each."""
+"""The checksum is computed over blocks of this many bytes, so it does not depend on how data is split into pieces
+(multiples of it)."""
 WAIT_SECONDS = 300.0
 """No wait for the disk is longer than this."""
 
@@ -91,14 +92,12 @@ class SpillFile:
         """
         need, collected = aligned(nbytes), False
         while (extent := self._take(need)) is None:
-            if self._call_has_ended():
+            if self._wait_for_a_call():
                 continue
             if collected:
-                raise OffloadDiskFullError(
-                    f"the disk budget of {self.budget} bytes has no free range of {need} bytes"
-                    f" ({self.used} are in use): raise disk_budget",
-                    directory=self.directory,
-                )
+                share = f"this rank's share of disk_budget, {gib(self.budget or 0)}, has no free range of {gib(need)}"
+                reason = f"{share} ({gib(self.used)} are in use): raise disk_budget"
+                raise OffloadDiskFullError(reason, directory=self.directory)
             gc.collect()  # errors leave graphs in reference cycles
             collected = True
         return extent
@@ -112,7 +111,7 @@ class SpillFile:
             extent = self._extents.take(need)
         return extent
 
-    def _call_has_ended(self) -> bool:
+    def _wait_for_a_call(self) -> bool:
         """Wait for a running call, which may free a range; return whether there was one."""
         running = [call for call in list(self._threads.pending) if not call.done]
         if running and not running[0].ended_within(WAIT_SECONDS):
@@ -137,20 +136,20 @@ class SpillFile:
                 raise self._error(f"cannot reserve {gib(nbytes)} more", error) from error
             self._extents.size += nbytes
 
-    def write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None = None) -> Call:
+    def write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None = None) -> SystemCall:
         """Begin to call ``first`` and then write a range. ``data`` must not change until the call has ended.
 
         All pieces of the data but the last have a multiple of :data:`PIECE` bytes.
         """
         return self._submit("write", self._write, extent, data, first)
 
-    def read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None = None) -> Call:
+    def read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None = None) -> SystemCall:
         """Begin to read a range of the length of ``into``, whose pieces are as in :meth:`write`, then call ``then``."""
         return self._submit("read", self._read, extent, into, then)
 
     def _submit(
         self, verb: str, run: Callable[..., None], extent: Extent, data: Sequence[memoryview], *args: Any
-    ) -> Call:
+    ) -> SystemCall:
         what = f"the {verb} of {sum(map(len, data))} bytes"
         return self._threads.submit(partial(run, extent, data, *args), what, extent.offset)
 
@@ -194,7 +193,9 @@ class SpillFile:
                     continue
                 raise self._error(f"cannot {verb} {len(data) - done} bytes", error, offset + done) from error
             if moved <= 0:
-                raise self._error(f"short {verb}: {done} of {len(data)} bytes, then nothing", offset=offset + done)
+                short = f"short {verb}: {done} of {len(data)} bytes, then nothing"
+                remedy = "look for errors of the disk in the system's log (dmesg), or set another directory"
+                raise self._error(f"{short}: {remedy}", offset=offset + done)
             done += moved
             if direct and done % ALIGNMENT:  # the next call would not be aligned
                 self._set_direct(False)

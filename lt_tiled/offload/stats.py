@@ -17,14 +17,14 @@ from lt_tiled.memory import gib
 class OffloadStats:
     """Sums over the steps that it covers, in bytes and milliseconds.
 
-    What a GPU waited for is known when it has run so far, which may be in the next step.
+    GPU waits are known only once the GPU has passed them, which may be in the next step.
     """
 
     cpu_bytes: int = 0
     """Bytes moved to CPU memory."""
     disk_bytes: int = 0
     """Bytes written to the disk, which wear an SSD."""
-    kept_bytes: int = 0
+    over_budget_bytes: int = 0
     """Bytes that stayed on the device because the budget had no room."""
     from_memory: int = 0
     """Tensors that were needed before they had left the device."""
@@ -44,7 +44,7 @@ class OffloadStats:
 
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:
         """Return lines of text about a run of ``steps`` steps, with the SSD wear if its duration is given."""
-        if not self.cpu_bytes + self.disk_bytes + self.kept_bytes:
+        if not self.cpu_bytes + self.disk_bytes + self.over_budget_bytes:
             small = "inputs smaller than min_bytes and those of the last keep_last blocks"
             return [f"nothing was offloaded: {small} stay on the device"]
         per_step = max(steps, 1)
@@ -55,8 +55,10 @@ class OffloadStats:
             f"loaded in time: {self.prefetch_hits} of {asked}; needed before they had left: {self.from_memory}",
             f"stalled: {self.stalled_ms / per_step:.1f} ms per step",
         ]
-        if self.kept_bytes:
-            lines.append(f"kept on the device, no room in the budget: {gib(self.kept_bytes / per_step)} per step")
+        if self.over_budget_bytes:
+            lines.append(
+                f"kept on the device, no room in the budget: {gib(self.over_budget_bytes / per_step)} per step"
+            )
         if self.disk_bytes:
             lines.append(f"written to disk in all: {gib(self.disk_bytes)}")
             if seconds:

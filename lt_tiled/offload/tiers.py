@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lt_tiled._log import inform
 from lt_tiled.errors import OffloadError
-from lt_tiled.offload.calls import Call
+from lt_tiled.memory import gib
+from lt_tiled.offload.calls import SystemCall
 from lt_tiled.offload.extents import Extent
 from lt_tiled.offload.pinned import Copy, CPUMemory, Slot
 from lt_tiled.offload.spill import SpillFile
-
-_UNBOUNDED = 2**62  # the number of tensors in flight bounds the staging memory
+from lt_tiled.policies import MAX_BYTES
 
 Tier: TypeAlias = "CPUTier | DiskTier"
 
@@ -27,7 +27,7 @@ class Stored:
 
     tier: Tier
     room: Any  # a Slot or an Extent
-    transfer: Copy | Call
+    transfer: Copy | SystemCall
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class DiskTier:
     """A spill file. GPUs write and read it through pinned memory, other devices through CPU tensors."""
 
     def __init__(self, spill: SpillFile) -> None:
-        self.spill, self.memory = spill, CPUMemory(_UNBOUNDED)
+        # The number of tensors in flight bounds the memory.
+        self.spill, self.memory = spill, CPUMemory(MAX_BYTES)
 
     def store(self, raw: Tensor) -> Stored:
         """Begin to write bytes.
@@ -118,8 +119,9 @@ class DiskTier:
 
     def _stage(self, raw: Tensor) -> Slot:
         if (slot := self.memory.take(raw.nbytes, raw.device)) is None:
-            reason = f"the system has no {raw.nbytes} bytes of CPU memory to stage a tensor in"
-            raise OffloadError(reason, directory=self.spill.directory)
+            reason = f"the system has no {gib(raw.nbytes)} of CPU memory to stage a tensor in"
+            remedy = "lower cpu_budget, start fewer ranks on the node, or end other processes"
+            raise OffloadError(f"{reason}: {remedy}", directory=self.spill.directory)
         return slot
 
     def free_buffers(self) -> None:

@@ -1,4 +1,7 @@
-"""The engine of a strategy, and what it allocates on one rank: shards, gathered weights, buckets, float32 copies."""
+"""The engine of a strategy, and what it allocates on one rank: shards, gathered weights, buckets, float32 copies.
+
+``docs/plan.md`` lists what a prediction leaves out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.modules.find import find_blocks
+from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.tiling.patched import whole_modules
 from lt_tiled.training_step.step import nothing, stepped_on
@@ -58,7 +61,7 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
         zero = strategy.config.get("zero_optimization", {})
         stage: Any = f"zero{zero.get('stage', 0)}"
         if stage == "zero0":
-            return Engine("ddp", ranks, "TiledDeepSpeedStrategy")
+            return Engine("ddp", ranks, "TiledDDPStrategy")
         offload = [zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param")]
         overlap = zero.get("overlap_comm", False) and stage != "zero3"
         live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
@@ -106,22 +109,10 @@ class Unit:
     """An FSDP unit: weights that are all-gathered together."""
 
     path: str
-    module: nn.Module
     weights: list[nn.Parameter]
+    trained: list[nn.Parameter]
+    """The weights that get gradients."""
     gathered: Release | None = None
-    prefetched: Release | None = None
-    in_backward: bool = False
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """The weights that get gradients."""
-        return [weight for weight in self.weights if weight.requires_grad]
-
-    def reshard(self) -> None:
-        """Release the gathered weights."""
-        if self.gathered is not None:
-            self.gathered()
-            self.gathered = None
 
 
 class FSDP(EngineMemory):
@@ -134,14 +125,16 @@ class FSDP(EngineMemory):
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
         super().__init__(engine, model, optimizer, ledger)
         self.flat = engine.name == "fsdp"
+        self.phase = "forward"
         self.shards: dict[int, nn.Parameter] = {}
         self.order: list[Unit] = []
+        """The units in the order of their forward passes, which the backward pass reverses."""
         self.gather_buffer: Release = nothing
         self.reduce_buffer: Release = nothing
         for path, block in find_blocks(model):
             unit = self._add_unit(path, block)
-            before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
-            self.callback(block.register_forward_pre_hook(before).remove)
+            self.callback(block.register_forward_pre_hook(partial(self._before_forward, unit)).remove)
+            after = partial(self._after_forward, unit)
             self.callback(block.register_forward_hook(after, always_call=True).remove)
         self.root = self._add_unit("", model)  # it runs from the first phase to the second
         for group in optimizer.param_groups:
@@ -149,8 +142,9 @@ class FSDP(EngineMemory):
 
     def _add_unit(self, path: str, module: nn.Module) -> Unit:
         """Shard the weights of a module that are in no other FSDP unit."""
-        unit = Unit(path, module, [p for p in module.parameters() if id(p) not in self.shards])
-        for weight in unit.weights:
+        weights = [p for p in module.parameters() if id(p) not in self.shards]
+        unit = Unit(path, weights, [p for p in weights if p.requires_grad])
+        for weight in weights:
             rows = weight.shape[0] if weight.dim() else 1
             shape = (-(-rows // self.engine.ranks), *weight.shape[1:])
             dtype = torch.float32 if self.engine.mixed else weight.dtype
@@ -163,10 +157,11 @@ class FSDP(EngineMemory):
         return unit
 
     def begin(self, phase: str) -> None:
+        self.phase = phase
         self.gather_buffer()
         self.reduce_buffer()
         if phase == "forward":
-            self._gather_in_forward(self.root)
+            self._before_forward(self.root)
         elif phase == "backward":
             self._append(self.root)
             self._begin_backward(self.root)
@@ -174,27 +169,19 @@ class FSDP(EngineMemory):
     def _hold(self, unit: Unit) -> Release:
         return self.ledger.hold(sum(p.nbytes for p in unit.weights), "gathered", unit.path)
 
-    def _gather_in_forward(self, unit: Unit) -> None:
+    def _before_forward(self, unit: Unit, *_: Any) -> None:
+        if unit.gathered is not None:  # in a recompute
+            return
         if not self.flat:
             buffer = self._hold(unit)
             self.gather_buffer()  # kept until the next one has been filled
             self.gather_buffer = buffer
         unit.gathered = self._hold(unit)
 
-    def _gather_in_backward(self, unit: Unit) -> None:
-        filled, unit.prefetched = unit.prefetched or self._hold(unit), None
-        unit.gathered = filled
-        if not self.flat:
-            unit.gathered = self._hold(unit)
-            filled()
-
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if unit.gathered is None:
-            self._gather_in_forward(unit)
-
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if not unit.in_backward:  # after a recompute, the backward pass needs the weights
-            unit.reshard()
+        if self.phase != "forward":  # after a recompute, the backward pass needs the weights
+            return
+        self._reshard(unit)
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
             self._append(unit)
@@ -203,30 +190,32 @@ class FSDP(EngineMemory):
         if outputs and not unit.trained:  # no gradient of a weight will tell when its backward pass ends
             for t in tree_leaves(args):
                 if isinstance(t, Tensor) and t.requires_grad:
-                    t.register_hook(partial(self._end_backward, unit))
+                    t.register_hook(partial(self._reshard, unit))
 
     def _append(self, unit: Unit) -> None:
         self.order = [*(u for u in self.order if u is not unit), unit]
 
-    def _begin_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
-        unit.in_backward = True
+    def _begin_backward(self, unit: Unit, *_: Any) -> None:
+        """Gather the weights of a unit, unless the one before did, and those of the unit that follows."""
         if unit.gathered is None:
-            self._gather_in_backward(unit)
-        index = self.order.index(unit)
-        if index > 0:
-            following = self.order[index - 1]
-            if following.gathered is None and following.prefetched is None:
-                following.prefetched = self._hold(following)
+            unit.gathered = self._hold(unit)
+        if not self.flat and unit is not self.root:
+            self._hold(unit)()  # the all-gather's buffer, from which the weights are copied
+        following = self.order[max(self.order.index(unit) - 1, 0)]
+        if following.gathered is None:
+            following.gathered = self._hold(following)
 
-    def _end_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
-        unit.reshard()
-        unit.in_backward = False
+    def _reshard(self, unit: Unit, *_: Any) -> None:
+        """Release the gathered weights."""
+        if unit.gathered is not None:
+            unit.gathered()
+            unit.gathered = None
 
     def _after_gradient(self, unit: Unit, weight: Tensor) -> None:
         """Reduce-scatter the gradients of an FSDP unit, once all have come."""
         if any(p.grad is None for p in unit.trained):
             return
-        self._end_backward(unit)
+        self._reshard(unit)
         self.reduce_buffer()
         self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.trained), "communication", unit.path)
         nn.ParameterList(unit.trained).zero_grad(set_to_none=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored
-from lt_tiled.planner.ledger import Ledger
-from lt_tiled.planner.where import Whereabouts
+from lt_tiled.planner.where import ModelLedger
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 from lt_tiled.training_step.step import nothing
 
@@ -31,10 +31,9 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def without_memory(where: Whereabouts) -> Iterator[FakeLedger]:
+def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
     """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
-    where.ledger = ledger = FakeLedger(where)
-    with _unpacked(), FakeTensorMode(), ledger, where:
+    with _unpacked(), FakeTensorMode(), FakeLedger(model) as ledger:
         yield ledger
 
 
@@ -58,16 +57,11 @@ def _unpacked() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_packed
 
 
-class FakeLedger(Ledger):
+class FakeLedger(ModelLedger):
     """Adds what torch's fake kernels lack, and names the module in their errors."""
 
-    def __init__(self, where: Whereabouts) -> None:
-        super().__init__(where.now)
-        self.whereabouts = where
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on fake tensors."""
-        if func is aten._local_scalar_dense.default and not self.whereabouts.in_module:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten._local_scalar_dense.default and not self.in_module:
             return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
             left, right = args[0], args[1]
@@ -83,7 +77,7 @@ class FakeLedger(Ledger):
             raise self._error(func, "uses a tensor that is not a parameter, buffer or attribute") from error
 
     def _error(self, func: Any, reason: str) -> SimulationError:
-        return SimulationError(f"{func} in {self.where().path or 'the training step'} {reason}.")
+        return SimulationError(f"{func} in {self.place().path or 'the training step'} {reason}.")
 
 
 def fake_weights(model: nn.Module) -> None:
@@ -123,16 +117,6 @@ class FakeGroup:
 
 
 @dataclass
-class _Leaving:
-    """The transfer of bytes, which leave when the offloader waits for them."""
-
-    done: bool = False
-
-    def wait(self, seconds: float) -> None:
-        self.done = True
-
-
-@dataclass
 class _FakeTier:
     """A tier from which bytes come back as new ones."""
 
@@ -143,7 +127,8 @@ class _FakeTier:
         if raw.nbytes > self.left:
             return None
         self.left -= raw.nbytes
-        return Stored(cast(Any, self), None, cast(Any, _Leaving()))
+        leaving: Any = SimpleNamespace(done=False, wait=nothing)  # until the offloader waits for it
+        return Stored(cast(Any, self), None, leaving)
 
     def load(self, room: None, nbytes: int, device: torch.device) -> Loading:
         loaded = torch.empty(nbytes, dtype=torch.uint8)

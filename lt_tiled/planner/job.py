@@ -20,7 +20,7 @@ from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from lt_tiled.sequence_parallel.groups import check_size
-from lt_tiled.training_step.step import first_batch, length_of, nothing, to_meta, training_loss, with_length
+from lt_tiled.training_step.step import first_batch, length_of, silence, to_meta, training_loss, with_length
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -193,7 +193,7 @@ def _configure(module: LightningModule, dtype: torch.dtype) -> None:
         finally:
             torch.set_default_dtype(default)
     module.to(dtype)
-    module.__dict__.update(log=nothing, log_dict=nothing)
+    silence(module)
 
 
 def _ranks(trainer: Mapping[str, Any]) -> int:

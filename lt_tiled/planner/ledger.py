@@ -41,19 +41,19 @@ class Place(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Records the storages that operations allocate, real or fake, the bytes added by :meth:`hold`, and FLOPs.
 
+    FLOPs are counted by torch's formulas. ``FlopCounterMode`` counts the same, but the hooks by which it follows
+    modules keep tensors alive.
+
     Args:
-        where: Tells what is running.
         only: Record storages of this device type only.
     """
 
-    def __init__(self, where: Callable[[], Place] = lambda: Place("rest", ""), only: str | None = None) -> None:
+    def __init__(self, only: str | None = None) -> None:
         super().__init__()
-        self.where = where
         self.only = only
         self.now = self.peak = 0
         """Bytes."""
         self.flops = 0
-        """As :class:`Flops` counts them. A second mode would take time for each operation."""
         self.clock = self.peak_at = 0
         self.allocations: list[Allocation] = []
         self._live: dict[int, Allocation] = {}
@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
         given = _keys((args, kwargs)) if moves else None
-        result = self.call(func, args, kwargs)
+        result = self.run(func, args, kwargs)
         self.flops += flops_of(func, args, kwargs, result)
         new = [tensor for tensor in _plain_tensors(result) if _key(tensor) not in self._live]
         if new and given is None:  # views and outputs in place are not new, and a search of all arguments is slow
@@ -77,14 +77,18 @@ class Ledger(TorchDispatchMode):
                 self.name(tensor, "communication")
         return result
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
         return func(*args, **kwargs)
+
+    def place(self) -> Place:
+        """Return what is running."""
+        return Place("rest", "")
 
     def _track(self, tensor: Tensor) -> None:
         key, storage = _key(tensor), tensor.untyped_storage()
         if key not in self._live and tensor.device.type != "meta" and self.only in (None, tensor.device.type):
-            self._live[key] = self._add(storage.nbytes(), *self.where())
+            self._live[key] = self._add(storage.nbytes(), *self.place())
             weakref.finalize(storage, self._forget, key).atexit = False
 
     def _add(self, nbytes: int, part: str, path: str) -> Allocation:
@@ -148,30 +152,11 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
         known: Any = tree  # the narrowed type has no other members
         if is_traceable_wrapper_subclass(known):
             yield from _plain_tensors([getattr(tree, name) for name in known.__tensor_flatten__()[0]])
-        else:
+        elif tree.layout is torch.strided:  # sparse tensors have no storage
             yield tree
     elif isinstance(tree, list | tuple | dict):  # all that operations take and return; several times as fast as pytree
         for leaf in tree.values() if isinstance(tree, dict) else tree:
             yield from _plain_tensors(leaf)
-
-
-class Flops(TorchDispatchMode):
-    """Counts FLOPs by torch's formulas.
-
-    ``FlopCounterMode`` counts the same, but the hooks by which it follows modules keep tensors alive.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:
-            return args[0].fake_device
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.flops += flops_of(func, args, kwargs, result)
-        return result
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:

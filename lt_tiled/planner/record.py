@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.planner.simulate import Simulation
-from lt_tiled.planner.where import Whereabouts
+from lt_tiled.planner.where import ModelLedger
 from lt_tiled.training_step.step import tensors_of
 
 
@@ -29,31 +28,32 @@ class Recording:
     def __init__(self, trainer: Any) -> None:
         self.device: torch.device = trainer.strategy.root_device
         self.phases: dict[str, int] = {}
-        self._stack = ExitStack()
-        self._where = Whereabouts(trainer.lightning_module)
-        self._base = 0
+        self._ledger: ModelLedger | None = None
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
             torch.cuda.memory._record_memory_history(context=None)
         else:
-            self._where.ledger = self._stack.enter_context(Ledger(self._where.now, only=self.device.type))
-            self._stack.enter_context(self._where)
-            _book_existing(self._where.ledger, trainer)
+            self._ledger = ModelLedger(trainer.lightning_module, self.device.type).__enter__()
+            _book_existing(self._ledger, trainer)
         self.begin("forward")
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
-        self._where.begin(phase)
+        if self._ledger is not None:
+            self._ledger.begin(phase)
         # The ledger of a trace counts the memory from before as its first moment.
-        clock = len(_trace(self.device)) + 1 if self._where.ledger is None else self._where.ledger.clock
+        clock = len(_trace(self.device)) + 1 if self._ledger is None else self._ledger.clock
         self.phases.setdefault(phase, clock + 1)
 
     def stop(self) -> Simulation:
         """End the recording and return it."""
-        self._stack.close()
-        if (ledger := self._where.ledger) is None:
+        ledger: Ledger
+        if self._ledger is None:
             ledger = _ledger_of(_trace(self.device), self._base)
             torch.cuda.memory._record_memory_history(enabled=None)
+        else:
+            ledger = self._ledger
+            ledger.__exit__(None, None, None)
         return Simulation(ledger.peak, ledger.peak_at, self.phases, ledger.clock, tuple(ledger.allocations))
 
 

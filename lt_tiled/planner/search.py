@@ -183,7 +183,7 @@ def longest(
     while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > max(granule, int(CLOSE * low.tokens))):
         if high is None:
             left = (memory - low.peak) / per_token if (per_token := _per_token(low)) else 7 * low.tokens
-            guess = min(low.tokens + max(left, CLOSE * low.tokens), 64 * low.tokens, LIMIT)
+            guess = min(low.tokens + max(left, low.tokens), 64 * low.tokens, LIMIT)
         else:
             # Weights bound the peak of short sequences, and memory grows linearly behind that: the line between both
             # ends meets the limit too early, and the line of the activations of the upper end too late.

@@ -19,10 +19,9 @@ from lt_tiled._log import inform, quiet
 from lt_tiled._prepare import Prepared
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
-from lt_tiled.planner.fake import FakeGroup, FakeLedger, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger
 from lt_tiled.planner.repeats import Repeats
-from lt_tiled.planner.where import Whereabouts
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
@@ -132,23 +131,22 @@ def _simulate(
     settings: Settings,
     whole: bool,
 ) -> Simulation:
-    where = Whereabouts(model)
     phases: dict[str, int] = {}
-    with quiet(), without_memory(where) as ledger, ExitStack() as stack:
+    with quiet(), without_memory(model) as ledger, ExitStack() as stack:
         prepared = stack.enter_context(_prepare(model, settings, ledger))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
             if settings.foreach and group.get("foreach", True) is None:
                 group["foreach"] = True
         memory = stack.enter_context(MEMORY[settings.engine.name](settings.engine, model, optimizer, ledger))
-        where.begin("optimizer")
+        ledger.begin("optimizer")
         on_device = not settings.engine.offload_optimizer
         if on_device:
             _run_first_step(optimizer, ledger)
         memory.stepped()
-        followers: list[Any] = [where, memory]
+        followers: list[Any] = [ledger, memory]
         if not whole:
-            followers.append(stack.enter_context(Repeats(model, where, ledger)))
+            followers.append(stack.enter_context(Repeats(model, ledger)))
         stack.enter_context(first_two_tiles(ledger))
 
         def begin(phase: str) -> None:
@@ -180,7 +178,7 @@ def _simulate(
         return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, flops, offloaded)
 
 
-def _prepare(model: nn.Module, settings: Settings, ledger: FakeLedger) -> Prepared:
+def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     """Give a model fake weights and apply the policies, without the self-checks, which need values."""
     fake_weights(model)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -200,7 +198,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: FakeLedger) -> Prepar
 
 
 @contextmanager
-def first_two_tiles(ledger: FakeLedger) -> Iterator[None]:
+def first_two_tiles(ledger: Ledger) -> Iterator[None]:
     """Run only two tiles of each size, and count the FLOPs of all.
 
     The first tile creates the gradient sums; later ones of its size need the memory and FLOPs of the second.

@@ -1,10 +1,10 @@
-"""Which module of a model is running, in the forward and in the backward pass."""
+"""A ledger that knows which module of a model is running, in the forward and in the backward pass."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, plain_name, unwrapped
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.find import plain_name, unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Ledger, Place
@@ -24,17 +25,19 @@ _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""
 
 
-class Whereabouts(ExitStack):
-    """Tells which module is running: by hooks on all modules, and in the backward pass by autograd's node numbers.
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ModelLedger(Ledger):
+    """Tells which module allocates: by hooks on all modules, and in the backward pass by autograd's node numbers.
 
     The number of a node tells in which forward or recompute it was made, and so for which module it works. Autograd has
     no public name for the current node and the next number.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.ledger: Ledger | None = None
-        """The ledger in which to name block inputs."""
+    def __init__(self, model: nn.Module, only: str | None = None) -> None:
+        super().__init__(only)
         self.phase = "forward"
         self._paths = {id(unwrapped(m)): plain_name(path) for path, m in model.named_modules()}
         self._blocks = {id(m) for _, m in find_blocks(model)}
@@ -47,11 +50,17 @@ class Whereabouts(ExitStack):
         self._stack: list[int] = []
         self._numbers: list[int] = []
         self._places: list[Place] = []
+        self._hooks = ExitStack()
 
-    def __enter__(self) -> Whereabouts:
-        self.callback(register_module_forward_pre_hook(self._enter).remove)
-        self.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+    def __enter__(self) -> Self:
+        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        super().__enter__()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.close()
+        super().__exit__(*error)
 
     @property
     def in_module(self) -> bool:
@@ -66,8 +75,7 @@ class Whereabouts(ExitStack):
             self._past_blocks = False
         self._note()
 
-    def now(self) -> Place:
-        """Return what is running."""
+    def place(self) -> Place:
         node = None if self._stack else torch._C._current_autograd_node()
         if node is not None:
             number = node._sequence_nr()
@@ -80,16 +88,16 @@ class Whereabouts(ExitStack):
     def _note(self) -> None:
         """Assign the nodes that are made from now on to what is running now."""
         self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._places.append(self.now())
+        self._places.append(self.place())
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         # A module outside of the model, such as a loss, belongs to its caller.
         self._stack.append(id(module) if id(module) in self._paths else self._stack[-1] if self._stack else 0)
         self._note()
-        if self.ledger is not None and id(module) in self._blocks and get_patch(module, BlockPatch) is not None:
+        if id(module) in self._blocks and get_patch(module, BlockPatch) is not None:
             for tensor in split_arguments(args, {})[0]:
                 if tensor.is_floating_point() and tensor.dim() > 1:
-                    self.ledger.name(tensor, "block inputs")
+                    self.name(tensor, "block inputs")
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:

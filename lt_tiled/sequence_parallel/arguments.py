@@ -67,9 +67,19 @@ class Call:
                     leaf = change(leaf, dim)
             return leaf
 
-        new = {name: pytree.tree_map(partial(changed, name), value) for name, value in self.arguments.items()}
+        return self._with({n: pytree.tree_map(partial(changed, n), value) for n, value in self.arguments.items()})
+
+    def mapped(self, change: Callable[[Any], Any]) -> Call:
+        """Return the call with another value in place of each argument."""
+        return self._with({name: change(value) for name, value in self.arguments.items()})
+
+    def replaced(self, **arguments: Any) -> Call:
+        """Return the call with other values for these arguments."""
+        return self._with(self.arguments | arguments)
+
+    def _with(self, arguments: dict[str, Any]) -> Call:
         count = len(self.args)
-        return Call(self.module, tuple(new.values())[:count], dict(list(new.items())[count:]))
+        return Call(self.module, tuple(arguments.values())[:count], dict(list(arguments.items())[count:]))
 
 
 def is_mask(name: str, tensor: Tensor, total: int) -> bool:

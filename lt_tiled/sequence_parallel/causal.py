@@ -27,11 +27,19 @@ _NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
 """Arguments with which the default cache may matter: transformers finds packed documents where there is none."""
 
 
-def refuse_outputs(owner: str, call: Call) -> None:
-    """Raise ``ValueError`` if a call asks for outputs of which each rank has its own tokens."""
+def refuse_outputs(owner: str, call: Call, from_tokens: bool) -> None:
+    """Raise ``ValueError`` if a call asks for outputs of which each rank has its own tokens.
+
+    Args:
+        owner: The name in messages.
+        call: The call.
+        from_tokens: Whether the model is shared from its token ids to its loss: its router logits are then gathered.
+    """
     for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         asked = call.arguments.get(name)
         if getattr(call.module.config, name, False) if asked is None else asked:
+            if from_tokens and name == "output_router_logits":
+                continue
             raise ValueError(
                 f"{owner} is asked for {name}, of which each rank has its own tokens: with sequence parallelism set"
                 " it to False."
@@ -51,8 +59,9 @@ def computes_loss(call: Call) -> bool:
     if function is None or not is_of(function, ("transformers.", "lt_tiled.")):
         return False
     text = model.config.get_text_config() is model.config
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    return text and takes_positions and "shift_labels" in inspect.signature(function).parameters
+    taken = inspect.signature(type(model).forward).parameters
+    known = {"position_ids", "attention_mask"} <= set(taken) and model.base_model is not model
+    return text and known and "shift_labels" in inspect.signature(function).parameters
 
 
 def is_partial(call: Call) -> bool:
@@ -100,8 +109,10 @@ def own_arguments(region: Region, call: Call) -> dict[str, Any]:
         masks = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)  # four dimensions: it makes no other
     region.position_ids = torch.arange(region.total, device=tokens.device)[None] if positions is None else positions
     own = call.changed(region.owner, region.total, region.local(tokens), region.local).arguments
-    local_positions = region.local(region.position_ids, -1)
-    return own | {"attention_mask": masks, "position_ids": local_positions, "use_cache": False}
+    region.own_position_ids = region.local(region.position_ids, -1)
+    region.from_tokens, region.made_mask = True, masks
+    padding = call.arguments.get("attention_mask")  # which the head is given, and its decoder is not
+    return own | {"attention_mask": padding, "position_ids": region.own_position_ids, "use_cache": False}
 
 
 def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 :func:`forward` runs in place of the forward of the module that calls the blocks, and of each block. It shares
 
-* a causal model of transformers that is called with labels from its token ids to its loss (:class:`SharedModel`);
+* a causal model of transformers that is called with labels from its token ids to its loss (``model.py``);
 * any other model from the input of its first block to the output of its last one (:class:`SharedBlock`). What is around
   the blocks has all tokens on each rank, and what is between them is checked;
 * a module that the policy names as if it were the only block.
@@ -13,8 +13,8 @@ attention exchanges heads for tokens (``attention.py``), and the loss of all tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.loss.transformers import AbsentLogits
 from lt_tiled.modules.cache import CACHES
 from lt_tiled.modules.patch import Order, Patch
-from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
+from lt_tiled.sequence_parallel.users_code import kept_values, refuse_gradients, refuse_hooks
 
 
 class SharedPart(Patch):
@@ -42,106 +41,52 @@ class SharedPart(Patch):
         self.sharing = sharing
         self.name = name
         """The name in messages."""
-        self.checked = False
-        """Whether the module passed the self-check."""
+        self.checked = 0
+        """The largest number of tokens with which the module passed the self-check."""
+        self.kept_nothing = False
+        """Whether it was seen in training that the module keeps no gradients beside its output."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in the region that is there, or share its sequences."""
         if (region := current()) is not None:
+            self.begin_inside(module, region)
             with entered(region):  # what recomputes the whole block may begin here
                 return self.inner(module, *args, **kwargs)
         return self.share(Call(module, args, kwargs))
+
+    def begin_inside(self, module: nn.Module, region: Region) -> None:
+        """Check what cannot be in a region, before the module runs in one."""
 
     def share(self, call: Call) -> Any:
         """Run a call outside of any region."""
         raise NotImplementedError
 
-    @property
-    def needs_check(self) -> bool:
-        """Whether the module has still to be compared with itself, alone or with all heads at once."""
-        policy = self.sharing.policy
-        return not self.checked and policy.self_check and (self.sharing.size > 1 or policy.head_tiles > 1)
+    def lengths_to_check(self, total: int, positions: bool = True) -> list[int]:
+        """Return with how many tokens the module has still to be compared with itself, alone or with all heads."""
+        sharing = self.sharing
+        if not sharing.policy.self_check or (sharing.size == 1 and sharing.policy.head_tiles == 1):
+            return []
+        return [tokens for tokens in sharing.check_tokens(total, positions) if tokens > self.checked]
 
-    def check(self, call: Call, run: Callable[[Region], Tensor], in_blocks: bool = True, blocks: bool = True) -> None:
-        """Run the self-check with a function that calls the module in a region of a few tokens."""
+    def check(
+        self, call: Call, run: Callable[[Region], Tensor], tokens: int, in_blocks: bool = True, blocks: bool = True
+    ) -> None:
+        """Run the self-check with a function that calls the module in a region of so many tokens."""
         assert call.tokens is not None
-        regions = self.sharing.check_regions(in_blocks)
+        regions = self.sharing.check_regions(tokens, in_blocks)
         check_shared(call.module, self.name, call.tokens.device, regions, run, blocks)
-        self.checked = True
+        self.checked = max(self.checked, tokens)
 
-
-class SharedModel(SharedPart):
-    """On the module that calls the blocks."""
-
-    def share(self, call: Call) -> Any:
-        """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
-        sharing, compares = self.sharing, False
-        if sharing.mode is not None:  # a hand-written model, whose first block compares the batches
-            self._check_around(call)
-        else:
-            if sharing.size > 1:  # otherwise there are head tiles alone
-                causal.refuse_outputs(sharing.owner, call)
-                if causal.computes_loss(call):
-                    with sharing.compared(call):
-                        return self._to_loss(call)
-            call = causal.without_unused_cache(call)
-            compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
-        with sharing.around_blocks(), sharing.compared(call) if compares else nullcontext():
-            return call.run(self.inner)
-
-    def _to_loss(self, call: Call) -> Any:
-        """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
-        sharing, tokens = self.sharing, call.tokens
-        assert tokens is not None
-        if self.needs_check:
-            self._check_to_loss(call, tokens)
-        if (total := tokens.shape[1]) < sharing.size:
-            return call.run(self.inner)
-        region = sharing.region(total)
-        own = causal.own_arguments(region, call)
-        as_tuple = own.pop("return_dict", None) is False
-        with causal.shared_loss(region, call), entered(region):
-            output = self.inner(call.module, **own)
-        output["loss"] = region.mean(output["loss"])
-        region.check_exchanged()
-        if isinstance(output.get("logits"), Tensor):
-            output["logits"] = AbsentLogits(sharing.owner, "has the logits of this rank's tokens only")
-        return output.to_tuple() if as_tuple else output
-
-    def _check_to_loss(self, call: Call, tokens: Tensor) -> None:
-        """Check a few of the tokens, which the model shares or not, as if it were called without labels."""
-        name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        few = repeated_to(self.sharing.check_tokens)(tokens[:1].detach(), 1)
-        call = Call(call.module, (), {name: few, "use_cache": False})
-
-        def run(region: Region) -> Tensor:
-            arguments = call.kwargs if region.size == 1 else causal.own_arguments(region, call)
-            logits: Tensor = self.inner(call.module, **arguments).logits
-            return logits
-
-        self.check(call, run, in_blocks=False)
-
-    def _check_around(self, call: Call) -> None:
-        """Check a hand-written model with a few of its token ids: code between the blocks may need all tokens."""
-        sharing, ids = self.sharing, call.tokens
-        if not self.needs_check or ids is None or ids.dim() != 2 or ids.is_floating_point():
+    @contextmanager
+    def keeps_nothing(self, module: nn.Module) -> Iterator[None]:
+        """Refuse gradients that a module keeps beside its output, the first time that it trains."""
+        if self.kept_nothing or self.sharing.size == 1 or not module.training or not torch.is_grad_enabled():
+            yield
             return
-        few = repeated_to(sharing.check_tokens)
-        small_call = call.changed(sharing.owner, ids.shape[1], few(ids, 1), few, masks=True)
-
-        def run(region: Region) -> Tensor:
-            sharing.check_region = region if region.size > 1 else None
-            outside = None if region.size > 1 else region  # the first block opens the region
-            try:
-                with sharing.around_blocks(), entered(outside):
-                    output = small_call.run(self.inner)
-            finally:
-                sharing.check_region = None
-            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
-
-        with sharing.compared(call):
-            self.check(call, run, blocks=False)
+        before = kept_values(module)
+        yield
+        refuse_gradients(self.name, before, kept_values(module))
+        self.kept_nothing = True
 
 
 class SharedBlock(SharedPart):
@@ -150,6 +95,16 @@ class SharedBlock(SharedPart):
     def __init__(self, sharing: Sharing, path: str, first: bool, last: bool) -> None:
         super().__init__(sharing, f"{sharing.owner}: {path}")
         self.first, self.last = first, last
+
+    @property
+    def hooks_outside(self) -> list[str]:
+        """The kinds of hooks on the block that get all tokens where the region is no more than the blocks."""
+        return ["_forward_pre_hooks"] * self.first + ["_forward_hooks"] * self.last
+
+    def begin_inside(self, module: nn.Module, region: Region) -> None:
+        """Refuse a user's hooks, which would get the tokens of one rank."""
+        if region.size > 1 and not is_backward():
+            refuse_hooks(self.name, module, outside=())
 
     def share(self, call: Call) -> Any:
         """Run a block in the region that the first block opens."""
@@ -191,8 +146,8 @@ class SharedBlock(SharedPart):
                 )
                 return None
         with sharing.compared(call):
-            if sharing.check_region is not None:
-                return sharing.check_region
+            if (given := sharing.check_region or sharing.loss_region) is not None:
+                return given
             return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
     def _run(self, region: Region, call: Call) -> Any:
@@ -207,14 +162,19 @@ class SharedBlock(SharedPart):
                 " module around it in SequenceParallel(targets=...)."
             )
         own = region.local(tokens) if self.first else tokens
-        if self.needs_check and not is_backward():
-            self._check(region, call, own)
+        if own is not tokens and region.size > 1:
+            own = own.clone()  # a view would keep those of all ranks alive
+        if not is_backward():
+            if region.size > 1:
+                refuse_hooks(self.name, call.module, self.hooks_outside)
+            for count in self.lengths_to_check(region.total):
+                self._check(region, call, own, count)
         if self.first and not is_backward():  # in a reentrant checkpoint the output has no graph yet
             region.kept_by(tokens)
         if region.position_ids is None:
             region.position_ids = call.arguments.get("position_ids")
         local = call.changed(self.name, region.total, own, region.local)
-        with entered(region):
+        with self.keeps_nothing(call.module), entered(region):
             output = local.run(self.inner)
         return self._returned(region, output)
 
@@ -235,14 +195,16 @@ class SharedBlock(SharedPart):
             if self.first:
                 region.kept_by(leaves[0])  # which refuses an open region before a weight gets a gradient
             return output
-        whole = region.mean(leaves[0]) if is_loss else region.gathered(leaves[0])
         self.sharing.open, region.closed = None, True
         region.check_exchanged()
+        if region.ends_with_loss:
+            return output
+        whole = region.mean(leaves[0]) if is_loss else region.gathered(leaves[0])
         return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
 
-    def _check(self, region: Region, call: Call, own: Tensor) -> None:
-        """Check a few of the rank's own tokens ``own``, ``[B, n, H]``, of a block's input."""
-        few = repeated_to(self.sharing.check_tokens)
+    def _check(self, region: Region, call: Call, own: Tensor, tokens: int) -> None:
+        """Check so many tokens, repeated from a few of the rank's own ``own``, ``[B, n, H]``, of a block's input."""
+        few = repeated_to(tokens)
         # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
         count = min(TOKENS, min(region.lengths))
         first = own.detach()[:, :count]
@@ -255,4 +217,4 @@ class SharedBlock(SharedPart):
             found = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
             return region.mean(found) if found.dim() == 0 else found
 
-        self.check(call, run)
+        self.check(call, run, tokens)

@@ -16,6 +16,10 @@ all-to-all                                          the reverse all-to-all
 mean over the group, of losses computed from the    identity
 rank's labels and the mean of the group's counts
 ==================================================  ===================================================
+
+Each rank holds its own tokens of embeddings, hidden states and logits. What is small and may depend on all tokens is
+computed from all of them on each rank: masks, positions, rotary tables (of which a rank keeps its own rows) and the
+loss of the router. Where a model may compute anything else before its first block, the region begins at that block.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from torch import Tensor
 
 from lt_tiled.policies import Keep
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
+from lt_tiled.tiling.recompute import in_checkpoint
 
 
 @dataclass(eq=False)
@@ -42,22 +47,31 @@ class Region:
         group: The ranks that share the sequence; ``None`` for this rank alone.
         total: The sequence length.
         owner: The class and path of the model, for messages.
-        in_blocks: Whether the region is a chain of blocks, whose inputs are whole outside, and not a whole model.
+        in_blocks: Whether the region begins with the first of a chain of blocks, whose inputs are whole outside, and
+            not with the tokens of a model.
     """
 
     group: dist.ProcessGroup | None
     total: int
     owner: str
     in_blocks: bool = False
+    ends_with_loss: bool = False
+    """Whether a region that begins with the first block ends with the loss of the model, and not with the last one."""
     mode: AbstractContextManager[Any] | None = None
     """The torch function mode that finds the attention of hand-written models."""
     position_ids: Tensor | None = None
     """Of all tokens."""
+    own_position_ids: Tensor | None = None
+    """Of the rank's own tokens, where a model is given these."""
     documents: list[int] | None = None
     """The lengths of packed documents that attend only to themselves."""
     mask: Any = None
     """The mask of all tokens, which attention uses instead of the one that it is given, if ``own_mask`` is set."""
     own_mask: bool = False
+    from_tokens: bool = False
+    """Whether a causal model is given the rank's own token ids, and returns the loss."""
+    made_mask: Any = None
+    """The mask or masks that the decoder of such a model is given."""
     head_tiles: int = 1
     """How many times attention computes a part of the heads."""
     keep: Keep | None = None
@@ -101,6 +115,13 @@ class Region:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
         return self.kept_by(x if self.size == 1 else all_gather(x, self.lengths, dim % x.dim(), self.name))
 
+    def all_positions(self, own: Tensor) -> Tensor:
+        """Return the position ids of all tokens, for those of the rank's own that a module was given."""
+        if own is self.own_position_ids and self.position_ids is not None:
+            return self.position_ids
+        everything: Tensor = all_gather(own, self.lengths, own.dim() - 1, self.name)
+        return everything
+
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over the group of a loss that each rank computed from its own labels."""
         return self.kept_by(x if self.size == 1 else group_mean(x, self.name))
@@ -140,7 +161,7 @@ class Region:
     def check_recompute(self) -> None:
         """Raise ``RuntimeError`` if a checkpoint inside of a block would recompute attention outside of the region."""
         (hooks, grad), (now, on) = self._begun, _saving()
-        inside = now is not hooks and "_checkpoint_hook" in getattr(now, "__qualname__", "")
+        inside = now is not hooks and in_checkpoint()
         if inside or on != grad:
             raise RuntimeError(
                 f"{self.owner} uses activation checkpointing inside of its blocks, around attention. With sequence"

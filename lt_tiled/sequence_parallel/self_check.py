@@ -14,13 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.region import Region, entered
+from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import random_state_kept
 
 TOKENS = 4
 """Tokens of each rank; the first rank has one more, as lengths may be uneven."""
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""Of the norm of a difference, relative to the norm."""
+MOST_TOKENS = 2**13
+"""No length above this one is checked with as many tokens."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""Of the norm of a difference, relative to the norm: models of float64 may compute a part in float32."""
 TF32 = 1e-2
 """For float32, where its products may be rounded to TF32, with errors of 1e-3, or autocast may round to 16 bits."""
 COARSE = 0.1
@@ -55,24 +58,29 @@ def check_shared(
     Raises:
         ValueError: On all ranks, if they differ on any, or if the module cannot run on so few tokens.
     """
-    modules, outputs = list(module.modules()), []
-    with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
-        for part in modules:
-            part.training = False
-        for region in regions:
-            try:
-                with entered(region):
-                    outputs.append(run(region))
-            except (RuntimeError, IndexError, TypeError) as error:
-                if outputs:
-                    raise
-                if not blocks:  # on all ranks: they have the same tokens
-                    return
+    outputs: list[Tensor] = []
+    kept: list[dict[str, Tensor]] = []
+    for region in regions:
+        try:
+            output, beside = _run_apart(module, owner, device, region, run)
+        except (RuntimeError, IndexError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                raise
+            if outputs:
                 raise ValueError(
-                    f"{owner} cannot run on {region.total} tokens, with which sequence parallelism checks it ({error})."
-                    f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
+                    f"{owner} runs on {region.total} tokens, and cannot run on the {region.length} of them that are"
+                    f" this rank's ({error}). It may read something of all tokens from an attribute, as positions, or"
+                    f" have an attention function of its own. Pass it what it reads as an argument. {_REMEDY}"
                 ) from error
-    problem = _difference(owner, regions, outputs, blocks)
+            if not blocks:  # on all ranks: they have the same tokens
+                return
+            raise ValueError(
+                f"{owner} cannot run on {region.total} tokens, with which sequence parallelism checks it ({error})."
+                f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
+            ) from error
+        outputs.append(output)
+        kept.append(beside)
+    problem = _difference(owner, regions, outputs, blocks) or _other_values(owner, kept)
     problems: list[str | None] = [problem]
     if (group := regions[1].group) is not None:  # positions of the first rank begin at 0: it may find nothing
         problems = [None] * group.size()
@@ -80,6 +88,35 @@ def check_shared(
     for problem in problems:
         if problem is not None:
             raise ValueError(problem)
+
+
+def _run_apart(
+    module: nn.Module, owner: str, device: torch.device, region: Region, run: Callable[[Region], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output in a region, and what the module keeps of it beside. Everything is left as it was."""
+    with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
+        for part in module.modules():
+            part.training = False
+        before = kept_values(module)
+        with entered(region):
+            output = run(region)
+        beside = {}
+        for place, value in replaced_values(before, kept_values(module)).items():
+            beside[place] = torch.as_tensor(value).detach().clone()
+        return output, beside
+
+
+def _other_values(owner: str, kept: Sequence[dict[str, Tensor]]) -> str | None:
+    """Return what a module keeps beside its output that is not the same, if anything is not."""
+    for place, true in kept[0].items():
+        found = kept[1].get(place)
+        if found is not None and true.shape == found.shape and _excess(found, true, None):
+            return (
+                f"{owner} keeps {place}, which is another value where ranks share a sequence: that of the tokens of one"
+                " rank. Compute it from the output of the model, or name the modules that are independent of this in"
+                " SequenceParallel(targets=...)."
+            )
+    return None
 
 
 def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor], blocks: bool) -> str | None:
@@ -101,13 +138,14 @@ def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor]
                     f" (relative difference {error:.1e}). It may compute positions from the number of tokens that it"
                     f" is given, or mix tokens outside of attention. {_REMEDY}"
                 )
-    expected = shared.local(outputs[0]) if outputs[0].dim() > 1 else outputs[0]
+    expected = outputs[0] if outputs[0].shape == outputs[1].shape else shared.local(outputs[0])
     if error := _excess(outputs[1], expected, dtype):
         unseen = "" if in_shared else " None of its attention was seen."
         return (
             f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
             f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
-            f" F.scaled_dot_product_attention, or use those of one rank outside of its blocks. {_REMEDY}"
+            " F.scaled_dot_product_attention, compute something from the number of tokens that it is given, as a scale,"
+            f" or use those of one rank outside of its blocks. {_REMEDY}"
         )
     if len(outputs) > 2 and (error := _excess(outputs[2], expected, dtype)):
         return (

@@ -11,13 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.modules.find import find_blocks, find_named, has_class, outermost, walk
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.find import find_named, has_class, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, share_interface
-from lt_tiled.sequence_parallel.forward import SharedBlock, SharedModel
+from lt_tiled.sequence_parallel.decoder import share_decoder
+from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
+from lt_tiled.sequence_parallel.model import SharedModel
+from lt_tiled.sequence_parallel.positions import find_rotary, share_positions
 from lt_tiled.sequence_parallel.sharing import Sharing
+from lt_tiled.sequence_parallel.switches import switches
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layers of transformers that mix tokens in attention alone, as configurations name them."""
@@ -49,8 +54,12 @@ class Shared:
             undo.callback(remove_patches, block, SharedBlock)
         if sharing.mode is None:
             share_interface(undo)
+        roots = [block for _, block in self.blocks] if self.caller is None else [self.caller]
+        rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
+        share_positions(rotary, undo)
         if self.caller is not None:
-            set_patch(self.caller, SharedModel(sharing, sharing.owner))
+            share_decoder(self.caller, undo)
+            set_patch(self.caller, SharedModel(sharing, sharing.owner, bool(rotary)))
             undo.callback(remove_patches, self.caller, SharedModel)
 
 
@@ -63,14 +72,17 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
         NothingFoundError: If there are no blocks.
         ValueError: If a target matches nothing, or a model cannot be shared.
     """
-    everything = [("", model), *walk(model)]
+    everything = list(walk_all(model))
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
     inside = {part for _, m in pretrained for part in m.modules()}
 
     def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Shared:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
-        mode = None if module in inside else AttentionMode()
-        return Shared(Sharing(owner, policy, group, mode), caller, blocks)
+        if module not in inside:
+            return Shared(Sharing(owner, policy, group, AttentionMode()), caller, blocks)
+        config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
+        lengths, positions = switches(config.get_text_config())
+        return Shared(Sharing(owner, policy, group, lengths=lengths, positions=positions), caller, blocks)
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
@@ -111,7 +123,7 @@ def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks of a model in their order, with full paths."""
     decoder: Any = getattr(model, "get_decoder", None)  # of a vision-language model
     inner: nn.Module = model if decoder is None else decoder()
-    names = {m: name for name, m in [("", model), *walk(model)]}
+    names = {m: name for name, m in walk_all(model)}
     blocks = find_blocks(inner) or find_blocks(model)  # a decoder may be a head
     parents = {name.rpartition(".")[0] for name, _ in blocks}
     if not blocks or len(parents) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,8 @@ from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region
 from lt_tiled.sequence_parallel.same_batch import SameBatch
-from lt_tiled.sequence_parallel.self_check import TOKENS
+from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS
+from lt_tiled.sequence_parallel.switches import UNNAMED
 
 
 @dataclass(eq=False)
@@ -29,10 +30,16 @@ class Sharing:
     group: dist.ProcessGroup | None
     mode: AttentionMode | None = None
     """Finds the attention of models that are not of transformers."""
+    lengths: Sequence[int] = UNNAMED
+    """Numbers of tokens above which the model may compute otherwise."""
+    positions: Sequence[int] = ()
+    """Positions above which it may."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
     check_region: Region | None = None
     """The region of a self-check, which the first block opens in place of its own."""
+    loss_region: Region | None = None
+    """A region that ends with the loss, which the first block opens in place of its own."""
     regions: WeakSet[Region] = field(default_factory=WeakSet)
     """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
     same_batch: SameBatch | None = field(init=False, default=None)
@@ -66,16 +73,22 @@ class Sharing:
         self.regions.add(region)
         return region
 
-    @property
-    def check_tokens(self) -> int:
-        """The number of tokens of a self-check."""
-        return TOKENS * self.size + 1
+    def check_tokens(self, total: int, positions: bool = True) -> list[int]:
+        """Return the numbers of tokens of the self-check for sequences of ``total`` tokens: a few, and past switches.
 
-    def check_regions(self, in_blocks: bool) -> list[Region]:
+        Args:
+            total: The sequence length.
+            positions: Whether positions count as lengths, as they do where they cannot be chosen.
+        """
+        few = TOKENS * self.size + 1
+        lengths = [*self.lengths, *(self.positions if positions else ())]
+        past = [min(length + few, total) for length in lengths if length < total and length <= MOST_TOKENS]
+        return [few, max(past)] if past and max(past) > few else [few]
+
+    def check_regions(self, total: int, in_blocks: bool) -> list[Region]:
         """Return the regions of a self-check: one rank, the group, and the group with its head tiles if it has some."""
-        total = self.check_tokens
         regions = [
-            Region(None, total, self.owner, in_blocks, self.mode, record=[]),
+            Region(None, total, self.owner, in_blocks, mode=self.mode, record=[]),
             self.region(total, in_blocks=in_blocks, head_tiles=1, record=[]),
         ]
         if self.policy.head_tiles > 1:
@@ -93,13 +106,24 @@ class Sharing:
             raise ValueError(
                 f"{self.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
                 " without what it uses there, as features of images that it adds to hidden states, or name one module"
-                " around it in SequenceParallel(targets=...)."
+                " around it in SequenceParallel(targets=...). Pass a block as an argument what it reads from an"
+                " attribute, as positions."
             ) from error
         else:
             if self.open is not None:
                 self.open.check_closed()
         finally:
             self.open = None
+
+    @contextmanager
+    def opened_by_first_block(self, region: Region) -> Iterator[None]:
+        """Let the first block open a region that ends with the loss of the model."""
+        self.loss_region = region
+        try:
+            with self.around_blocks():
+                yield
+        finally:
+            self.loss_region = None
 
     def recomputed(self, name: str) -> Region:
         """Return the region of a block that a checkpoint around it recomputes.

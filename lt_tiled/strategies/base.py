@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lt_tiled._prepare import AppliesPolicies
+from lt_tiled._prepare import AppliesPolicies, PreparedModels
 from lt_tiled.cli.numbers import PositiveInt
-from lt_tiled.offload.offloader import Offloader
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups, data_place
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
@@ -39,7 +38,9 @@ _SIZE = "sequence_parallel_size"
 
 
 class TiledStrategy(Base):
-    """Base class of all tiled strategies, left of Lightning's own. Adds three arguments to those of the engine.
+    """Base class of all tiled strategies. Adds four arguments to those of the engine.
+
+    It must precede Lightning's class in the bases.
 
     Args:
         tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``None`` and ``False`` turn
@@ -64,7 +65,8 @@ class TiledStrategy(Base):
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self._groups: Groups | None = None
-        self.tiling_is_default = isinstance(tiling, Tiling) and tiling == _DEFAULT
+        asked = {"tiling": tiling == _DEFAULT, "activation_checkpointing": activation_checkpointing is True}
+        self.defaults = [name for name, is_default in asked.items() if is_default]
         end_with_launcher()
 
     @property
@@ -152,18 +154,13 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._end_step()
+        self._log.end_step(self.lightning_module.trainer, self.prepared)
         self._sigterm.end_before_step(batch_idx)
 
     def on_train_end(self) -> None:
-        self._end_step()
+        self._log.end_step(self.lightning_module.trainer, self.prepared)
         super().on_train_end()
         self._sigterm.end("after the last step.")
-
-    def _end_step(self) -> None:
-        for prepared in self.prepared:
-            if prepared.offloader is not None and prepared.offloader.step:
-                self._log.step(self.lightning_module.trainer, prepared.offloader)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.prepared.free_buffers()  # a full state dict may need the memory
@@ -178,17 +175,17 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         """Load a checkpoint.
 
         Raises:
-            ValueError: If a run is resumed in the middle of an epoch, whose batches other groups of ranks shared.
+            ValueError: If the number of ranks per sequence changed in the middle of an epoch.
         """
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        before, now = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
+        saved, size = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-        fits = self.lightning_module.trainer.state.fn == "fit"
-        if before != now and fits and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
+        in_epoch = progress and progress["current"]["ready"] and not progress["is_last_batch"]
+        if saved != size and in_epoch and self.lightning_module.trainer.state.fn == "fit":
             raise ValueError(
-                f"The checkpoint was saved in the middle of an epoch with sequence_parallel={before}, and with"
-                f" sequence_parallel={now} its batches are not those that were left: resume with {before}, or from a"
-                " checkpoint of an epoch's end."
+                f"The checkpoint was saved in the middle of an epoch with sequence_parallel={saved}, and with"
+                f" sequence_parallel={size} the remaining batches would differ: resume with {saved}, or from a"
+                " checkpoint saved at the end of an epoch."
             )
         return checkpoint
 
@@ -200,24 +197,16 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
     """
 
     def setup_module(self, module: nn.Module) -> Any:
-        with self._restored_on_error(module):
+        with restored_on_error(self.prepared):
+            self.prepare_once(module)
             wrapped = super().setup_module(self.wrap(module))
             adapt_to_fsdp_units(wrapped)
             return wrapped
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *args: Any) -> Any:
-        with self._restored_on_error(module):  # DeepSpeed sets up both at once and does not call setup_module
+        with restored_on_error(self.prepared):
+            self.prepare_once(module)  # DeepSpeed sets up both at once and does not call setup_module
             return super().setup_module_and_optimizers(module, optimizers, *args)
-
-    @contextmanager
-    def _restored_on_error(self, module: nn.Module) -> Iterator[None]:
-        before = len(self.prepared)
-        try:
-            self.prepare_once(module)
-            yield
-        except BaseException:
-            self.prepared.release(keep=before)
-            raise
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model where Lightning's own wrapping does not fit the engine."""
@@ -228,21 +217,38 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
         super().save_checkpoint(*args, **kwargs)
 
 
+@contextmanager
+def restored_on_error(prepared: PreparedModels) -> Iterator[None]:
+    """Restore the models that were prepared inside if an exception is raised there."""
+    before = len(prepared)
+    try:
+        yield
+    except BaseException:
+        prepared.release(keep=before)
+        raise
+
+
 class OffloadLog:
     """Logs offload metrics once per optimizer step, summed over its micro-batches, when Lightning logs the step."""
 
     _steps = 0
 
-    def step(self, trainer: pl.Trainer, offloader: Offloader) -> None:
+    def end_step(self, trainer: pl.Trainer, prepared: PreparedModels) -> None:
         """Log a step if the optimizer has stepped since the last call; call this between batches."""
-        if trainer.global_step == self._steps:
+        offloader = prepared[-1].offloader if prepared else None
+        if offloader is None or not offloader.step or trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
-        stats = offloader.end_step()
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self._steps % every == 0:
-            for logger in trainer.loggers:
-                logger.log_metrics(stats.metrics(), step=self._steps - 1)  # Lightning counts from zero
+        metrics = offloader.end_step().metrics()
+        log_step(trainer, self._steps, metrics, self._steps - 1)  # Lightning counts from zero
+
+
+def log_step(trainer: pl.Trainer, steps: int, metrics: dict[str, float], step: int) -> None:
+    """Log the metrics of a step where Lightning logs too, given how many steps there were."""
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if interval and steps % interval == 0:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
 
 
 def register(registry: Any, *, single_device: type, ddp: type, fsdp: type, fsdp2: type, deepspeed: type) -> None:

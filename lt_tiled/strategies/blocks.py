@@ -9,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lt_tiled._log import warn
 from lt_tiled.checkpointing import find_checkpointable
-from lt_tiled.modules.find import find_blocks, unwrapped
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.find import unwrapped
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.tiling.patched import NeighborPatch, TiledPatch, tiled_patches
@@ -43,7 +44,9 @@ def shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Ite
 
 
 def adapt_to_fsdp_units(model: nn.Module) -> None:
-    """Set what tiled modules need under FSDP: a norm or an MLP that is a unit has its weights for its own call alone.
+    """Set what tiled modules need under FSDP.
+
+    If a norm or MLP is its own FSDP unit, its weights are gathered only during its call, so nothing is deferred.
 
     Raises:
         ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.

@@ -4,14 +4,18 @@ NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
 tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
 leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
-ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs for every call. But autograd sums the
-gradients of a weight over all calls before it sets them. So after two calls the first hook would reduce zeros, and the
-second one reduce the weights again, while ZeRO-3's bucket still holds them. Therefore that hook is registered on a
-token. Each call gives its hidden states and the token to a Function that returns the hidden states, and autograd
-computes the token's gradient once, when it has run that Function's backward for all calls that the backward pass goes
-through. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there;
-and those of the token come before ZeRO-3 frees the weights, whose shapes it needs for zeros. What it left unreduced is
-an error: gradients that arrive later, from outside of the leaf, and those of a call without hidden states.
+
+ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs once per call. But autograd sums the
+gradients of a weight over all calls before it sets them. After two calls the first hook would reduce zeros, and the
+second one would reduce the weights again while ZeRO-3's bucket still holds them. So that hook runs on a token instead:
+
+1. Each leaf has one token, a scalar that requires a gradient.
+2. Each call joins it: a Function takes the call's hidden states and the token, and returns the hidden states.
+3. Autograd computes the token's gradient once, after this Function's backward has run for all calls in the backward
+   pass. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there.
+   ZeRO-3 frees the weights only afterwards: the hook needs their shapes for the gradients that are zero.
+4. Gradients left over raise: those that arrive later, from outside of the leaf, and those of a call without hidden
+   states.
 
 NOTE [ZeRO-1 and 2 need one order]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
@@ -25,19 +29,21 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
+from lt_tiled._prepare import Prepared
 from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import is_of
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
@@ -80,10 +86,9 @@ class _DeepSpeed(TiledStrategy):
             and self.activation_checkpointing is not None
         ):
             raise ValueError(
-                f"{type(self).__name__} was given cpu_checkpointing and"
-                f" activation_checkpointing={self.activation_checkpointing!r}, which both offload the same activations."
-                " Leave cpu_checkpointing out and pass activation_checkpointing='cpu', or pass"
-                " activation_checkpointing=False."
+                f"{type(self).__name__} was given cpu_checkpointing while activation_checkpointing is on (the default):"
+                " both would checkpoint the blocks. Leave cpu_checkpointing out and pass"
+                " activation_checkpointing='cpu', or pass activation_checkpointing=False."
             )
 
         if self.sequence_parallel is not None and "sequence_parallel_size" in self.config:
@@ -155,6 +160,7 @@ class _DeepSpeed(TiledStrategy):
         Raises:
             RuntimeError: If ZeRO-3 left gradients of a leaf module, which its optimizer would drop.
         """
+        agree_on_tiles(self.prepared)
         result = super().backward(*args, **kwargs)  # type: ignore[misc]
         for path, leaf in self._leaves:
             if any(p.grad is not None for p in leaf.parameters()):
@@ -245,6 +251,29 @@ def adapt_tiles(strategy: Any, model: nn.Module) -> None:
             )
 
 
+def agree_on_tiles(models: Iterable[Prepared]) -> None:
+    """Compare what the first step left untiled on all ranks; from then on nothing may change on one rank alone.
+
+    Raises:
+        RuntimeError: On all ranks, if they differ.
+    """
+    patches = [patch for prepared in models for _, _, patch in tiled_patches(prepared.model)]
+    new = [patch for patch in patches if patch.needs.same_order and not patch.needs.agreed]
+    if not new:
+        return
+    own = {patch.name: (patch.learned.untiled, sorted(map(repr, patch.learned.refused))) for patch in new}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    differing = sorted(name for name in own if any(other.get(name) != own[name] for other in everyone))
+    if differing:
+        raise RuntimeError(
+            f"{', '.join(differing)} can run in tiles on some ranks and not on others, and the engine needs the same"
+            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...)."
+        )
+    for patch in new:
+        patch.needs.agreed = True
+
+
 _INSTEAD = "Use another strategy or stage, or do not tile it: Tiling(targets=...), or tiling=False."
 
 
@@ -315,11 +344,11 @@ class _AfterAllCalls:
         if self.token is None:
             self.token = tensors[first].new_zeros((), requires_grad=True)
             self.token.register_hook(lambda _: self.hook(module, (), ()))
-        tensors[first] = _Call.apply(tensors[first], self.token)
+        tensors[first] = _JoinToken.apply(tensors[first], self.token)
         return (*args[:index], pytree.tree_unflatten(tensors, spec), *args[index + 1 :])
 
 
-class _Call(torch.autograd.Function):
+class _JoinToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, token: Tensor) -> Tensor:
         return hidden.detach()

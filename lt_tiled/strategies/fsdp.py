@@ -82,7 +82,7 @@ class _FSDP(TiledStrategy):
 
     def full_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return, on rank 0, an optimizer's state of the full weights by their names."""
-        # From the CPU to the CPU offloading copies nothing: Adam's two averages would be views of the same memory.
+        # offload_to_cpu would not copy on the CPU, so Adam's two averages would share memory.
         config = FullOptimStateDictConfig(offload_to_cpu=not self.on_cpu, rank0_only=True)
         full = StateDictType.FULL_STATE_DICT
         with FullyShardedDataParallel.state_dict_type(model, full, optim_state_dict_config=config):
@@ -162,7 +162,8 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy, TrainerParent):
         assert self.model is not None
         own = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
         state = self.full_optimizer_state(self.model, own)
-        # As the parent does, replace names by numbers, which weights in a flat parameter do not have. It loads both.
+        # As the parent does, replace names by numbers, which weights in a flat parameter do not have. The parent loads
+        # both forms.
         if self.global_rank == 0 and self.kwargs["use_orig_params"]:
             return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
         return state

@@ -40,7 +40,11 @@ class _FSDP2(TiledStrategy):
     _tensor_parallel_size: Any
 
     def setup_environment(self) -> None:
-        """Choose the ``"auto"`` sizes. The parents' sizes would leave a model that has no plan unsharded."""
+        """Choose the ``"auto"`` sizes: all ranks shard the model.
+
+        Lightning's ``"auto"`` is one data-parallel rank per node, chosen before it can be known whether the model has a
+        tensor-parallel plan: without one, ``fully_shard`` would shard nothing, and all ranks would train on one batch.
+        """
         ranks, data, tensor = self.num_nodes * self.num_processes, self._data_parallel_size, self._tensor_parallel_size
         for name, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
             check_count(name, size, "auto")
@@ -87,8 +91,8 @@ class _FSDP2(TiledStrategy):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
 
-    def agree(self, model: nn.Module) -> None:
-        """Adapt the tiled modules to ranks that communicate; refuse tilings with which they would hang."""
+    def adapt_to_communicating_ranks(self, model: nn.Module) -> None:
+        """Adapt the tiled modules to ranks that communicate; refuse different tilings, with which they would hang."""
         if self.device_mesh.size() > 1:
             for _, _, patch in tiled_patches(model):
                 # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
@@ -115,7 +119,7 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy, TrainerParent):
                 register_fsdp_forward_method(module, step)  # has no effect on a module that is not the FSDP root
         with _with_hook(module):
             super().setup(trainer)
-        self.agree(module)
+        self.adapt_to_communicating_ranks(module)
 
 
 @contextmanager
@@ -165,7 +169,7 @@ class FabricFSDP2(_FSDP2, TiledFabricStrategy, FabricParent):
         if self._plan is not None:
             module = self._plan(module, mesh)
         self.shard(module)
-        self.agree(module)
+        self.adapt_to_communicating_ranks(module)
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -34,7 +34,9 @@ _FIRST = "LT_TILED_FIRST_PROCESS"
 
 
 def end_with_launcher() -> None:
-    """Ask the kernel for SIGTERM when torchrun dies, or the first rank of Lightning's launcher; else ranks live on.
+    """Ask the kernel for SIGTERM when torchrun, or the first rank of Lightning's launcher, dies.
+
+    Otherwise ranks would outlive their launcher.
 
     Call this before the ranks are launched, and in each of them before they wait for each other.
 
@@ -70,7 +72,10 @@ class Sigterm:
         self._other_handler = _users_handler()
 
     def handle(self) -> None:
-        """Take the place of Lightning's handler, which is there when a run has begun, and resets it at the end."""
+        """Replace Lightning's handler.
+
+        Lightning installs its handler when a run begins and restores the previous one at the end.
+        """
         if threading.current_thread() is threading.main_thread() and self._trainer.world_size > 1:
             self._other_handler = _users_handler() or self._other_handler
             signal.signal(signal.SIGTERM, self._note)

@@ -16,10 +16,8 @@ from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.policies import CompileOptions, Tiling
 from lt_tiled.tiling.autograd import run_tiled
 from lt_tiled.tiling.deferred import values
-from lt_tiled.tiling.patched import TiledPatch, patch_tiled
-from lt_tiled.tiling.self_check import check_position_wise
+from lt_tiled.tiling.patched import TiledPatch, Untiled, accept, decide, patch_tiled
 from lt_tiled.tiling.state import EngineNeeds, Found, Tiled
-from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -70,7 +68,7 @@ def tile(
     if owner is None:
         return TiledCallable(target, policy)  # type: ignore[return-value]
     kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
-    patch_tiled(Tileable(kind, owner, kind, method), policy, EngineNeeds(), None)
+    patch_tiled(Tileable(kind, owner, kind, method, named=True), policy, EngineNeeds(), None)
     return target if owner is target else getattr(owner, method)
 
 
@@ -115,12 +113,12 @@ class TiledCallable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = values((args, kwargs))
-        made = TiledCall.of(Work(self.function, modules_of(self.function)), self.patch, args, kwargs)
-        if made is None:
+        work = Work(self.function, modules_of(self.function), whole=False)
+        decision = decide(work, self.patch, args, kwargs)
+        if isinstance(decision, Untiled):
+            accept(decision, None, self.patch)
             return self.function(*args, **kwargs)
-        if self.patch.tiling.self_check and not made[0].checked:
-            check_position_wise(*made)
-        return run_tiled(*made)
+        return run_tiled(*decision)
 
 
 def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import repeat
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import (
     Bounds,
     OutputLayout,
@@ -37,6 +38,9 @@ from lt_tiled.tiling.recompute import (
 )
 from lt_tiled.tiling.state import Tiled
 from lt_tiled.tiling.weights import GradientSum, Work, trainable_weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ class Call:
 
     due: Due = staticmethod(never)
     """Whether the recompute is to be compared with the forward pass."""
+    is_short = False
+    """Whether it would run untiled, and is to be checked alone."""
 
     def __init__(
         self,
@@ -155,9 +161,19 @@ class Call:
 
     @classmethod
     def of(
-        cls, work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any], short: bool = False
     ) -> tuple[Self, list[Tensor]] | None:
-        """Return the call and the tensors among its arguments, or ``None`` where there are no two tiles to run."""
+        """Return the call and the tensors among its arguments, or ``None`` to run untiled.
+
+        That is with fewer than two tiles, unless all ranks need the same order, and without plain hidden states.
+
+        Args:
+            work: What runs on each tile.
+            patch: The state of the tiled module.
+            args: The arguments of the call.
+            kwargs: Those by name.
+            short: Return two tiles, to be checked, for a call with enough tokens for them that would run untiled.
+        """
         # By the module that runs last: with a graph it may run together with a neighbor, and without one alone.
         runs = patch.learned.runs[tuple(map(id, work.modules[-1:]))]
         due = never if is_recomputing() else runs.begin()
@@ -171,13 +187,16 @@ class Call:
         arguments.refuse_gradients_inside(patch.name)
         shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
         bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths)
-        if len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled()):
-            return None
+        is_short = len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled())
+        if is_short:
+            bounds = tile_bounds(Tiling(num_shards=2), shape.tokens, hidden.shape[-1], widths)
+            if not short or len(bounds) < 2:
+                return None
         call = cls(work, patch, inputs, arguments, shape, bounds)
         if work.is_lazy():
             call.probe(inputs, 2)  # which gives lazy modules their weights
             call = cls(work, patch, inputs, arguments, shape, bounds)
-        call.due = due
+        call.due, call.is_short = due, is_short
         return call, inputs
 
     @property
@@ -201,14 +220,14 @@ class Call:
 
     @cached_property
     def key(self) -> Hashable:
-        """Tells calls apart whose tiles run different code."""
+        """Identifies the code that a tile runs."""
         switches = tuple(map(_switches, self.work.parts))
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
     @property
     def mode(self) -> Hashable:
-        """Tells apart what the self-check must see by itself.
+        """Identifies a case that needs a self-check of its own.
 
         Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
         weights or arguments not what their gradients show.
@@ -224,12 +243,12 @@ class Call:
     # Running one tile
 
     def run_tile(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on per-token arguments ``[t, ...]``, which it sees as ``[1, t, ...]``."""
+        """Run the work on per-token arguments ``[t, ...]``, which it sees as ``[1, t, ...]``."""
         pairs = zip(tensors, self.per_token, strict=True)
         return self.run_views([self.shape.as_tile(t) if per_token else t.view_as(t) for t, per_token in pairs])
 
     def run_views(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the module's own forward on the tensors of a tile as it sees them."""
+        """Run the work on the tensors of a tile as it sees them."""
         return self.arguments.call(self.work.function, tensors)
 
     def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:

@@ -119,7 +119,7 @@ class CompiledTile:
 
 
 def _mark(tensors: Iterable[Tensor], dimensions: Sequence[int | None]) -> None:
-    """Tell the compiler which dimensions change from tile to tile: the last one is shorter."""
+    """Tell the compiler which dimensions change from tile to tile: later ones may be shorter."""
     for tensor, dimension in zip(tensors, dimensions, strict=True):
         if dimension is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dimension)

@@ -3,9 +3,9 @@
 NOTE [Deferred]
 A module that may be tiled together with its neighbor (a norm before an MLP or before the projections of attention, an
 MLP with a norm after it, a head with its loss) returns a :class:`Deferred`, as torch's ``AsyncCollectiveTensor`` waits
-on first use. If its first use is the neighbor, both run in the same tiles, and what is between them is never there in
+on first use. If its first use is the neighbor, both run in the same tiles, and the tensor between them never exists in
 full. Any other use computes the module's own value and goes on with that, so the block's own code decides and a wrong
-guess costs only the saving.
+guess saves nothing and costs nothing else.
 A :class:`DeferredCall` has its place in the autograd graph from the beginning: code that goes past Python's operators
 (a custom autograd Function, hooks of engines) gets the right values and gradients too.
 """

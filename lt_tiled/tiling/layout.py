@@ -56,7 +56,7 @@ def _bounds(
     hidden_size: int,
     widths: tuple[int, int] | None,
 ) -> tuple[Bounds, ...]:
-    rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head sees several for each token
+    rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head (q_norm) has several rows a token
     if tile_tokens is not None:
         tiles = ceil(tokens / (tile_tokens * rows))
     elif num_shards == "auto":

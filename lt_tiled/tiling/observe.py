@@ -56,8 +56,8 @@ class History:
 
 
 _SHARDED = (
-    "was sharded again (what modules compute beside their output, such as a loss that a list collects, has its backward"
-    " pass before FSDP gathers their weights: return it)"
+    "was sharded again by FSDP (where a module keeps a loss in a list, its backward pass comes before the weights are"
+    " gathered: return the loss as an output)"
 )
 Change = tuple[str, str]
 """What changed, and how."""
@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
 
 
-def _of_the_tensors_themselves(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def _without_function_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Run past the compiler, and past torch function modes: these give other tensors to what is computed again."""
 
     @wraps(function)
@@ -110,7 +110,7 @@ class Observation:
         """Values of tensors that may change in place, by their index."""
         self._look(modules, arguments or {}, generators, shared, submodules)
 
-    @_of_the_tensors_themselves
+    @_without_function_modes
     def _look(
         self,
         modules: Sequence[nn.Module],
@@ -154,7 +154,7 @@ class Observation:
 
     # What changed
 
-    @_of_the_tensors_themselves
+    @_without_function_modes
     def end_forward(self) -> None:
         """Keep what the recompute needs of what the forward pass changed.
 
@@ -189,7 +189,7 @@ class Observation:
         return bool(self._copies)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor is one of those observed, or a view of one, whose changes are known otherwise."""
+        """Whether a plain tensor is one of those observed, or a view of one, so that it needs no sample."""
         if self._storages is None:
             self._storages = {held.storage.cdata for held in self._tensors if held.storage is not None}
         return tensor.untyped_storage()._cdata in self._storages
@@ -199,7 +199,7 @@ class Observation:
         """Whether a generator is no longer in its state."""
         return any(generator.drew for generator in self._generators)
 
-    @_of_the_tensors_themselves
+    @_without_function_modes
     def changes(self, attributes: bool = True, by_value: bool = True) -> list[Change]:
         """Return what is not as it was.
 
@@ -244,7 +244,7 @@ class Observation:
                 return (str(held), _SHARDED) if sharded else None  # FSDP2 gathers units inside of a block by themselves
         return None if index in self._copies else self._changed(index)
 
-    @_of_the_tensors_themselves
+    @_without_function_modes
     def check(self, until: str) -> None:
         """Refuse to compute with other values than those observed, unless :meth:`restored` restores them.
 
@@ -278,7 +278,7 @@ class Observation:
             with mode if mode else nullcontext():
                 yield
 
-    @_of_the_tensors_themselves
+    @_without_function_modes
     def _restore(self, after: ExitStack) -> None:
         """Restore what was observed, and add to ``after`` what puts back what is there now."""
         differs = {*changed(self._places), *(place for place in self._places if place.has_graphs)}

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
-from lt_tiled.modules.find import outermost, walk
+from lt_tiled.modules.find import outermost, walk, walk_all
 from lt_tiled.modules.norms import is_one_kernel
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
@@ -38,7 +38,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
     parts, norm_of = roots(module, tileable.parts), tileable.norm_of
-    for below, part in (pair for root in parts for pair in [("", root), *walk(root)]):
+    for below, part in (pair for root in parts for pair in walk_all(root)):
         if reason := depends_on_others(part):
             raise ValueError(
                 f"{name} is not position-wise: {below or 'it'} is a {type(part).__name__}, {reason}. {REMEDY}"
@@ -53,6 +53,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         weight_bytes=sum(weight_bytes(part) for part in parts),
         before=bool(tileable.before),
         after=bool(tileable.after),
+        named=tileable.named,
         guessed=norm_of is not None,
     )
     patch = TiledPatch(found, tiling, needs, owner)
@@ -69,7 +70,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
 
 def restore_tiled(model: nn.Module, owner: object) -> None:
     """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
-    for _, module in [("", model), *walk(model)]:
+    for _, module in walk_all(model):
         for patch in get_patches(module, Patch):
             if isinstance(patch, TiledPatch | NeighborPatch | ParentPatch) and patch.owner is owner:
                 remove_patch(module, patch)
@@ -77,7 +78,7 @@ def restore_tiled(model: nn.Module, owner: object) -> None:
 
 def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
     """Yield path, module and patch of each tiled module."""
-    for path, module in [("", model), *walk(model)]:
+    for path, module in walk_all(model):
         for patch in get_patches(module, TiledPatch):
             yield path, module, patch
 
@@ -88,7 +89,7 @@ def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     These are the parents of tiled modules and of their neighbors, which may run in the same tiles, and tiled modules
     that have no neighbors.
     """
-    everything = [("", model), *walk(model)]
+    everything = list(walk_all(model))
     return outermost((path, m) for path, m in everything if get_patch(m, ParentPatch) or get_patches(m, TiledPatch))
 
 
@@ -123,7 +124,7 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
         args, kwargs = values((args, kwargs))
         decision = decide(work, patch, args, kwargs)
         if isinstance(decision, Untiled):
-            _accept(decision, module, patch)
+            accept(decision, module, patch)
             return work.function(*args, **kwargs)
         made = decision
     if patch.found.after and not kwargs and _may_defer(made, patch):
@@ -154,7 +155,12 @@ def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, An
     """
     if hooked := work.hooked():
         return Untiled("hook", hooked)
-    made = TiledCall.of(work, patch, args, kwargs)
+    # What nobody named is checked in the first step, and not in the first one that is long enough to tile.
+    early = not (patch.found.named or patch.found.guessed or patch.learned.checked) and torch.is_grad_enabled()
+    try:
+        made = TiledCall.of(work, patch, args, kwargs, short=early)
+    except NotPositionWiseError as error:  # for its arguments
+        return Untiled("self-check", str(error), error)
     if made is None:
         return Untiled("one tile")
     if recorded := work.recorded():
@@ -166,7 +172,7 @@ def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, An
             check_position_wise(*made)
         except NotPositionWiseError as error:
             return Untiled("self-check", str(error), error)
-    return made
+    return Untiled("one tile") if made[0].is_short else made
 
 
 def decide_with_neighbor(made: CallWithInputs) -> Untiled | None:
@@ -197,7 +203,7 @@ def _is_real(made: CallWithInputs) -> bool:
     return type(made[1][0]) in (Tensor, nn.Parameter)
 
 
-def _accept(untiled: Untiled, module: nn.Module, patch: Tiled) -> None:
+def accept(untiled: Untiled, module: nn.Module | None, patch: Tiled) -> None:
     """Warn that a call runs untiled, and remember it where later calls must do the same.
 
     Raises:
@@ -205,6 +211,7 @@ def _accept(untiled: Untiled, module: nn.Module, patch: Tiled) -> None:
         NotPositionWiseError: If the self-check failed, and nothing smaller can be tiled instead on all ranks.
     """
     name, found, same_order = patch.name, patch.found, patch.needs.same_order
+    agreed = same_order and patch.needs.agreed
     if untiled.reason == "hook":
         text = (
             f"{name} runs untiled, because {untiled.what} inside it has a hook, which would see tiles, not all tokens."
@@ -218,28 +225,30 @@ def _accept(untiled: Untiled, module: nn.Module, patch: Tiled) -> None:
     elif untiled.reason == "recorded":  # by a setting of the model, so on all ranks
         _tile_below(module, patch, f"{name}: transformers records {untiled.what} inside it, which tiles would change.")
     elif untiled.reason == "neighbor":
-        if untiled.error is not None and same_order:
+        if untiled.error is not None and agreed:
             raise _cannot_fall_back(name, "what is next to it", untiled.error) from untiled.error
-    elif untiled.error is not None and found.guessed:
-        if same_order:
+    elif untiled.error is not None and not found.named and not found.below:
+        if agreed:
             raise _cannot_fall_back(name, "it", untiled.error) from untiled.error
         patch.learned.untiled = True
+        if not found.guessed:
+            warn(f"{untiled.what} Nobody named it, so it runs untiled.", once=f"untiled {found.kind}")
     elif untiled.error is not None:
         if same_order or not found.below:
             raise untiled.error
         _tile_below(module, patch, untiled.what)
 
 
-def _tile_below(module: nn.Module, patch: Tiled, reason: str) -> None:
+def _tile_below(module: nn.Module | None, patch: Tiled, reason: str) -> None:
     """Run a mixture of experts untiled, and its experts, below the router, in tiles.
 
     From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
     """
     patch.learned.untiled = True
-    parts = dict(walk(module))
+    parts = dict(walk(module)) if module is not None else {}
     for path in patch.found.below:
         if get_patch(part := parts[path], TiledPatch) is None:
-            below = Tileable.of_module(f"{patch.name}.{path}", part)
+            below = Tileable.of_module(f"{patch.name}.{path}", part, named=patch.found.named)
             patch_tiled(below, patch.tiling, patch.needs, patch.owner)
     instead = (
         f"Below its router {' and '.join(patch.found.below)} run in tiles." if patch.found.below else "It runs untiled."
@@ -334,7 +343,7 @@ def _may_run(made: CallWithInputs) -> bool:
     untiled, call = decide_with_neighbor(made), made[0]
     if untiled is None:
         return True
-    _accept(untiled, call.work.modules[0], call.patch)
+    accept(untiled, call.work.modules[0], call.patch)
     if untiled.error is not None:
         call.patch.learned.refused.add(call.work.key)
     return False

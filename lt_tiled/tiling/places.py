@@ -32,7 +32,7 @@ class Place:
     """
 
     quick = True
-    """Whether a dictionary with the same entries, which is fast to see, is an unchanged place."""
+    """Whether it suffices to compare the entries of the dictionary itself, which is fast."""
 
     def __init__(self, name: str, holder: Any) -> None:
         self.name, self.holder = name, holder
@@ -65,7 +65,7 @@ class Place:
         return [*(values.keys() ^ now.keys()), *(name for name in both if not _is_same(now[name], values[name]))]
 
     def restore(self, values: dict[Any, Any]) -> None:
-        """Let these values be there."""
+        """Write these values back."""
         names, holder = self.differing(values), self.holder
         if names and isinstance(holder, list | deque | set):
             holder.clear()

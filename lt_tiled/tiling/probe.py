@@ -93,7 +93,7 @@ class Run:
         return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
 
     def gradients_of_given(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return them without what hooks and custom Functions add to them: a loss of each token, for example."""
+        """Return the gradients without what does not scale with those of the outputs, such as a loss of a hook."""
         twice = self.gradients([None if g is None else 2 * g for g in given])
         pairs = zip(twice, self.gradients(given), strict=True)
         return [None if a is None or b is None else a - b for a, b in pairs]
@@ -122,7 +122,7 @@ class Runs:
         places = torch.meshgrid(*(torch.arange(size, device=device) for size in probe.shape.lead), indexing="ij")
         self._changed = torch.stack(places).sum(0).flatten() % 2 == 0  # some in each row, and in each column
         self.beside_others: list[Run] = []
-        """Those in which every other token has other values, as far as the module takes such values."""
+        """Runs in which half of the tokens have other values; fewer if the module does not take such values."""
         for factor in (_INFLUENCE, -_INFLUENCE):
             inputs = probe.in_shape(probe.scaled(torch.where(self._changed, factor, 1.0)))
             try:

@@ -66,8 +66,8 @@ class HeldTensor:
 
     def __init__(self, name: str, part: int, holder: Any, key: Any, tensor: Tensor, is_weight: bool) -> None:
         self.name, self.part, self.holder, self.key = name, part, holder, key
-        self.has_graph = not is_weight and tensor.grad_fn is not None  # which stale views of FSDP's weights refuse
-        self.tensor = tensor.detach() if self.has_graph else tensor  # which shares its version
+        self.has_graph = not is_weight and tensor.grad_fn is not None  # stale views of FSDP's weights raise here
+        self.tensor = tensor.detach() if self.has_graph else tensor  # shares the version counter
         self.is_weight, self.requires_grad = is_weight, tensor.requires_grad
         self.storage = None if storage_of(tensor) is None else StorageWeakRef(tensor.untyped_storage())
 

@@ -3,8 +3,8 @@
 NOTE [What no observation sees]
 Code can read more than an observation records: a variable of another module or thread, the data of a weight, a file.
 Whatever it is, a gradient is wrong only if the recompute computes other values. So each forward pass keeps some
-elements of what it computed, and its recompute is refused if more than a few of them differ by more than rounding: a
-few may, where a kernel that sums in any order sends a token to another expert.
+elements of what it computed, and its recompute is refused if more than a few of them differ by more than rounding. A
+few may differ, because a kernel that sums in any order can send a token to another expert.
 
 A block's elements are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
 shapes and dtypes. For a tiled call the output of the first tile is compared; the backward pass computes it once more
@@ -150,6 +150,13 @@ def saves_elsewhere() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def in_checkpoint() -> bool:
+    """Whether torch's activation checkpoint runs this code, or its recompute."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
+
+
 def entry(holder: Any, name: str) -> Any:
     """Return what a module holds under a name, or ``None``. ``holder[name]`` would all-gather it under ZeRO-3."""
     try:
@@ -188,8 +195,8 @@ class CallCounter:
     def begin(self) -> Due:
         """Count a call, and return whether its recompute is to be compared.
 
-        It is if the code also ran before or after it and before the recompute. The first calls are compared too, and
-        the 4th, 8th, 16th and so on, because what users do may change during a run.
+        It is if another call ran between this forward pass and its recompute. Else it is in the first two calls, the
+        4th, 8th, 16th and so on, because what users do may change during a run.
         """
         self.count += 1
         mine, several = self.count, self._waits

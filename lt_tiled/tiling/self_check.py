@@ -21,7 +21,10 @@ from lt_tiled.tiling.tiled_call import TiledCall
 Problems = Iterable[str]
 
 _GRADIENT_TOLERANCE = 5e-2
-"""That of gradients of any dtype in tiles: a module may compute in 16 bits inside, and weights sum what is rounded."""
+"""Of gradients of any dtype in tiles; that of outputs is ``TOLERANCE`` in ``tiling/recompute.py``.
+
+A module may compute in 16 bits inside, and weights sum what is rounded.
+"""
 _FLOOR = 1e-3
 """Smaller values, relative to the inputs or the outputs' gradients, are compared as if they had this size: they may be
 rounding."""

@@ -34,8 +34,10 @@ class Found:
     """Whether a norm before it may run in its tiles."""
     after: bool = False
     """Whether a norm, or a projection, that takes its output may run in its tiles."""
+    named: bool = True
+    """Whether a user chose it. Else it stays untiled where it cannot be tiled."""
     guessed: bool = False
-    """Whether it is a norm that the policy does not name: it stays untiled where it cannot be tiled."""
+    """Whether it is a norm that the policy does not name."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Learned:
     checked: set[Hashable] = field(default_factory=set)
     """What passed the self-check, by work and mode."""
     refused: set[Hashable] = field(default_factory=set)
-    """The works that are not tiled together with a neighbor."""
+    """The keys of works that are not tiled together with a neighbor."""
     layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
@@ -85,13 +87,15 @@ class Learned:
 
 @dataclass
 class EngineNeeds:
-    """What the engine needs of tiled modules. A strategy sets it in one place."""
+    """What the engine needs of tiled modules, as its strategy says."""
 
     zeros_for_unused: bool = False
     """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
     same_order: bool = False
     """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
-    and what would fall back to another path is an error."""
+    and what would fall back to another path is an error, once all ranks agreed about it."""
+    agreed: bool = False
+    """Whether they did, before the first backward pass."""
     defer: bool = True
     """Whether neighbors may run in the same tiles: their weights must be there while both run."""
 

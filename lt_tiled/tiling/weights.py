@@ -3,8 +3,8 @@
 NOTE [Substitution]
 A tile's graph begins at leaves of its own, one for each weight, whose hooks sum the gradients of all tiles. They are
 not put into the module, where another thread would see them and Ctrl-C could leave them: a ``TorchFunctionMode``, which
-belongs to one thread, hands them to torch's functions in place of the weights. Custom autograd Functions are called
-past such modes and get the weights themselves, so the gradients of those are asked for too.
+belongs to one thread, hands them to torch's functions in place of the weights. Custom autograd Functions bypass
+such modes and see the real weights, so the gradients of those are asked for as well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Work:
     modules: tuple[nn.Module, ...]
     """The modules that hold its weights."""
     key: Hashable = None
-    """Tells the works of one tiled module apart."""
+    """Identifies this work among those of one tiled module."""
     whole: bool = True
     """Whether the modules run by their forward, so that their own hooks run around the tiles and not in them."""
 
@@ -324,8 +324,8 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of inputs, as ``torch.autograd.grad``; those of the sums' leaves are added to the sums.
 
-    ``torch.autograd.grad`` calls this after checks in Python, for each tile. They compare the shape of each gradient
-    with that of its output, as the engine does itself.
+    The engine is called directly. ``torch.autograd.grad`` does the same after checks of shapes in Python, which the
+    engine repeats, for each tile.
     """
     for total in sums:
         total.open = True

@@ -122,9 +122,9 @@ def _fit(
     run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
     if isinstance(run.strategy, DeepSpeedStrategy):
         assert run.strategy.config is not None
-        own = {name: value for name, value in run.strategy.config.items() if name not in ("optimizer", "scheduler")}
-        own |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-        run.strategy.config = own
+        config = {name: value for name, value in run.strategy.config.items() if name not in ("optimizer", "scheduler")}
+        config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        run.strategy.config = config
 
     def configure_optimizers() -> GradientReader:
         assert run.model is not None

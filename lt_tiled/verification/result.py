@@ -85,19 +85,17 @@ class Verification:
     @property
     def verdict(self) -> str:
         """One line: pass or fail, why, and what to do next."""
-        failed, unrepeated = self.worst, self.unrepeated
-        figures = f"error {failed.tiled:.1e} of {failed.allowed:.1e} allowed"
+        row, unrepeated = self.worst, self.unrepeated
+        figures = f"error {row.tiled:.1e} of {row.allowed:.1e} allowed"
         if self.passed:
-            others = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
+            note = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
             if self.tiles is None:
-                others = (
-                    "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing, is verified"
-                )
-            return f"pass: the largest {figures}, in {failed.path}{others}"
+                note = "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing, is verified"
+            return f"pass: the largest {figures}, in {row.path}{note}"
         if all(row.passed for row in self.rows):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
-        if failed.tiled <= _FACTOR * failed.untiled:
+        if row.tiled <= _FACTOR * row.untiled:
             remedy = "the untiled step is as far off: compare with it (reference=False), or verify in 64-true"
         if self.draws:
             remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
@@ -106,7 +104,7 @@ class Verification:
                 f"two untiled steps differ by {unrepeated.tiled:.1e} in {unrepeated.path}: they read what steps change"
                 " and what is not restored between them, such as iterators, files or the clock"
             )
-        return f"fail: {failed.path}, {figures}: {remedy}"
+        return f"fail: {row.path}, {figures}: {remedy}"
 
     def table(self) -> Table:
         """Return the figures of both steps, and the errors of their gradients."""

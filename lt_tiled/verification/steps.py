@@ -115,15 +115,14 @@ class EngineSteps:
 
     def _count(self) -> tuple[int, int]:
         """Run a step and return its FLOPs, and the peak of the bytes that it allocates."""
-        from lt_tiled.planner.ledger import Flops, Ledger
+        from lt_tiled.planner.ledger import Ledger
 
         memory = PeakMemory(self.device)
         memory.reset()
         base = memory.read()
-        counted = Flops() if memory.counts else Ledger(only=self.device.type)
-        with counted:
+        with Ledger(only=self.device.type) as counted:
             self._step(read=False)
-        return counted.flops, counted.peak if isinstance(counted, Ledger) else memory.read() - base
+        return counted.flops, memory.read() - base if memory.counts else counted.peak
 
     def _step(self, passes: int = 1, read: bool = True) -> tuple[dict[str, Tensor], float]:
         """Run a step of some passes. Return its values, with mean gradients, and the seconds of the last pass."""
@@ -206,9 +205,9 @@ def reference_values(
         batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
         plain.trainer = steps.trainer
         plain.configure_model()
-        own = plain.state_dict()  # with the names of compiled submodules
-        own |= {name: weights[plain_name(name)] for name, value in own.items() if isinstance(value, Tensor)}
-        plain.load_state_dict(own)
+        full = plain.state_dict()  # with the names of compiled submodules
+        full |= {name: weights[plain_name(name)] for name, value in full.items() if isinstance(value, Tensor)}
+        plain.load_state_dict(full)
         make_comparable(plain.to(steps.device, dtype))
         torch.set_default_dtype(dtype)
         with turned_off(plain):
@@ -299,10 +298,10 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 def without_untrained(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Leave out buffers, frozen weights, and all names of a tied weight but the first."""
     trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
-    others = dict(module.named_parameters(remove_duplicate=False)).keys() - trained
-    others |= dict(module.named_buffers(remove_duplicate=False)).keys()
-    left_out = {plain_name(name) for name in others}
-    return {name: value for name, value in state.items() if name not in left_out}
+    untrained = dict(module.named_parameters(remove_duplicate=False)).keys() - trained
+    untrained |= dict(module.named_buffers(remove_duplicate=False)).keys()
+    names = {plain_name(name) for name in untrained}
+    return {name: value for name, value in state.items() if name not in names}
 
 
 @torch.no_grad()

@@ -209,21 +209,35 @@ def verdicts(**changed: Any) -> list[bool | None]:
     return [row[2].good for row in gpu.goals(results(**changed)).rows]
 
 
+def counted(passed: int, failed: int, **more: str) -> dict[str, Any]:
+    """What pytest found."""
+    return {"tests": {"pytest -m gpu": {"passed": passed, "failed": failed, "skipped": 0, **more}}}
+
+
+def stepped(part: str, row: str, time: float, rounds: int = 3, **others: Any) -> dict[str, Any]:
+    """How long the steps of a row took, relative to the untiled ones."""
+    return {part: {row: {"relative step time": time, "rounds": rounds}, **others}}
+
+
+LIGER = {"relative step time": 1.1}
+LATE, NO_MEMORY = {"missing": "no time left"}, {"error": "OutOfMemoryError: no"}
+
+
 @pytest.mark.parametrize(
     ("index", "changed"),
     [
-        (0, {"tests": {"pytest -m gpu": {"passed": 29, "failed": 1, "skipped": 0}}}),
-        (0, {"tests": {"pytest -m gpu": {"passed": 0, "failed": 30, "skipped": 0}}}),
-        (0, {"tests": {"pytest -m gpu": {"passed": 9, "failed": 0, "skipped": 0, "error": "ended with code -9"}}}),
-        (0, {"tests": {"pytest -m gpu": {"passed": 9, "failed": 1, "skipped": 0, "missing": "no time left"}}}),
-        (1, {"offload": {"32768 tokens": {"relative step time": 1.07, "rounds": 3}}}),
-        (2, {"offload": {"131072 tokens": {"relative step time": 1.02, "rounds": 3}}}),
+        (0, counted(29, 1)),
+        (0, counted(0, 30)),
+        (0, counted(9, 0, error="ended with code -9")),
+        (0, counted(9, 1, missing="no time left")),
+        (1, stepped("offload", "32768 tokens", 1.07)),
+        (2, stepped("offload", "131072 tokens", 1.02)),
         (3, {"peak": {"plain": {"predicted over measured": 1.01}, "last": {"predicted over measured": 0.94}}}),
-        (3, {"peak": {"plain": {"predicted over measured": 0.9}, "last": {"missing": "no time left"}}}),
+        (3, {"peak": {"plain": {"predicted over measured": 0.9}, "last": LATE}}),
         (4, {"engines": {"FSDP2": {"relative loss": 1.02}}}),
         (4, {"engines": {"FSDP2": {"relative loss": math.nan}, "ZeRO-3": {"relative loss": 1.0}}}),
         (4, {"engines": {"FSDP2": {"relative loss": 1.0}, "ZeRO-3": {"relative loss": math.nan}}}),
-        (5, {"steps": {"lt_tiled": {"relative step time": 1.2, "rounds": 3}, "Liger": {"relative step time": 1.1}}}),
+        (5, stepped("steps", "lt_tiled", 1.2, Liger=LIGER)),
         (6, {"compiled": {"compiled": {"error": "RuntimeError: no"}}}),
     ],
 )
@@ -235,11 +249,8 @@ def test_goals(index: int, changed: dict[str, Any]) -> None:
 
 def test_goals_that_were_not_measured() -> None:
     """A goal without a figure has no verdict, and one without other packages says so, and why each is missing."""
-    steps = {
-        "lt_tiled": {"relative step time": 1.0, "rounds": 3},
-        "Liger": {"missing": "No module named 'liger_kernel'"},
-    }
-    rows = gpu.goals(results(offload={}, steps=steps)).rows
+    steps = stepped("steps", "lt_tiled", 1.0, Liger={"missing": "No module named 'liger_kernel'"})
+    rows = gpu.goals(results(offload={}, **steps)).rows
     assert [row[2].good for row in rows] == [True, None, None, True, True, None, True]
     assert rows[5][1].text == "below all others (Liger not measured: No module named 'liger_kernel')"
     assert rows[5][2].text == "not measured: no other package was measured"
@@ -248,32 +259,11 @@ def test_goals_that_were_not_measured() -> None:
 @pytest.mark.parametrize(
     ("index", "changed", "text"),
     [
-        (
-            0,
-            {"tests": {"pytest -m gpu": {"passed": 9, "failed": 0, "skipped": 0, "missing": "no time left"}}},
-            "9 passed, 0 failed, no time left",
-        ),
-        (2, {"offload": {"131072 tokens": {"relative step time": 1.002, "rounds": 2}}}, "1.002 (2 rounds)"),
-        (
-            3,
-            {"peak": {"plain": {"predicted over measured": 0.98}, "last": {"error": "OutOfMemoryError: no"}}},
-            "0.980 (1 of 2 rows)",
-        ),
-        (
-            4,
-            {"engines": {"FSDP2": {"missing": "no time left"}, "ZeRO-3": {"missing": "No module named 'deepspeed'"}}},
-            "0.995 (2 of 3 rows)",
-        ),
-        (
-            5,
-            {
-                "steps": {
-                    "lt_tiled": {"relative step time": 1.02, "rounds": 1},
-                    "Liger": {"relative step time": 1.1},
-                }
-            },
-            "1.020 (1 rounds)",
-        ),
+        (0, counted(9, 0, missing="no time left"), "9 passed, 0 failed, no time left"),
+        (2, stepped("offload", "131072 tokens", 1.002, rounds=2), "1.002 (2 rounds)"),
+        (3, {"peak": {"plain": {"predicted over measured": 0.98}, "last": NO_MEMORY}}, "0.980 (1 of 2 rows)"),
+        (4, {"engines": {"FSDP2": LATE, "ZeRO-3": {"missing": "No module named 'deepspeed'"}}}, "0.995 (2 of 3 rows)"),
+        (5, stepped("steps", "lt_tiled", 1.02, rounds=1, Liger=LIGER), "1.020 (1 rounds)"),
     ],
 )
 def test_goals_that_were_measured_in_part(index: int, changed: dict[str, Any], text: str) -> None:
@@ -284,12 +274,8 @@ def test_goals_that_were_measured_in_part(index: int, changed: dict[str, Any], t
 
 def test_a_package_that_raises() -> None:
     """A package whose steps raised is named next to those that lt_tiled is compared to."""
-    steps = {
-        "lt_tiled": {"relative step time": 1.0, "rounds": 3},
-        "Liger": {"relative step time": 1.1},
-        "verl": {"error": "RuntimeError: no"},
-    }
-    goal = gpu.goals(results(steps=steps)).rows[5]
+    steps = stepped("steps", "lt_tiled", 1.0, Liger=LIGER, verl={"error": "RuntimeError: no"})
+    goal = gpu.goals(results(**steps)).rows[5]
     assert goal[1].text == "below all others (Liger 1.100, verl not measured: RuntimeError: no)"
     assert (goal[2].text, goal[2].good) == ("1.000 (3 rounds)", True)
 

@@ -15,17 +15,14 @@ import lt_tiled
 from lt_tiled import ActivationCheckpointing, TiledDDPStrategy, TiledSingleDeviceStrategy
 from lt_tiled.callbacks import MemoryMonitor
 from lt_tiled.lm import CausalLM, TextFiles
-from tests.lit import LitTiny, accelerator, trainer
+from tests.lit import LitTiny, accelerator, logged, trainer
 from tests.models import TinyLM, lm_loss
 from tests.planner.runs import LLAMA, TWO
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
-    """The lines of a run's CSV that hold the monitor's figures."""
-    (path,) = folder.rglob("metrics.csv")
-    header, *lines = (line.split(",") for line in path.read_text().splitlines())
-    found = [dict(zip(header, line, strict=True)) for line in lines]
-    return [row for row in found if row["lt_tiled/peak_memory"]]
+    """The rows of a run's CSV that hold the monitor's figures."""
+    return [row for row in logged(folder) if row["lt_tiled/peak_memory"]]
 
 
 @pytest.mark.table("TiledDDPStrategy")

@@ -72,6 +72,15 @@ def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
     return zero
 
 
+def launch(chosen: Any, **options: Any) -> Fabric:
+    """Seed torch, and return Fabric on the ranks of this world with an engine and its options, or with a strategy."""
+    chosen = strategy(lt_tiled.fabric, chosen, **options) if isinstance(chosen, str) else chosen
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
+    fabric.launch()
+    torch.manual_seed(0)
+    return fabric
+
+
 class Look(pl.Callback):
     """Reads the report while the strategy holds the model."""
 
@@ -185,3 +194,12 @@ def step_on(fabric: Fabric, optimizer: Any, loss: Tensor) -> float:
 
 def draw(shape: tuple[int, int], rank: int) -> Tensor:
     return torch.randint(32, shape, generator=torch.Generator().manual_seed(100 * rank + shape[1]))
+
+
+def error_of(fn: Callable[[], Any]) -> tuple[str, str]:
+    """Return the type and the text of the error that a call ends with."""
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"

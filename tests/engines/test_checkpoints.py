@@ -4,6 +4,7 @@ model.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import lt_tiled
+from lt_tiled import ActivationCheckpointing
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.export import export
-from tests.engines.cells import draw, policies, set_up, strategy, train
+from tests.engines.cells import draw, launch, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.forks import Forked
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
+from tests.world import World
 
 FORMATS = {
     "ddp": {},
@@ -174,10 +177,7 @@ def fabric_steps(
 ) -> list[float]:
     """Steps on batches that depend on their number, from a checkpoint and to one."""
     engine = case.split()[0]
-    chosen = strategy(lt_tiled.fabric, engine, **policies(mode, directory), **FORMATS[case])
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
-    fabric.launch()
-    torch.manual_seed(0)
+    fabric = launch(engine, **policies(mode, directory), **FORMATS[case])
     model, optimizer = set_up(fabric, TinyLM(), engine, adamw)
     state = {"model": model, "optimizer": optimizer, "done": 0}
     if load is not None:
@@ -242,3 +242,81 @@ def test_export(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     (batch,) = data.val_dataloader()
     loss = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(**batch, labels=batch["input_ids"]).loss
     assert found == [pytest.approx(float(loss.detach().exp()), rel=1e-5)] * 2
+
+
+class SlowToWrite(TorchCheckpointIO):
+    """Takes a while to write."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        time.sleep(0.5)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class Watches(LitTiny):
+    """Notes, whenever a checkpoint's state is complete, how much RAM the offloader holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+
+    def ram(self) -> int:
+        return sum(prepared.offloader.cpu.size for prepared in self.trainer.strategy.prepared)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.held.append(self.ram())
+        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{self.trainer.global_step}.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.held.append(self.ram())
+
+
+def save_while_training(engine: str, directory: str) -> tuple[list[int], list[bool]]:
+    offload = ActivationCheckpointing(offload="cpu", cpu_budget="4MiB", min_bytes=0, keep_last=0)
+    plugins = [] if engine.startswith(("zero", "fsdp2")) else [SlowToWrite()]
+    run = trainer(
+        strategy(lt_tiled, engine, tiling=4, activation_checkpointing=offload),
+        devices=dist.get_world_size(),
+        plugins=plugins,
+        default_root_dir=directory,
+        limit_val_batches=0,
+    )
+    module = Watches()
+    run.fit(module)
+    run.save_checkpoint(last := f"{directory}/last.ckpt")
+    return module.held, [Path(path).exists() for path in (f"{directory}/1.ckpt", last)]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2", "zero2"])
+def test_saving_frees_the_buffers_first(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """Before the state is gathered for a checkpoint the offloader's RAM is given back, and taken anew by the next step.
+
+    When ``save_checkpoint`` returns, on any rank, the checkpoint is there.
+    """
+    for held, exist in on_ranks(save_while_training, engine, str(tmp_path)):
+        assert [size > 0 for size in held] == [True, False] * 3 + [False]  # the last after the strategy's tear-down
+        assert exist == [True, True]
+
+
+def save_twice(path: str) -> list[str]:
+    """A sharded checkpoint, then a full one of the weights but the head at the same place; the keys of the latter."""
+    for kind, chosen in (("sharded", None), ("full", {"model": _no_head})):
+        fabric = launch("fsdp", tiling=4, state_dict_type=kind)
+        model, optimizer = set_up(fabric, TinyLM(), "fsdp")
+        train(fabric, model, optimizer, [draw((2, 24), 0)])
+        fabric.save(path, {"model": model, "optimizer": optimizer, "mine": {"step": 1}}, filter=chosen)
+        fabric.strategy.release()
+    saved = torch.load(path, weights_only=False)
+    assert saved["mine"] == {"step": 1}
+    return sorted(saved["model"])
+
+
+def _no_head(name: str, value: Any) -> bool:
+    return "head" not in name
+
+
+def test_full_over_sharded_with_a_filter(world: World, tmp_path: Path) -> None:
+    """On the CPU, FSDP's full checkpoint takes the place of a sharded one, and leaves out what the filter leaves
+    out.
+    """
+    expected = sorted(name for name in TinyLM().state_dict() if _no_head(name, None))
+    assert world(save_twice, str(tmp_path / "model.ckpt")) == [expected] * 2

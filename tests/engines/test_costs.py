@@ -9,14 +9,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import lt_tiled
-from lt_tiled import ActivationCheckpointing, Tiling
-from lt_tiled.planner.ledger import Flops
-from tests.engines.cells import ENGINES, draw, set_up, strategy
+from lt_tiled import Tiling
+from lt_tiled.planner.ledger import Ledger
+from tests.engines.cells import ENGINES, draw, launch, set_up
 from tests.engines.conftest import OnRanks
 from tests.models import Block, PythonNorm, TinyLM, lm_loss
 
@@ -26,15 +24,7 @@ READ = "aten::_local_scalar_dense"
 def operations(engine: str, shards: int | None, checkpointed: bool, calls: int = 1) -> dict[str, int]:
     """Collectives, and reads of a value by the host, in the forward passes and the backward of a settled step."""
     tiling = None if shards is None else Tiling(shards, self_check=False)
-    chosen = strategy(
-        lt_tiled.fabric,
-        engine,
-        tiling=tiling,
-        activation_checkpointing=ActivationCheckpointing() if checkpointed else None,
-    )
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
-    fabric.launch()
-    torch.manual_seed(0)
+    fabric = launch(engine, tiling=tiling, activation_checkpointing=checkpointed)
     model, optimizer = set_up(fabric, TinyLM(), engine)
     ids = draw((2, 32), dist.get_rank())
 
@@ -71,13 +61,11 @@ def flops(engine: str, shards: int | None) -> int:
     net = TinyLM()
     net.blocks = nn.ModuleList([Block(), Block(), NormAfter(), NormAfter()])
     tiling = None if shards is None else Tiling(shards, self_check=False)
-    chosen = strategy(lt_tiled.fabric, engine, tiling=tiling, activation_checkpointing=ActivationCheckpointing())
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
-    fabric.launch()
+    fabric = launch(engine, tiling=tiling, activation_checkpointing=True)
     model, optimizer = set_up(fabric, net, engine)
     ids = draw((2, 32), dist.get_rank())
     for _ in range(2):
-        with Flops() as counter:
+        with Ledger() as counter:
             fabric.backward(lm_loss(model(ids), ids))
         optimizer.step()
         optimizer.zero_grad()

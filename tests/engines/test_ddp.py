@@ -1,22 +1,21 @@
-"""Tiled modules under ``DistributedDataParallel`` on two ranks: in bare torch, in the Trainer and in Fabric."""
+"""Tiled modules under ``DistributedDataParallel`` on two ranks: in bare torch, and beside stock DDP in the Trainer."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import lt_tiled
 from lt_tiled import ActivationCheckpointing, TiledDDPStrategy, Tiling, prepare
 from lt_tiled.callbacks import TiledMLP
+from tests.engines.cells import draw
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import EXACT, near
@@ -42,10 +41,6 @@ class WithSpare(TinyLM):
         return logits if not dist.get_rank() else logits + self.spare(logits)
 
 
-def draw(shape: tuple[int, int], rank: int) -> Tensor:
-    return torch.randint(32, shape, generator=torch.Generator().manual_seed(100 * rank + shape[1]))
-
-
 def ddp_error(
     model: type[TinyLM],
     options: dict[str, Any],
@@ -68,11 +63,7 @@ def ddp_error(
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
 
-    prepared = prepare(
-        net,
-        tiling=Tiling(shards[dist.get_rank()]),
-        activation_checkpointing=ActivationCheckpointing() if checkpointed else None,
-    )
+    prepared = prepare(net, tiling=Tiling(shards[dist.get_rank()]), activation_checkpointing=checkpointed)
     wrapped = DistributedDataParallel(net, **options)
     worst = 0.0
     for _ in range(steps):
@@ -119,9 +110,6 @@ def test_unused_weights(world: World) -> None:
     assert max(world(ddp_error, WithSpare, {"find_unused_parameters": True}, EVEN, [4, 4], True)) < EXACT
 
 
-# Offload
-
-
 def ddp_offload(directory: str | None, steps: int = 20) -> tuple[list[float], list[float], int]:
     """Losses with accumulation and validation, the sums of the weights at the end, and the bytes that went to disk."""
     torch.manual_seed(0)
@@ -158,120 +146,29 @@ def test_offload_is_bit_identical(world: World, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def share_of_the_budget(strategy: Any) -> int:
-    model = LitTiny()
-    run = trainer(strategy, devices=2)
-    budgets: list[int] = []
-
-    class Look(pl.Callback):
-        def on_train_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-            prepared = getattr(run.strategy, "prepared", None) or run.callbacks[0].prepared
-            budgets.append(prepared[0].offloader.disk.spill.budget)
-
-    run.callbacks.append(Look())
-    run.fit(model)
-    return budgets[0]
+CASES: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
+    "stock": lambda: ("ddp", []),
+    "named": lambda: ("tiled_ddp", []),
+    "find_unused_parameters": lambda: (TiledDDPStrategy(tiling=4, find_unused_parameters=True), []),
+    "static_graph": lambda: (TiledDDPStrategy(tiling=4, static_graph=True), []),
+    "callback": lambda: ("ddp", [TiledMLP(4)]),
+}
 
 
-def strategy_share(directory: str) -> int:
-    policy = ActivationCheckpointing(offload="disk", disk_budget="8MiB", directory=directory)
-    return share_of_the_budget(TiledDDPStrategy(tiling=4, activation_checkpointing=policy))
-
-
-def test_ranks_share_the_nodes_budget(world: World, tmp_path: Path) -> None:
-    """Each of two ranks of a node reserves half of the node's budget."""
-    assert world(strategy_share, str(tmp_path)) == [4 * 2**20] * 2
-
-
-# Trainer
-
-
-def fit(
-    strategy: Any, callbacks: list[pl.Callback] | None = None, **kwargs: Any
-) -> tuple[list[float], list[float], set[int], int]:
-    model = LitTiny()
-    trainer(strategy, devices=2, callbacks=callbacks, **kwargs).fit(model)
+def fit(case: str) -> tuple[list[float], list[float], set[int], int]:
+    model, (strategy, callbacks) = LitTiny(), CASES[case]()
+    trainer(strategy, devices=2, callbacks=callbacks).fit(model)
     return model.losses, model.val_losses, model.forwards_replaced, replaced(model)
 
 
-def fit_plain(**kwargs: Any) -> tuple[list[float], list[float], set[int], int]:
-    return fit("ddp", **kwargs)
-
-
-def fit_tiled(options: dict[str, Any], **kwargs: Any) -> tuple[list[float], list[float], set[int], int]:
-    return fit(
-        TiledDDPStrategy(tiling=Tiling(num_shards=4), activation_checkpointing=ActivationCheckpointing(), **options),
-        **kwargs,
-    )
-
-
-def fit_named() -> tuple[list[float], list[float], set[int], int]:
-    return fit("tiled_ddp")
-
-
-def fit_callback() -> tuple[list[float], list[float], set[int], int]:
-    return fit("ddp", callbacks=[TiledMLP(4)])
-
-
-def in_trainer(case: str, kwargs: dict[str, Any]) -> tuple[list[float], list[float], set[int], int]:
-    if case == "plain":
-        return fit_plain(**kwargs)
-    if case in ("named", "callback"):
-        return {"named": fit_named, "callback": fit_callback}[case]()
-    return fit_tiled({case: True} if case != "strategy" else {}, **kwargs)
-
-
-@pytest.mark.parametrize("case", ["strategy", "find_unused_parameters", "static_graph", "named", "callback"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "stock"])
 def test_trainer(world: World, case: str) -> None:
     """Losses of training and validation are those of stock DDP, modules are marked in every step, and none after the
-    run.
-
-    For the strategy, its options, its registered name, and the callback beside stock DDP.
+    run: by the strategy's registered name, with DDP's options, and with the callback beside stock DDP.
     """
-    plain, tiled = world(in_trainer, "plain", {}), world(in_trainer, case, {})
+    plain, tiled = world(fit, "stock"), world(fit, case)
     for (losses, val_losses, _, _), (tiled_losses, tiled_val_losses, during, after) in zip(plain, tiled, strict=True):
         assert len(losses) == 3
         assert tiled_losses == near(losses)
         assert tiled_val_losses == near(val_losses)
-        assert during == {6}
-        assert after == 0
-
-
-@pytest.mark.parametrize("kwargs", [{"accumulate_grad_batches": 2, "max_steps": 2}, {"gradient_clip_val": 0.1}])
-def test_trainer_options(world: World, kwargs: dict[str, Any]) -> None:
-    """Gradient accumulation and clipping train as they do untiled."""
-    plain, tiled = world(in_trainer, "plain", kwargs), world(in_trainer, "strategy", kwargs)
-    assert [t[0] for t in tiled] == [near(p[0]) for p in plain]
-
-
-# Fabric
-
-
-def in_fabric(tiled: bool) -> tuple[list[float], int, int]:
-    strategy = lt_tiled.fabric.TiledDDPStrategy(tiling=4) if tiled else "ddp"
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    torch.manual_seed(0)
-    net = TinyLM()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
-    during, losses = replaced(net), []
-    for step in range(4):
-        ids = draw((2, 24 + step), fabric.global_rank)
-        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
-            loss = lm_loss(model(ids), ids)
-            fabric.backward(loss)
-        losses.append(float(loss.detach()))
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    if tiled:
-        fabric.strategy.release()
-    return losses, during, replaced(net)
-
-
-def test_fabric(world: World) -> None:
-    """Losses with accumulation under ``no_backward_sync`` are those of stock DDP; ``release`` takes the patches off."""
-    plain, tiled = world(in_fabric, False), world(in_fabric, True)
-    for (losses, _, _), (tiled_losses, during, after) in zip(plain, tiled, strict=True):
-        assert tiled_losses == near(losses)
-        assert (during, after) == (6, 0)
+        assert (during, after) == ({6}, 0)

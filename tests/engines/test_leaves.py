@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lt_tiled
-from tests.engines.cells import draw, strategy, train
+from tests.engines.cells import draw, error_of, launch, strategy, train
 from tests.engines.conftest import OnRanks
-from tests.engines.test_setup import error_of
 from tests.models import Block, GatedMLP, H, TinyLM
 from tests.parity import near
 from tests.world import World
@@ -114,6 +112,16 @@ class UsesNormBefore(OfBlocks):
         return self.head(x)
 
 
+class RunsTwice(OfBlocks):
+    """Runs its blocks twice."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
 class TakesKeywords(OfBlocks):
     """Gives blocks their hidden states by keyword, and measures their weights when the backward pass leaves them."""
 
@@ -137,9 +145,7 @@ def losses(engine: str, model: type[OfBlocks], kind: type[Block], frozen: bool =
     chosen = strategy(lt_tiled.fabric, engine, **{"tiling": 4, "activation_checkpointing": None} | options)
     if engine == "zero3":  # else a bucket may still have the weight whose gradient arrives late
         chosen.config["zero_optimization"]["reduce_bucket_size"] = 1
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
-    fabric.launch()
-    torch.manual_seed(0)
+    fabric = launch(chosen)
     net = model(kind, frozen)
     if own:
         from deepspeed.utils import set_z3_leaf_modules
@@ -204,3 +210,10 @@ def test_own_leaves(model: type[OfBlocks], kind: type[Block], path: str, on_rank
     """Such blocks train as under DDP where the model makes its MLPs leaf modules, as the error says."""
     plain = on_ranks(losses, "ddp", model, kind)
     assert on_ranks(losses, "zero3", model, kind, False, True) == [near(each) for each in plain]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_blocks_that_run_twice_under_zero3(own: bool, on_ranks: OnRanks) -> None:
+    """Blocks that run twice train in tiles as under DDP, also if the model makes its MLPs leaf modules."""
+    plain = on_ranks.once(losses, "ddp", RunsTwice, Block)
+    assert on_ranks(losses, "zero3", RunsTwice, Block, False, own) == [near(each) for each in plain]

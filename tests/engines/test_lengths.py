@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-import lt_tiled
-from tests.engines.cells import ENGINES, draw, set_up, strategy
+from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
 from tests.models import GatedMLP, H, PythonNorm
 from tests.parity import SPREADS, spread_of
@@ -63,10 +61,7 @@ class Layers(nn.Module):
 def train(engine: str, norms: bool, lengths: tuple[int, int], tiled: bool) -> tuple[list[float], list[list[str]]]:
     """Three steps; the losses, and the names of the weights as the gradients of each step arrived."""
     policies = {} if tiled else {"tiling": None, "activation_checkpointing": None}
-    chosen = strategy(lt_tiled.fabric, engine, **policies)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
-    fabric.launch()
-    torch.manual_seed(0)
+    fabric = launch(engine, **policies)
     net = Layers(norms)
     model, optimizer = set_up(fabric, net, engine)
     arrived: list[str] = []
@@ -77,10 +72,7 @@ def train(engine: str, norms: bool, lengths: tuple[int, int], tiled: bool) -> tu
     for step in range(3):  # each length on each rank, and the losses behind the gradients of both
         ids = draw((1, lengths[(dist.get_rank() + step) % 2]), dist.get_rank())
         loss = (model(ids) * torch.linspace(-1, 1, 32)).square().sum() / 2**17
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(step_on(fabric, optimizer, loss))
         orders.append(arrived.copy())
         arrived.clear()
     fabric.strategy.release()

@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from torch import Tensor
 
-import lt_tiled
 from lt_tiled import tiled_linear_cross_entropy
-from tests.engines.cells import ENGINES, set_up, step_on, strategy
+from tests.engines.cells import ENGINES, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
@@ -23,9 +21,7 @@ from tests.world import World
 def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
     """Three steps, on each rank with labels of which another part is ignored."""
     rank = dist.get_rank()
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, engine, tiling=3))
-    fabric.launch()
-    torch.manual_seed(0)
+    fabric = launch(engine, tiling=3)
     net = TinyLM()
     if tied:
         net.head.weight = net.embed.weight

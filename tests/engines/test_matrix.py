@@ -4,6 +4,7 @@ offloaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.engines.cells import ENGINES, MODES, SHARDED, in_fabric, in_trainer
 from tests.engines.conftest import OnRanks
 from tests.parity import near
+from tests.world import World
 
 pytestmark = pytest.mark.self_checks
 
@@ -52,3 +54,23 @@ def test_engines_agree(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path
     plain = on_ranks.once(partial(LOOPS[loop], **alike), "ddp", "untiled", "")
     sharded = on_ranks(partial(LOOPS[loop], **alike), engine, "loss", str(tmp_path))
     assert [r.losses for r in sharded] == [near(r.losses) for r in plain]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[World]:
+    world = World(1)
+    yield world
+    world.close()
+
+
+@pytest.mark.table("ddp|fsdp2|zero3")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_device(engine: str, one_rank: World, tmp_path: Path) -> None:
+    """Every engine runs on one device, ZeRO-3 too, with the losses of plain training."""
+    (plain,) = one_rank(partial(in_trainer, built=True), "ddp", "untiled", str(tmp_path))
+    (tiled,) = one_rank(partial(in_trainer, built=True), engine, "disk", str(tmp_path))
+    assert tiled.losses == near(plain.losses)
+    assert tiled.disk_bytes > 0
+    (plain,) = one_rank(partial(in_fabric, accumulate=False), "ddp", "untiled", str(tmp_path))
+    (tiled,) = one_rank(partial(in_fabric, accumulate=False), engine, "disk", str(tmp_path))
+    assert tiled.losses == near(plain.losses)

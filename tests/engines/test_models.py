@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, Tiling
+from lt_tiled import Tiling
 from lt_tiled.report import Report
 from lt_tiled.tiling.patched import tiled_patches
 from tests.architectures import ARCHITECTURES
-from tests.engines.cells import set_up, strategy
+from tests.engines.cells import draw, launch, policies, set_up, step_on, train
 from tests.engines.conftest import OnRanks
+from tests.models import GatedMLP, RoutedMLP, TinyLM
 from tests.parity import near
 from tests.world import World
 
@@ -44,21 +44,14 @@ def losses(
     were compiled.
     """
     rank = dist.get_rank()
-    chosen = strategy(
-        lt_tiled.fabric, engine, tiling=tiling, activation_checkpointing=ActivationCheckpointing(), loss=loss
-    )
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
-    fabric.launch()
+    fabric = launch(engine, tiling=tiling, activation_checkpointing=True, loss=loss)
     net = built(kind, tied=engine == "ddp")
     model, optimizer = set_up(fabric, net, engine)
     found = []
     for step in range(2):  # in the second one, the gradients of the first count
         ids = torch.randint(3, 64, (2, 40 + 6 * rank), generator=torch.Generator().manual_seed(10 * step + rank))
         value = model(input_ids=ids, labels=ids, **inputs).loss
-        fabric.backward(value)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(value.detach()))
+        found.append(step_on(fabric, optimizer, value))
     rows = Report.of(net).tiled
     compiled = all(
         bool(tiling and tiling.compile) and not patch.learned.uncompiled for _, _, patch in tiled_patches(net)
@@ -110,11 +103,8 @@ def images_on_one_rank(kind: str, frozen: bool, tiling: Tiling | None) -> tuple[
             "input_ids": inputs["input_ids"].masked_fill(inputs["input_ids"] == image, 7),
             "labels": inputs["labels"],
         }
-    chosen = lt_tiled.fabric.TiledDDPStrategy(
-        tiling=tiling, activation_checkpointing=ActivationCheckpointing(), find_unused_parameters=True
-    )
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
-    fabric.launch()
+    chosen = lt_tiled.fabric.TiledDDPStrategy(tiling=tiling, activation_checkpointing=True, find_unused_parameters=True)
+    fabric = launch(chosen)
     model = fabric.setup_module(net)
     fabric.backward(model(**inputs).loss)
     rows = Report.of(net).tiled
@@ -146,18 +136,14 @@ def with_units(wrap: str, tiling: Tiling | None) -> list[float]:
     net = built("Gemma 2", tied=False)
     classes = {type(m) for path, m in net.named_modules() if path.endswith(wrap)}
     chosen = lt_tiled.fabric.TiledFSDPStrategy(tiling=tiling, auto_wrap_policy=classes)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
-    fabric.launch()
+    fabric = launch(chosen)
     try:
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
         ids, found = torch.arange(96).view(2, 48) % 64, []
         for _ in range(3):
             loss = model(input_ids=ids, labels=ids).loss
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss.detach()))
+            found.append(step_on(fabric, optimizer, loss))
         return found
     finally:
         fabric.strategy.release()
@@ -195,3 +181,86 @@ def test_loss_of_the_model_in_tiles(on_ranks: OnRanks, engine: str, kind: str) -
     for (true, *_), (found, all_tiled, _) in zip(untiled, tiled, strict=True):
         assert found == near(true)
         assert all_tiled
+
+
+class ByKeyword(nn.Module):
+    """Calls its MLP with a keyword, and with a tensor that wants no gradient beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(_KeywordBlock() for _ in range(2))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, mask=(ids % 3 > 0).float()[..., None])
+        return self.head(x)
+
+
+class _KeywordBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.mlp = _MaskedMLP()
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return x + self.mlp(mask=mask, hidden=self.norm(x))
+
+
+class _MaskedMLP(GatedMLP):
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(hidden) * mask
+
+
+def keyword_losses(engine: str, mode: str) -> list[float]:
+    fabric = launch(engine, **policies(mode, ""))
+    model, optimizer = set_up(fabric, ByKeyword(), engine)
+    losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
+    fabric.strategy.release()
+    return losses
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_arguments_by_keyword(engine: str, on_ranks: OnRanks) -> None:
+    """Hidden states passed by keyword train as untiled DDP does, also where ZeRO-3 looks at positional arguments
+    alone.
+    """
+    plain = on_ranks.once(keyword_losses, "ddp", "untiled")
+    assert on_ranks(keyword_losses, engine, "checkpointed") == [near(losses) for losses in plain]
+
+
+class _Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = RoutedMLP(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x)[0]
+
+
+class Mixture(TinyLM):
+    """Its MLPs are mixtures of more experts than four tokens can choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.mlp = _Routed()
+
+
+def mixture(engine: str) -> list[float]:
+    options = {"find_unused_parameters": True} if engine == "ddp" else {}
+    fabric = launch(engine, tiling=2, **options)
+    net = Mixture()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    losses = train(fabric, model, optimizer, (draw((1, 4), 5 * fabric.global_rank + step) for step in range(3)))
+    fabric.strategy.release()
+    return losses
+
+
+@pytest.mark.self_checks
+def test_ranks_choose_different_experts_under_fsdp2(world: World) -> None:
+    """Experts that have tokens on one rank alone train under FSDP2 as under DDP."""
+    plain = world(mixture, "ddp")
+    assert world(mixture, "fsdp2") == [near(losses) for losses in plain]

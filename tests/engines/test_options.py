@@ -12,16 +12,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lt_tiled
-from tests.engines.cells import ENGINES, draw, in_trainer, policies, seen, strategy, train
+from tests.engines.cells import ENGINES, draw, in_trainer, launch, policies, seen, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.parity import errors, more_than, near
+from tests.world import World
 
 WHOLE_WEIGHTS = [engine for engine in ENGINES if engine != "fsdp_flat"]
 """Engines that may freeze a part of a unit's weights."""
@@ -111,7 +111,7 @@ def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Pat
         assert disk_bytes > 0
 
 
-@pytest.mark.table("(fsdp2|zero3)-accumulation|(fsdp_flat|zero1)-clipping")
+@pytest.mark.table("(ddp|fsdp2|zero3)-accumulation|(fsdp_flat|zero1)-clipping")
 @pytest.mark.parametrize(
     "kwargs", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=["accumulation", "clipping"]
 )
@@ -166,15 +166,9 @@ def lora() -> nn.Module:
 def train_model(
     engine: str, mode: str, directory: str, build: Callable[[], nn.Module]
 ) -> tuple[list[float], list[int]]:
-    chosen = strategy(
-        lt_tiled.fabric,
-        engine,
-        **policies(mode, directory),
-        **({"find_unused_parameters": True} if engine == "ddp" else {}),
+    fabric = launch(
+        engine, **policies(mode, directory), **({"find_unused_parameters": True} if engine == "ddp" else {})
     )
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
-    fabric.launch()
-    torch.manual_seed(0)
     net = build()
     model, optimizer = fabric.setup(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1))
     losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
@@ -193,3 +187,24 @@ def test_models(engine: str, build: Callable[[], nn.Module], on_ranks: OnRanks, 
     for (losses, _), (tiled_losses, tiles) in zip(plain, tiled, strict=True):
         assert tiled_losses == near(losses)
         assert tiles == [4, 4]
+
+
+def with_momentum(engine: str) -> list[float]:
+    """The optimizer has stepped, and has state, when Fabric gets it."""
+    fabric = launch(engine, tiling=4)
+    net = TinyLM()
+    optimizer = torch.optim.SGD(net.parameters(), 1.0, momentum=0.9)
+    ids = draw((2, 24), 0)
+    lm_loss(net(ids), ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = fabric.setup(net, optimizer)
+    losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
+    fabric.strategy.release()
+    return losses
+
+
+def test_optimizers_keep_their_state_under_fsdp2(world: World) -> None:
+    """An optimizer that has stepped before ``fabric.setup`` goes on with its momentum, sharded."""
+    plain = world(with_momentum, "ddp")
+    assert world(with_momentum, "fsdp2") == [near(losses) for losses in plain]

@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing
-from tests.engines.cells import ENGINES, draw, set_up, step_on, strategy, train
+from tests.engines.cells import ENGINES, draw, launch, set_up, step_on, train
 from tests.engines.conftest import OnRanks
 from tests.models import Block, GatedMLP, H, TinyLM, lm_loss
 from tests.parity import near
@@ -84,15 +82,15 @@ CHANGES: dict[str, Callable[[Switched], object]] = {
 IN_PLACE, OTHER, SHARDED = (
     r"Switched\.shift of shape \[16\] was changed in place",
     r"its recompute computes other values",
-    "was sharded again .what modules compute beside",
+    "was sharded again by FSDP",
 )
 FREEZES = ("ddp", "fsdp", "fsdp2")
 """The engines that let weights be frozen between two forward passes."""
 POLICIES: dict[str, dict[str, Any]] = {
     "untiled": {"tiling": None, "activation_checkpointing": None},
     "tiles": {"tiling": 4, "activation_checkpointing": None},
-    "activation_checkpointing": {"tiling": None, "activation_checkpointing": ActivationCheckpointing()},
-    "both": {"tiling": 4, "activation_checkpointing": ActivationCheckpointing()},
+    "activation_checkpointing": {"tiling": None, "activation_checkpointing": True},
+    "both": {"tiling": 4, "activation_checkpointing": True},
 }
 
 
@@ -101,10 +99,7 @@ def switched(engine: str, policies: str) -> dict[str, list[float] | str]:
     found: dict[str, list[float] | str] = {}
     for name, change in CHANGES.items():
         Switched.gain = SWITCH["gain"] = Settings.gain = 1.0
-        chosen = strategy(lt_tiled.fabric, engine, **POLICIES[policies])
-        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
-        fabric.launch()
-        torch.manual_seed(0)
+        fabric = launch(engine, **POLICIES[policies])
         net = TinyLM()
         net.blocks = nn.ModuleList([Switched(), Switched()])
         blocks = list(net.blocks)
@@ -175,9 +170,7 @@ def calls(engine: str, policies: str) -> dict[str, list[float]]:
     """The losses of three steps with several calls of a model each."""
     found = {}
     for name, of_calls in LOSSES.items():
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, engine, **POLICIES[policies]))
-        fabric.launch()
-        torch.manual_seed(0)
+        fabric = launch(engine, **POLICIES[policies])
         model, optimizer = set_up(fabric, TinyLM(), engine, lambda ps: torch.optim.SGD(ps, 0.5))
         losses = []
         for step in range(3):
@@ -201,9 +194,7 @@ def by_hand(tiled: bool) -> list[float]:
     """The losses of a model under ZeRO-3 that ``prepare`` tiled and checkpointed, without a strategy that knows it."""
     from deepspeed.utils import set_z3_leaf_modules
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy(lt_tiled.fabric, "zero3", **POLICIES["untiled"]))
-    fabric.launch()
-    torch.manual_seed(0)
+    fabric = launch("zero3", **POLICIES["untiled"])
     net = TinyLM()
     set_z3_leaf_modules(net, [Block])
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -221,10 +212,7 @@ def test_prepared_by_hand_under_zero3(deepspeed_world: World) -> None:
 
 def adapters(engine: str, policies: str) -> list[float]:
     """The losses of three steps in which the active LoRA adapter is another one in the second forward pass."""
-    chosen = strategy(lt_tiled.fabric, engine, **POLICIES[policies])
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=chosen)
-    fabric.launch()
-    torch.manual_seed(0)
+    fabric = launch(engine, **POLICIES[policies])
     config = LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
     net = get_peft_model(TinyLM(), config)
     net.add_adapter("other", config)

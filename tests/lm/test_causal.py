@@ -91,7 +91,7 @@ def test_tiled_loss_changes_no_figure(config: dict[str, Any], data: TextFiles) -
     found = []
     for tiled in (False, 3):
         torch.manual_seed(0)
-        model, run = CausalLM(config, tiled_loss=tiled), trainer("tiled", limit_val_batches=1)
+        model, run = CausalLM(config, loss=tiled), trainer("tiled", limit_val_batches=1)
         run.fit(model, datamodule=data)
         loss = float(run.callback_metrics["train_loss"])
         logprobs = torch.cat(run.predict(model, datamodule=data))
@@ -110,11 +110,11 @@ def test_no_full_logits(call: str, data: TextFiles) -> None:
     """
     peaks = []
     for tiled in (False, 8):
-        model = CausalLM({**LLAMA, "vocab_size": 16384}, tiled_loss=tiled)
+        model = CausalLM({**LLAMA, "vocab_size": 16384}, loss=tiled)
         model.configure_model()
         run = trainer("tiled", max_steps=1, limit_val_batches=1, limit_predict_batches=1, num_sanity_val_steps=0)
         peaks.append(peak_bytes(lambda run=run, model=model: getattr(run, call)(model, datamodule=data)))
-    assert CausalLM(LLAMA).hparams["tiled_loss"] is True
+    assert CausalLM(LLAMA).hparams["loss"] is True
     assert peaks[0] - peaks[1] >= 4 * 64 * 16384 * 0.7
 
 
@@ -153,7 +153,7 @@ def test_the_schedule_warms_up_and_falls() -> None:
         ({}, "exactly one of config"),
         ({"config": LLAMA, "path": "x"}, "exactly one of config"),
         ({"config": {"hidden_size": 8}}, r"config has no model_type, only \['hidden_size'\]"),
-        ({"config": LLAMA, "tiled_loss": 0}, "loss=0 must be None or False or True or an integer of at least 1"),
+        ({"config": LLAMA, "loss": 0}, "loss=0 must be None or False or True or an integer of at least 1"),
         ({"path": "no/model"}, "path='no/model' is not a directory with a config.json"),
     ],
 )
@@ -288,7 +288,7 @@ def test_evaluation_through_an_adapter(tiled: bool, data: TextFiles) -> None:
     """With an adapter around the model, evaluation runs it once, in tiles or without, with its perplexity, and leaves
     its loss as it was.
     """
-    model = CausalLM(LLAMA, lora={"r": 2, "target_modules": ["q_proj"]}, tiled_loss=tiled)
+    model = CausalLM(LLAMA, lora={"r": 2, "target_modules": ["q_proj"]}, loss=tiled)
     model.configure_model()
     calls: list[Any] = []
     model.model.get_base_model().model.embed_tokens.register_forward_hook(lambda *args: calls.append(args))

@@ -151,7 +151,7 @@ def test_packed_documents_train_as_alone(attention: str, error: float) -> None:
         "position_ids": torch.cat([torch.arange(len(ids)) for ids in alone]).view(2, 16),
     }
     batch["labels"] = batch["input_ids"].clone()
-    model = CausalLM(LLAMA, attn_implementation=attention, tiled_loss=3)
+    model = CausalLM(LLAMA, attn_implementation=attention, loss=3)
     model.configure_model()
     model.double()
     model.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
@@ -179,7 +179,7 @@ def test_documents_that_are_packed_train_as_alone(assistant_only: bool) -> None:
     """
     texts = [" ".join(WORDS[5 + (i + j) % 7] for j in range(n)) for i, n in enumerate((0, 1, 2, 7, 7, 8, 15, 16, 30))]
     write(*[{"text": text} for text in texts], *[{"messages": CHAT}] * 3, {"messages": CHAT[:1]})
-    model = CausalLM({**LLAMA, "vocab_size": 16}, tiled_loss=3)
+    model = CausalLM({**LLAMA, "vocab_size": 16}, loss=3)
     model.configure_model()
     model.double()
     model.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]

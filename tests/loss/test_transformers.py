@@ -26,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lt_tiled import ActivationCheckpointing, Tiling, _log, prepare
 from lt_tiled.loss.logits import DeferredLogits
 from lt_tiled.loss.transformers import AbsentLogits
-from lt_tiled.planner.ledger import Flops
+from lt_tiled.planner.ledger import Ledger
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import peak_bytes
@@ -80,7 +80,7 @@ def test_costs_no_more_flops_and_less_memory() -> None:
     step = partial(run, model, {"input_ids": ids, "labels": ids})
     for loss in (False, True):
         with prepare(model, loss=loss, activation_checkpointing=ActivationCheckpointing()):
-            with Flops() as counted:  # FlopCounterMode uses the logits
+            with Ledger() as counted:  # FlopCounterMode uses the logits
                 step()
             costs.append((counted.flops, peak_bytes(step)))
     assert costs[0][0] - costs[1][0] == 3 * 2 * 4096 * model.config.hidden_size

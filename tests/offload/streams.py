@@ -93,7 +93,7 @@ class Event:
         return end.time - self.time
 
 
-class TrackedCall(calls.Call):
+class TrackedCall(calls.SystemCall):
     """A system call that comes after what was done before it was submitted; who sees that it ended comes after it."""
 
     check: StreamCheck
@@ -303,7 +303,7 @@ class StreamCheck:
             (Tensor, tensor),
             (torch, {"empty": new}),
             (pinned.CPUMemory, {"take": taken}),
-            (calls, {"Call": type("Call", (TrackedCall,), {"check": self})}),
+            (calls, {"SystemCall": type("SystemCall", (TrackedCall,), {"check": self})}),
             (spill.SpillFile, {"_transfer": moved}),
         ):
             self._stack.enter_context(mock.patch.multiple(where, **names))

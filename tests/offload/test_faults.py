@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
-import linecache
 import os
 import resource
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, OffloadError
+from lt_tiled import OffloadDiskFullError, OffloadError
 from lt_tiled.offload import calls
 from lt_tiled.offload import spill as spilling
-from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.offload.spill import SpillFile
-from tests.offload.faults import EIO, ENOSPC, Fault, fail, nothing, nth_call
+from tests.interrupts import interrupted_at
+from tests.offload.faults import EIO, ENOSPC, Fault, fail, no_tmpfile, nothing, nth_call
+from tests.offload.offloaders import disk, settle, unused
 from tests.processes import LIMIT
 
 
@@ -38,11 +38,6 @@ def offloader(tmp_path: Path) -> Iterator[Offloader]:
     assert list(tmp_path.iterdir()) == []
 
 
-def disk(tmp_path: Path, **fields: Any) -> Offloader:
-    fields = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields}
-    return build_offloader(ActivationCheckpointing(**fields))
-
-
 def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bool:
     """Run a step, all of whose tensors leave, and return whether they come back bit for bit."""
     tensors = [torch.randn(2000) for _ in range(4)]
@@ -50,42 +45,6 @@ def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bo
     assert all(record.stored.transfer.ended_within(LIMIT) for record in packed)
     then()
     return all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
-
-
-def unused(offloader: Offloader) -> bool:
-    """Return whether all space of the file is free within a limit: a call that runs frees its space when it ends."""
-    end = time.monotonic() + LIMIT
-    while offloader.disk.spill.used and time.monotonic() < end:
-        time.sleep(0.001)
-    return offloader.disk.spill.used == 0
-
-
-def interrupted_at(line: int, run: Callable[[], object]) -> bool:
-    """Run and raise ``KeyboardInterrupt`` at the n-th line or call of the package; return whether there was one."""
-    left = line
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal left
-        if "lt_tiled" not in frame.f_code.co_filename:
-            return None
-        # Python handles no signal between the last line inside ``with`` and its end, which is an event too, and
-        # ignores exceptions in finalizers.
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event in ("call", "line") and not text.startswith("with "):
-            left -= 1
-            if left <= 0 and not any(caller.f_code.co_name == "__del__" for caller, _ in traceback.walk_stack(frame)):
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        run()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 class SlowWrites:
@@ -199,7 +158,7 @@ def test_the_step_after_an_error_waits_for_no_write_of_it(
         return real(*args)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
-    offloader.wait_seconds = 0.2
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.5)
     packed: list[Any] = []
     with pytest.raises(OffloadError) as kept:
         packed.extend(offloader.pack(torch.randn(2000), "block") for _ in range(100))
@@ -288,42 +247,26 @@ def test_unlink_that_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A filesystem without unnamed files that renames an open file when it is unlinked (NFS, FUSE) is used, and no
     directory of ours is left in which its hidden file would be.
     """
-    real_open, hidden = os.open, tmp_path / ".nfs0001"
-
-    def no_tmpfile(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        return real_open(path, flags, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", no_tmpfile)
+    with monkeypatch.context() as patch, no_tmpfile():
         patch.setattr(os, "unlink", lambda path: os.rename(path, Path(path).parent / ".nfs0001"))
         offloader = disk(tmp_path)
-    assert list(tmp_path.iterdir()) == [hidden]  # until the system removes it with the last descriptor
+    assert list(tmp_path.iterdir()) == [tmp_path / ".nfs0001"]  # until the system removes it with the last descriptor
     assert right(offloader)
     offloader.close()
 
 
-def test_unlink_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlink_that_is_refused(tmp_path: Path) -> None:
     """A filesystem that unlinks no open file is refused with our error, and the file is unlinked when closed."""
-    real_open, real_unlink, calls = os.open, os.unlink, [0]
 
-    def no_tmpfile(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        return real_open(path, flags, *args, **kwargs)
+    def busy(_: Any, path: str) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
 
-    def busy(path: str) -> None:
-        calls[0] += 1
-        if calls[0] == 1:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
-        real_unlink(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", no_tmpfile)
-        patch.setattr(os, "unlink", busy)
-        with pytest.raises(OffloadError, match=r"cannot create the spill file .*: Device or resource busy"):
-            disk(tmp_path)
+    with (
+        no_tmpfile(),
+        nth_call("unlink", 1, busy),
+        pytest.raises(OffloadError, match=r"cannot create the spill file .*: Device or resource busy"),
+    ):
+        disk(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -386,3 +329,17 @@ def test_flipped_bit(offloader: Offloader) -> None:
     offloader._reap()
     with pytest.raises(OffloadError, match=r"checksum .* as written: .* block layers\.0"):
         offloader.unpack(packed)
+
+
+def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
+    """DataFusion #24230: after a step that fails with a full disk, the next step has the full budget."""
+    offloader = disk(tmp_path, disk_budget=4 * 4096)
+    for _ in range(5):
+        packed: list[Tensor | OffloadedTensor] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
+        with pytest.raises(OffloadDiskFullError, match="raise disk_budget"):
+            offloader.pack(torch.randn(1000), "block")
+        packed.clear()
+        gc.collect()
+        settle(offloader)
+        assert unused(offloader)
+    offloader.close()

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lt_tiled import ActivationCheckpointing, prepare
 from lt_tiled.offload.build import build_offloader
 from tests.models import TinyLM, lm_loss
-from tests.offload.test_offloader import TIERS, settle
+from tests.offload.offloaders import settle
+from tests.offload.test_offloader import TIERS
 from tests.processes import ROOT, Script, finish
 
 BOTH = {"offload": "cpu+disk", "cpu_budget": 4096}

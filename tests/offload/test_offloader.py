@@ -6,35 +6,35 @@ import errno
 import gc
 import pickle
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, OffloadError
 from lt_tiled.errors import Origin
 from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
+from lt_tiled.offload import spill as spilling
 from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.offload.stats import StallClock
 from tests.offload.faults import each_call, fail, nothing, nth_call
-from tests.offload.test_faults import unused
+from tests.offload.offloaders import away, freed, hold_writes, settle, unused, within_limit
 from tests.processes import LIMIT
 
 Make = Callable[..., Offloader]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes offloaders, to disk by default, and closes them; each must have freed its space."""
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", LIMIT)
     made: list[Offloader] = []
 
     def build(offload: str = "disk", **fields: object) -> Offloader:
@@ -42,7 +42,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
             fields.setdefault("directory", str(tmp_path))
         fields = {"min_bytes": 0, "keep_last": 0, **fields}
         made.append(build_offloader(ActivationCheckpointing(offload=offload, **fields)))
-        made[-1].wait_seconds = LIMIT
         return made[-1]
 
     yield build
@@ -54,32 +53,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
             assert unused(offloader)
         offloader.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def settle(offloader: Offloader) -> None:
-    """Wait until every tensor is stored."""
-    end = time.monotonic() + LIMIT
-    while offloader._leaving:
-        assert time.monotonic() < end
-        with offloader._lock, suppress(OffloadError):
-            offloader._reap()
-        time.sleep(0.001)
-
-
-def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
-    """Return whether it is freed within a limit: the writing thread drops it just after its future is done."""
-    end = time.monotonic() + LIMIT
-    while storage() is not None and time.monotonic() < end:
-        time.sleep(0.001)
-    return storage() is None
-
-
-def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> OffloadedTensor:
-    """Pack a tensor and wait until its bytes are stored."""
-    packed = offloader.pack(tensor, block)
-    assert isinstance(packed, OffloadedTensor)
-    settle(offloader)
-    return packed
 
 
 @contextmanager
@@ -153,22 +126,9 @@ def test_memory_of_the_device_is_freed(make: Make, offload: str, fields: dict[st
     offloader, allocator = make(offload, **fields), torch.get_device_module(device)
     before = allocator.memory_allocated()
     packed = [away(offloader, torch.randn(3, 500, device=device)) for _ in range(4)]
-    end = time.monotonic() + LIMIT
-    while allocator.memory_allocated() > before and time.monotonic() < end:  # the writing thread drops the last one
-        time.sleep(0.001)
-    assert allocator.memory_allocated() == before
+    assert within_limit(lambda: allocator.memory_allocated() == before)
     loaded = offloader.unpack(packed[0])  # none is loaded ahead of the next: it is the first
     assert allocator.memory_allocated() == before + loaded.nbytes
-
-
-def test_memory_is_freed(make: Make) -> None:
-    """The tensor itself is freed once its bytes are on disk."""
-    offloader, tensor = make(), torch.randn(1000)
-    storage = weakref.ref(tensor.untyped_storage())
-    packed = away(offloader, tensor)
-    del tensor
-    assert freed(storage)
-    assert offloader.unpack(packed).shape == (1000,)
 
 
 def test_keep_last(make: Make) -> None:
@@ -183,10 +143,8 @@ def test_keep_last(make: Make) -> None:
 
 def test_in_flight_is_returned_from_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is needed before its write has ended is returned at once."""
-    gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
-    real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
+    _, gate = hold_writes(offloader, monkeypatch)
     packed = offloader.pack(tensor, "block")
     assert torch.equal(offloader.unpack(packed), tensor)
     assert offloader.stats.from_memory == 1
@@ -209,11 +167,10 @@ def test_slow_disk_costs_time_and_not_memory(make: Make) -> None:
 
 def test_hung_disk_is_an_error_within_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that no longer responds raises an error that names the tensor, and does not hang."""
-    gate = threading.Event()
     offloader = make()
-    offloader.wait_seconds = 0.1
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: gate.wait(LIMIT))
+    _, gate = hold_writes(offloader, monkeypatch)
     packed = [offloader.pack(torch.randn(100), f"layers.{i}") for i in range(offloading.IN_FLIGHT)]
+    monkeypatch.setattr(spilling, "WAIT_SECONDS", 0.1)
     with pytest.raises(
         OffloadError,
         match=r"the write of 400 bytes has not ended within 0.1 s \(step 1, block layers.0, \[100\] float32",
@@ -269,7 +226,7 @@ def test_large_tensors_are_not_loaded_ahead(
     make: Make, monkeypatch: pytest.MonkeyPatch, depth: int | str, ahead: int
 ) -> None:
     """``prefetch="auto"`` loads nothing ahead beyond its bytes, whatever stalls; a number is obeyed."""
-    monkeypatch.setattr(prefetch, "MAX_BYTES", 399)
+    monkeypatch.setattr(prefetch, "MAX_PREFETCH_BYTES", 399)
     offloader = make(prefetch=depth)
     offloader.clock = Clock(2 * prefetch.STALL_MS)
     packed = [away(offloader, torch.randn(100)) for _ in range(6)]
@@ -298,10 +255,8 @@ def test_large_tensors_leave_one_by_one(make: Make, monkeypatch: pytest.MonkeyPa
 
 def test_changed_in_place_while_it_leaves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change in place while the tensor is written raises, instead of mixing old and new values."""
-    gate = threading.Event()
     offloader, tensor = make(), torch.randn(1000)
-    real = offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (gate.wait(LIMIT), real(*a)))
+    _, gate = hold_writes(offloader, monkeypatch)
     packed = offloader.pack(tensor.detach(), "layers.3")
     tensor.add_(1)
     gate.set()
@@ -395,8 +350,8 @@ def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -
     packed = [offloader.pack(t.clone(), f"block {i}") for i, t in enumerate(tensors)]
     assert all(torch.equal(offloader.unpack(p), t) for p, t in zip(packed, tensors, strict=True))
     assert offloader.stats.cpu_bytes == 8000
-    assert offloader.stats.kept_bytes == 12000
-    assert caplog.text.count("is full: a tensor of") == 1
+    assert offloader.stats.over_budget_bytes == 12000
+    assert caplog.text.count("This rank's share of cpu_budget, 0.0 MiB, is full: a tensor of") == 1
 
 
 def test_tiers_in_order(make: Make) -> None:
@@ -439,7 +394,7 @@ def test_each_failing_call(make: Make, function: str, fault: object, kind: type[
             assert torch.equal(offloader.unpack(p), t)
 
     def settle_loud(offloader: Offloader) -> None:
-        while offloader._leaving:
+        while offloader._storing:
             offloader._reap()
 
     errors: list[OffloadError] = []
@@ -518,3 +473,93 @@ def test_an_older_live_graph_does_not_stop_prefetching(make: Make) -> None:
         del packed, p, q
         assert offloader.stats.prefetch_hits == 5  # all but the first one asked for
     assert [float(offloader.unpack(p)[0]) for p in reversed(older)] == [4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+def test_a_tensor_is_not_freed_while_it_is_copied(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchtune #1867: the source lives until its copy has ended, even without another reference."""
+    offloader = make()
+    _, gate = hold_writes(offloader, monkeypatch)
+    tensor = torch.randn(1000)
+    expected, storage = tensor.clone(), weakref.ref(tensor.untyped_storage())
+    packed = offloader.pack(tensor, "block")
+    del tensor
+    assert storage() is not None
+    gate.set()
+    settle(offloader)
+    assert freed(storage)
+    assert torch.equal(offloader.unpack(packed), expected)
+
+
+def test_a_graph_dropped_in_mid_write_does_not_lend_its_slot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of a graph that is gone goes to no other tensor while its write still runs."""
+    offloader = make()
+    running, gate = hold_writes(offloader, monkeypatch)
+    first = offloader.pack(torch.randn(1000), "block")
+    assert running.wait(LIMIT)
+    offset = first.stored.room.offset
+    del first
+    second = offloader.pack(torch.randn(1000), "block")
+    assert second.stored.room.offset != offset
+    gate.set()
+    settle(offloader)
+    del second
+    assert unused(offloader)
+    assert away(offloader, torch.randn(1000)).stored.room.offset == offset
+
+
+@pytest.mark.parametrize("device", ["second", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_a_load_that_is_dropped_does_not_lend_its_memory(
+    make: Make, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The CPU memory of a load that nobody waits for any more goes to no other tensor while its read still runs."""
+    offloader, gate, running = make(), threading.Event(), threading.Event()
+    real, into = offloader.disk.spill._read, []
+
+    def read(extent: object, views: list[memoryview], *rest: object) -> None:
+        into.append(np.frombuffer(views[0], dtype=np.uint8).ctypes.data)
+        running.set()
+        assert gate.wait(LIMIT)
+        real(extent, views, *rest)
+
+    packed = away(offloader, torch.randn(1000, device=device))
+    monkeypatch.setattr(offloader.disk.spill, "_read", read)
+    packed.begin_loading()
+    packed.loading = None
+    assert running.wait(LIMIT)
+    other = offloader.disk.memory.take(4000, torch.device(device))
+    assert other is not None
+    assert other.memory[0].data_ptr() != into[0]
+    gate.set()
+    del packed, other
+
+
+def test_a_tensor_and_its_transpose_are_two(make: Make) -> None:
+    """ms-swift PR 10157: what shares a storage does not share a copy unless it is the same view."""
+    offloader, x = make(), torch.randn(20, 30)
+    packed = [offloader.pack(t, "block") for t in (x, x.t(), x[5:], x[:, 3:], x)]
+    settle(offloader)
+    assert packed[4] is packed[0]
+    assert len({id(p) for p in packed}) == 4
+    for p, t in zip(packed, (x, x.t(), x[5:], x[:, 3:]), strict=False):
+        assert torch.equal(offloader.unpack(p), t)
+
+
+def test_a_new_tensor_at_an_old_address_is_new(make: Make) -> None:
+    """DeepSpeed's reused ``id()``: tensors that get the memory of freed ones one after the other each come back as
+    themselves.
+    """
+    offloader, packed = make(), []
+    for i in range(50):
+        packed.append(away(offloader, torch.full((500,), float(i))))
+    assert [float(offloader.unpack(p)[0]) for p in packed] == [float(i) for i in range(50)]
+
+
+def test_a_restored_tensor_is_dropped_after_use(make: Make) -> None:
+    """DeepSpeed #8282: what was brought back is not kept until the end of the step."""
+    offloader = make()
+    packed = [away(offloader, torch.randn(1000)) for _ in range(4)]
+    for p in reversed(packed):
+        back = offloader.unpack(p)
+        storage = weakref.ref(back.untyped_storage())
+        del back
+        assert freed(storage)

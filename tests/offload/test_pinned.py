@@ -12,7 +12,7 @@ import torch
 
 from lt_tiled.offload import pinned
 from lt_tiled.offload.build import available_memory
-from lt_tiled.offload.pinned import CPUMemory
+from lt_tiled.offload.pinned import SLAB, CPUMemory
 
 GIB, CPU = 2**30, torch.device("cpu")
 MIB = 4096
@@ -147,3 +147,27 @@ def test_pieces_hold_what_was_stored(small: CPUMemory) -> None:
         kept.append((tensor, slot))
         del slot
     assert max(len(slot.memory) for _, slot in kept) > 1
+
+
+def test_slabs_have_the_size_they_were_asked_to_have() -> None:
+    """Torch rounds pinned allocations up to powers of two: a budget of 300 MiB is 300 MiB here, in two slabs."""
+    slabs = CPUMemory(300 * 2**20)
+    slots = [slabs.take(50 * 2**20, CPU) for _ in range(5)]
+    assert slabs.size == SLAB
+    slots += [slabs.take(50 * 2**20, CPU) for _ in range(2)]  # the sixth begins in the first slab
+    assert [slot is None for slot in slots] == [False] * 6 + [True]
+    assert slabs.size == 300 * 2**20
+    slabs.close()
+
+
+def test_thousands_of_tensors_share_a_slab() -> None:
+    """llm-compressor #2790: ten thousand small tensors are ranges of one slab, not ten thousand pinned blocks."""
+    slabs = CPUMemory(2**30)
+    slots = [slabs.take(5000, CPU) for _ in range(10_000)]
+    assert len(slabs._slabs) == 1
+    addresses = {slot.memory[0].data_ptr() for slot in slots}
+    assert len(addresses) == 10_000
+    assert all(address % 4096 == 0 for address in addresses)
+    slots.clear()
+    assert slabs.take(slabs.size, CPU) is not None
+    slabs.close()

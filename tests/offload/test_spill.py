@@ -19,7 +19,7 @@ import pytest
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.offload.extents import Extent, aligned
 from lt_tiled.offload.spill import CHUNK, SpillFile
-from tests.offload.faults import each_call, fail, nothing, nth_call, short
+from tests.offload.faults import each_call, fail, no_tmpfile, nothing, nth_call, short
 from tests.processes import LIMIT
 
 DATA = os.urandom(CHUNK + 12345)
@@ -85,20 +85,10 @@ def test_private_and_unnamed(spill: SpillFile, tmp_path: Path) -> None:
 
 def test_without_o_tmpfile(tmp_path: Path) -> None:
     """Without unnamed files one of mode 0600 is made, exclusively, not through a link, and unlinked at once."""
-    real, seen = os.open, []
-
-    def no_tmpfile(path: str, flags: int, *args: object, **kwargs: object) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        if flags & os.O_CREAT:
-            seen.append(flags)
-        return real(path, flags, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", no_tmpfile)
+    with no_tmpfile() as created:
         spill = SpillFile(tmp_path)
-    assert seen[0] & os.O_EXCL
-    assert seen[0] & os.O_NOFOLLOW
+    assert created[0] & os.O_EXCL
+    assert created[0] & os.O_NOFOLLOW
     assert stat.S_IMODE(os.fstat(spill._file).st_mode) == 0o600
     assert os.listdir(tmp_path) == []
     assert get(spill, put(spill)) == DATA
@@ -221,16 +211,16 @@ def test_full_disk_while_growing(tmp_path: Path) -> None:
 
 def test_budget(tmp_path: Path) -> None:
     """A budget is reserved at once, is enough for exactly as much, and the error beyond it says what is in use."""
-    spill = SpillFile(tmp_path, 10 * 4096)
-    assert os.fstat(spill._file).st_blocks * 512 >= 10 * 4096
-    offsets = [spill.take(4096) for _ in range(10)]
+    spill = SpillFile(tmp_path, 10 * 2**20)
+    assert os.fstat(spill._file).st_blocks * 512 >= 10 * 2**20
+    offsets = [spill.take(2**20) for _ in range(10)]
     with pytest.raises(
         OffloadDiskFullError,
-        match=r"budget of 40960 bytes has no free range of 4096 bytes \(40960 are in use\): raise disk_budget",
+        match=r"share of disk_budget, 10\.0 MiB, has no free range of 1\.0 MiB \(10\.0 MiB are in use\): raise disk_b",
     ):
-        spill.take(1)
+        spill.take(2**20 - 4095)
     free = offsets.pop(3).offset
-    assert spill.take(1).offset == free
+    assert spill.take(2**20).offset == free
     spill.close()
 
 

@@ -20,8 +20,8 @@ from lt_tiled.offload.build import build_offloader
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import TinyLM, lm_loss
+from tests.offload.offloaders import settle
 from tests.offload.streams import Event, Stream, StreamCheck
-from tests.offload.test_offloader import settle
 
 CPU: dict[str, Any] = {"offload": "cpu", "cpu_budget": "1GiB"}
 DISK: dict[str, Any] = {"offload": "disk"}

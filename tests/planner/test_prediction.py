@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slow
 NEAR = 0.02
 TILES = Tiling(3, self_check=False)
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"tiling": None, "activation_checkpointing": False}, {"tiled_loss": False}),
-    "activation checkpointing": ({"tiling": None}, {"tiled_loss": False}),
-    "tiled": ({"tiling": TILES}, {"tiled_loss": False}),
-    "tiled loss": ({"tiling": TILES}, {"tiled_loss": 3}),
+    "plain": ({"tiling": None, "activation_checkpointing": False}, {"loss": False}),
+    "activation checkpointing": ({"tiling": None}, {"loss": False}),
+    "tiled": ({"tiling": TILES}, {"loss": False}),
+    "tiled loss": ({"tiling": TILES}, {"loss": 3}),
     "disk": (
         {"tiling": TILES, "activation_checkpointing": ActivationCheckpointing(offload="disk", min_bytes=0)},
-        {"tiled_loss": 3},
+        {"loss": 3},
     ),
 }
 
@@ -51,7 +51,7 @@ def test_kinds_of_models(module: type[CausalLM], config: dict[str, Any], tiled: 
     """The same holds for an adapter on frozen weights, and for a mixture of experts, plain and tiled."""
     given = {"tiling": TILES} if tiled else {"tiling": None, "activation_checkpointing": False}
     made = partial(TiledSingleDeviceStrategy, **given)
-    arguments = {"config": config, "tiled_loss": 3 if tiled else False}
+    arguments = {"config": config, "loss": 3 if tiled else False}
     assert predicted(made, 1, module, **arguments) == pytest.approx(measured(made, module, **arguments), rel=NEAR)
 
 
@@ -73,7 +73,7 @@ def made(engine: str, tiled: bool, **options: Any) -> Any:
 
 
 def of_engine(engine: str, tiled: bool) -> int:
-    return measured(partial(made, engine, tiled), config=SMALL, tiled_loss=3 if tiled else False)
+    return measured(partial(made, engine, tiled), config=SMALL, loss=3 if tiled else False)
 
 
 @pytest.mark.table("(fsdp2|zero3)-plain")
@@ -83,7 +83,7 @@ def test_engines(on_ranks: OnRanks, engine: str, tiled: bool) -> None:
     """On two ranks of each engine, the prediction is within 2 % of what a real step holds, plain and with everything
     on.
     """
-    found = predicted(partial(made, engine, tiled), 2, config=SMALL, tiled_loss=3 if tiled else False)
+    found = predicted(partial(made, engine, tiled), 2, config=SMALL, loss=3 if tiled else False)
     for real in on_ranks(of_engine, engine, tiled):
         assert found == pytest.approx(real, rel=NEAR)
 
@@ -117,7 +117,7 @@ def others(engines: str, run: Any, *args: Any) -> dict[str, int]:
             *args,
             module=Adapted if model == "LoRA" else CausalLM,
             config=MODELS[model],
-            tiled_loss=3 if settings != "plain" else False,
+            loss=3 if settings != "plain" else False,
         )
         for engine in engines.split()
         for model, settings in OTHERS[engine]
@@ -152,7 +152,7 @@ def sharing(size: int, name: str) -> Any:
 
 
 def of_shared(size: int, name: str) -> int:
-    return measured(partial(sharing, size, name), config=TWO, tiled_loss=3)
+    return measured(partial(sharing, size, name), config=TWO, loss=3)
 
 
 @pytest.mark.full
@@ -162,5 +162,5 @@ def test_shared_sequences(four_ranks: World, name: str, size: int) -> None:
 
     Ranks hold the same, but a thread of gloo may free what one has sent a moment late: the least of them counts.
     """
-    found = predicted(partial(sharing, size, name), 4, config=TWO, tiled_loss=3)
+    found = predicted(partial(sharing, size, name), 4, config=TWO, loss=3)
     assert found == pytest.approx(min(four_ranks(of_shared, size, name)), rel=NEAR)

@@ -39,7 +39,7 @@ def job(strategy: Any, module: Any, devices: int = 1, **trainer: Any) -> Job:
 
 def _moved(run: Simulation) -> tuple[int, ...]:
     moved = run.offloaded
-    return () if moved is None else (moved.cpu_bytes, moved.disk_bytes, moved.kept_bytes, moved.from_memory)
+    return () if moved is None else (moved.cpu_bytes, moved.disk_bytes, moved.over_budget_bytes, moved.from_memory)
 
 
 def figures(run: Simulation) -> Any:
@@ -49,7 +49,7 @@ def figures(run: Simulation) -> Any:
 CASES: dict[str, Any] = {
     "plain, autocast": lambda: job(
         TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=False),
-        partial(CausalLM, LAYERS, tiled_loss=False),
+        partial(CausalLM, LAYERS, loss=False),
         precision="bf16-mixed",
     ),
     "FSDP2, LoRA, inputs kept": lambda: job(

@@ -84,8 +84,8 @@ def errors_on_second(names: list[str], policies: dict[str, Any]) -> dict[str, fl
 
 
 def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[float, int, str]:
-    """The error of a step whose sequences two ranks share, its exchanges, and the message if it is refused."""
-    reference, policies = copy.deepcopy(model), {"loss": True}
+    """The error of a step whose sequences all ranks share, its exchanges, and the message if it is refused."""
+    reference, policies, size = copy.deepcopy(model), {"loss": True}, dist.get_world_size()
     try:
         lt_tiled.prepare(reference, loss=True)
     except NothingFoundError:
@@ -95,12 +95,12 @@ def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> t
 
     def counted(region: Any, *args: Any) -> Any:
         nonlocal exchanges
-        exchanges += region.size == 2 and torch.is_grad_enabled()  # the self-check needs no gradients
+        exchanges += region.size == size and torch.is_grad_enabled()  # the self-check needs no gradients
         return attend(region, *args)
 
     attention.attend = counted
     try:
-        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, **options), **policies):
+        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(size, **options), **policies):
             return worst(step(model, inputs), true), exchanges, ""
     except ValueError as error:
         return 0.0, 0, str(error)

@@ -22,7 +22,7 @@ from lt_tiled import SequenceParallel
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.sequence_parallel.forward import SharedModel
+from lt_tiled.sequence_parallel.model import SharedModel
 from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.parity import near, rounding

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import lt_tiled
 from lt_tiled import SequenceParallel, Tiling
 from tests.sequence_parallel.models import CASES, gpt
-from tests.sequence_parallel.runs import collectives, errors, reads, step, twice, worst
+from tests.sequence_parallel.runs import Counts, collectives, errors, reads, step, twice, value_of, worst
 from tests.world import World
 
 LAYERS = 3
@@ -46,6 +47,33 @@ def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None
     """With ``keep="attention"`` attention is not computed in the recompute."""
     for found in four_ranks(collectives, LAYERS, {"keep": keep}, True):
         assert found["attention"] == count * LAYERS
+
+
+@pytest.mark.parametrize("name", ["llama", "hand-written"])
+def test_one_rank(name: str) -> None:
+    """One rank alone keeps attention: the same gradients without a second run of it in the recompute."""
+    model, inputs, found = CASES[name].build(), CASES[name].inputs(), {}
+    for keep in (None, "attention"):
+        model.zero_grad(set_to_none=True)
+        policy = SequenceParallel(keep=keep)
+        with lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True), Counts() as counts:
+            value_of(model(**inputs)).backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found[keep] = counts.found["attention"], gradients
+    assert [count for count, _ in found.values()] == [2 * 2, 2]
+    torch.testing.assert_close(found["attention"][1], found[None][1])
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    """What one rank exchanges cannot be kept, and the message says so."""
+    with pytest.raises(ValueError, match=r"one rank \(size=1\) exchanges nothing: set keep='attention'"):
+        SequenceParallel(keep="exchange")
+
+
+def test_keep_without_activation_checkpointing(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks without a recompute keep nothing for it, and a warning says so."""
+    with lt_tiled.prepare(gpt()(), sequence_parallel=SequenceParallel(keep="attention")):
+        assert "keep='attention' has no effect" in caplog.text
 
 
 def frozen_below() -> float:

@@ -51,7 +51,7 @@ REFUSED = {
     "Qwen 3-Next": _STATES,
     "Qwen 3-VL": _BETWEEN,
     "RWKV": _NONE,
-    "Swin": _IMAGE,
+    "Swin": r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)",
     "T5": _TWO,
     "T5Gemma": _TWO,
     "Whisper": _TWO,

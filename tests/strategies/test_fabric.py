@@ -78,15 +78,19 @@ def test_registered_names() -> None:
     assert isinstance(Fabric(strategy="tiled_ddp", accelerator="cpu", devices=1).strategy, TiledDDPStrategy)
 
 
-def test_several_models() -> None:
-    """Two models of one strategy are both tiled; setting one up again patches nothing twice; teardown restores both."""
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=4))
-    models = [TinyLM(), TinyLM()]
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_several_models(by_callback: bool) -> None:
+    """Two models of one strategy, or of one callback, are both tiled; setting one up again patches nothing twice; and
+    both are restored at the end.
+    """
+    strategy, callback = TiledSingleDeviceStrategy(tiling=4), TiledMLP(4)
+    options = {"callbacks": [callback]} if by_callback else {"strategy": strategy}
+    fabric, models = Fabric(accelerator="cpu", devices=1, **options), [TinyLM(), TinyLM()]
     for model in models:
         fabric.setup(model)
     fabric.strategy.setup_module(models[0])
     assert [replaced(model) for model in models] == [6, 6]
-    fabric.strategy.teardown()
+    (callback.release if by_callback else strategy.teardown)()
     assert [replaced(model) for model in models] == [0, 0]
 
 
@@ -105,18 +109,6 @@ def test_callback() -> None:
     assert [row.tiles for row in callback.prepared[0].report().tiled] == [4, 4]
     callback.release()
     assert replaced(net) == 0
-
-
-def test_callback_with_several_models() -> None:
-    """Two models that go through one callback are both tiled until it releases them."""
-    callback = TiledMLP(4)
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[callback])
-    models = [TinyLM(), TinyLM()]
-    for model in models:
-        fabric.setup(model)
-    assert [replaced(model) for model in models] == [6, 6]
-    callback.release()
-    assert [replaced(model) for model in models] == [0, 0]
 
 
 def test_offload(tmp_path: Path) -> None:

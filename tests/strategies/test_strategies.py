@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from lt_tiled import (
     Tiling,
 )
 from lt_tiled.checkpointing import find_checkpointable
-from tests.lit import LitTiny, replaced, trainer
+from tests.lit import LitTiny, logged, replaced, trainer
 from tests.models import Block, TinyLM
 from tests.parity import near
+
+STRATEGIES = lt_tiled.trainer.__all__
 
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
@@ -285,28 +288,18 @@ def test_offload_through_a_strategy(tmp_path: Path) -> None:
     """Offloading to disk leaves losses bit for bit the same, and each logged step has the figures of the step
     before.
     """
+    (tmp_path / "scratch").mkdir()
+    offload = ActivationCheckpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0)
     losses, logs = [], []
-    for activation_checkpointing in (
-        ActivationCheckpointing(),
-        ActivationCheckpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0),
-    ):
-        (tmp_path / "scratch").mkdir(exist_ok=True)
-        model = LitTiny()
-        logger = pl.loggers.CSVLogger(tmp_path, name=str(len(losses)))
-        trainer(tiled(activation_checkpointing=activation_checkpointing), logger=logger, log_every_n_steps=1).fit(model)
+    for policy in (True, offload):
+        model, logger = LitTiny(), pl.loggers.CSVLogger(tmp_path, name=f"run {len(losses)}")
+        trainer(tiled(activation_checkpointing=policy), logger=logger, log_every_n_steps=1).fit(model)
         losses.append(model.losses)
-        logs.append(
-            (Path(logger.log_dir) / "metrics.csv").read_text()
-            if (Path(logger.log_dir) / "metrics.csv").exists()
-            else ""
-        )
+        logs.append(logged(logger.log_dir))
     assert losses[0] == losses[1]
-    assert "lt_tiled/" not in logs[0]
-    rows = logs[1].splitlines()
-    column = rows[0].split(",").index("lt_tiled/offload_disk_bytes")
-    assert [float(row.split(",")[column]) for row in rows[1:]] == [
-        2 * 24 * 16 * 4.0
-    ] * 3  # one of two boundaries; the last one stays
+    assert not any(name.startswith("lt_tiled/") for row in logs[0] for name in row)
+    # One of two boundaries: the last one stays.
+    assert [float(row["lt_tiled/offload_disk_bytes"]) for row in logs[1]] == [2 * 24 * 16 * 4.0] * 3
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -314,19 +307,11 @@ def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
     """With accumulation there is one row for each optimizer step, with the bytes of all its micro-batches, where
     Lightning's rows are.
     """
-    logger = pl.loggers.CSVLogger(tmp_path)
-    activation_checkpointing = ActivationCheckpointing(offload="disk", min_bytes=0)
-    run = trainer(
-        tiled(activation_checkpointing=activation_checkpointing),
-        logger=logger,
-        log_every_n_steps=1,
-        accumulate_grad_batches=2,
-        max_steps=2,
-    )
-    run.fit(LitTiny())
-    header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    columns = [header.split(",").index(name) for name in ("step", "lt_tiled/offload_disk_bytes")]
-    assert [[float(row.split(",")[column]) for column in columns] for row in rows] == [[0, 2 * 3072.0], [1, 2 * 3072.0]]
+    logger, policy = pl.loggers.CSVLogger(tmp_path), ActivationCheckpointing(offload="disk", min_bytes=0)
+    options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2, "max_steps": 2}
+    trainer(tiled(activation_checkpointing=policy), logger=logger, **options).fit(LitTiny())
+    rows = [(float(row["step"]), float(row["lt_tiled/offload_disk_bytes"])) for row in logged(logger.log_dir)]
+    assert rows == [(0, 2 * 3072.0), (1, 2 * 3072.0)]
 
 
 @pytest.mark.parametrize("short", ["cpu", "disk", "cpu+disk"])
@@ -355,3 +340,17 @@ def test_the_package_exports_the_public_names() -> None:
     """The names of the README are there."""
     assert all(hasattr(lt_tiled, name) for name in lt_tiled.__all__)
     assert lt_tiled.fabric.TiledDDPStrategy is not TiledDDPStrategy
+
+
+@pytest.mark.parametrize(
+    "strategy", [getattr(module, name) for module in (lt_tiled.trainer, lt_tiled.fabric) for name in STRATEGIES]
+)
+def test_defaults_are_those_of_the_parent(strategy: type) -> None:
+    """A strategy with its defaults has the settings of Lightning's own with its defaults."""
+    parent = next(base for base in strategy.__mro__ if base.__module__.startswith("lightning."))
+    needs_function = "parallelize_fn" in inspect.signature(parent).parameters
+    arguments = {"parallelize_fn": lambda model, mesh: model} if needs_function else {}
+    settings = vars(strategy(**arguments))
+    for name, value in vars(parent(**arguments)).items():
+        if isinstance(value, bool | int | float | str | dict | timedelta | None):
+            assert settings[name] == value, name

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import lt_tiled
 from lt_tiled import Tiling, tile, untile
 from lt_tiled.checkpointing import BlockPatch, patch_block
 from lt_tiled.modules.patch import get_patch, remove_patches
@@ -42,42 +43,41 @@ def test_auto_finds_the_feed_forward_part_of_every_block() -> None:
     assert behind["model.norm"] == ()
 
 
-def test_auto_finds_a_mixture_as_a_whole() -> None:
-    """A mixture of experts is found as one module, not expert by expert."""
-    model = nn.ModuleList(Block(mlp=lambda *_: RoutedMLP()) for _ in range(2))
-    assert found(model) == ["0.mlp", "1.mlp"]
+def sequential(hidden: int, wide: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(hidden, wide), nn.GELU(), nn.Linear(wide, hidden))
 
 
-def test_auto_finds_sequential_mlps() -> None:
-    """``nn.Sequential(Linear, GELU, Linear)`` is found like a class of its own."""
-    blocks = [Block(mlp=lambda h, w: nn.Sequential(nn.Linear(h, w), nn.GELU(), nn.Linear(w, h))) for _ in range(2)]
-    assert found(nn.Sequential(*blocks)) == ["0.mlp", "1.mlp"]
+MLPS = ["0.mlp", "1.mlp"]
+FINDS: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
+    "a mixture of experts as a whole": (lambda: two_blocks(lambda *_: RoutedMLP()), "auto", MLPS),
+    "nn.Sequential(Linear, GELU, Linear)": (lambda: two_blocks(sequential), "auto", MLPS),
+    "no attention that is wider than the hidden states": (
+        lambda: tiny_llama(head_dim=32),
+        "mlp",
+        ["model.layers.0.mlp", "model.layers.1.mlp"],
+    ),
+    "a class name": (lambda: two_blocks(GatedMLP), "GatedMLP", MLPS),
+    "a list of class names": (lambda: two_blocks(GatedMLP), ["GatedMLP"], MLPS),
+    "a glob of paths": (lambda: two_blocks(GatedMLP), "*.mlp", MLPS),
+    "two paths": (lambda: two_blocks(GatedMLP), MLPS, MLPS),
+    "the name of a base class, as of FSDP2's classes": (
+        lambda: two_blocks(type("FSDPGatedMLP", (GatedMLP,), {})),
+        "GatedMLP",
+        MLPS,
+    ),
+    "only the outermost match": (lambda: two_blocks(GatedMLP), "*mlp*", MLPS),
+}
 
 
-def test_auto_leaves_wide_attention_alone() -> None:
-    """Attention whose heads are together wider than the hidden states widens and narrows too, and is not taken."""
-    model = tiny_llama(head_dim=32)
-    assert model.model.layers[0].self_attn.q_proj.out_features > 32
-    assert found(model, "mlp") == ["model.layers.0.mlp", "model.layers.1.mlp"]
+def two_blocks(mlp: Callable[[int, int], nn.Module]) -> nn.Module:
+    return nn.ModuleList(Block(mlp=mlp) for _ in range(2))
 
 
-@pytest.mark.parametrize(
-    "targets", ["GatedMLP", ["GatedMLP"], "blocks.*.mlp", ["blocks.0.mlp", "blocks.1.mlp"], "*.mlp"]
-)
-def test_named_targets(targets: str | list[str]) -> None:
-    """Class names and path globs, one or several, name modules."""
-    assert found(TinyLM(), targets) == ["blocks.0.mlp", "blocks.1.mlp"]
-
-
-def test_base_class_names_count() -> None:
-    """The name of a base class finds its subclasses, as FSDP2's swapped classes need."""
-    model = nn.ModuleList([type("FSDPGatedMLP", (GatedMLP,), {})()])
-    assert found(model, "GatedMLP") == ["0"]
-
-
-def test_only_the_outermost_match_is_taken() -> None:
-    """A match inside another match is not tiled a second time."""
-    assert found(TinyLM(), "blocks.*mlp*") == ["blocks.0.mlp", "blocks.1.mlp"]
+@pytest.mark.parametrize("name", FINDS)
+def test_what_is_found(name: str) -> None:
+    """``auto`` finds MLPs of each form, and class names and globs, one or several, name modules."""
+    build, targets, paths = FINDS[name]
+    assert found(build(), targets) == paths
 
 
 def test_unknown_target() -> None:
@@ -255,23 +255,23 @@ def test_bad_counts(bad: object) -> None:
             tile(GatedMLP(), tile_tokens=bad)
 
 
-def test_both_counts() -> None:
-    """Both counts at once are refused, with both values."""
-    with pytest.raises(ValueError, match=r"num_shards=4 and tile_tokens=512.*pass only one"):
-        lt_tiled.Tiling(num_shards=4, tile_tokens=512)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"accumulate": "float16"}, "accumulate='float16' must be one of 'float32', 'param'"),
         ({"reductions": {"[1]": "max"}}, r"reductions\['\[1\]'\]='max' must be one of 'sum', 'mean'"),
+        ({"num_shards": 4, "tile_tokens": 512}, r"num_shards=4 and tile_tokens=512.*pass only one"),
+        ({"compile": "max-autotune"}, "compile"),
+        ({"compile": 1}, "compile"),
+        ({"compile": {"modes": "default"}}, "compile"),
         ({"targets": []}, r"targets=\[\] must be"),
         ({"targets": ["MLP", ""]}, r"targets=\['MLP', ''\] must be"),
     ],
 )
 def test_bad_fields(fields: dict[str, object], message: str) -> None:
-    """Every other field is checked when the policy is made, with the value and the choices."""
+    """Fields are checked when the policy is made, with the value and the choices: both counts at once, and what
+    ``torch.compile`` would not take, among them.
+    """
     with pytest.raises(ValueError, match=message):
         Tiling(**fields)
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from lt_tiled import Tiling, prepare
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.report import Report, pattern
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.meters import LiveBytes
+from tests.parity import step_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 
@@ -26,11 +27,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
 def run(model: nn.Module, architecture: Architecture) -> dict[str, torch.Tensor]:
     """The loss, and every gradient by its weight's name."""
-    loss = model(**architecture.feed(model)).loss
-    loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return {"loss": loss.detach(), **found}
+    return step_of(model, architecture.feed(model))
 
 
 def found_in(model: nn.Module) -> dict[str, str]:
@@ -42,19 +39,7 @@ def found_in(model: nn.Module) -> dict[str, str]:
 
 
 WITH_MLP = [name for name, architecture in ARCHITECTURES.items() if architecture.finds]
-KINDS = [
-    "Llama",
-    "GPT-2",
-    "Gemma 2",
-    "BERT",
-    "T5",
-    "Mixtral",
-    "GPT-OSS",
-    "Jamba",
-    "Swin",
-    "wav2vec 2.0",
-    "ALBERT",
-]
+KINDS = ["Llama", "GPT-2", "Gemma 2", "BERT", "T5", "Mixtral", "GPT-OSS", "Jamba", "Swin", "wav2vec 2.0", "ALBERT"]
 """One architecture of each kind of structure."""
 
 
@@ -64,7 +49,7 @@ def test_no_mlp(name: str) -> None:
     model = ARCHITECTURES[name].build()
     before = [set(vars(m)) for m in model.modules()]
     with pytest.raises(NothingFoundError, match=rf"Tiling found no MLP in {type(model).__name__}.*tiling=False"):
-        prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing())
+        prepare(model, tiling=TILES, activation_checkpointing=True)
     assert [set(vars(m)) for m in model.modules()] == before
 
 
@@ -77,9 +62,9 @@ def test_tiled(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     true = run(model, architecture)
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         untiled = costs(model, architecture)
-    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()) as prepared:
+    with prepare(model, tiling=TILES, activation_checkpointing=True) as prepared:
         assert found_in(model) == architecture.finds
         tiled = run(model, architecture)
         assert all(row.tiles > 1 for row in prepared.report().tiled)
@@ -115,7 +100,7 @@ def test_layer_drop(seed: int) -> None:
     model = architecture.build()
     torch.manual_seed(seed)
     true = run(model, architecture)
-    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=True):
         torch.manual_seed(seed)
         compare(run(model, architecture), true, architecture.error)
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from lt_tiled import Tiling
+from lt_tiled import Tiling, tile
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.tiling.patched import TiledPatch, Untiled, decide, patch_tiled
@@ -46,9 +47,10 @@ def hooked() -> nn.Module:
     return module
 
 
-def patched(module: nn.Module, same_order: bool = False) -> TiledPatch:
+def patched(module: nn.Module, same_order: bool = False, named: bool = True, agreed: bool = False) -> TiledPatch:
     name = type(module).__name__
-    return patch_tiled(Tileable(name, module, name, "forward"), Tiling(4), EngineNeeds(same_order=same_order), None)
+    needs = EngineNeeds(same_order=same_order, agreed=agreed)
+    return patch_tiled(Tileable(name, module, name, "forward", named=named), Tiling(4), needs, None)
 
 
 def reason(module: nn.Module, tokens: int, same_order: bool = False) -> str:
@@ -99,3 +101,44 @@ def test_what_follows(module: Any, same_order: bool, raised: type[Exception] | N
         return
     assert torch.allclose(module(x), true, atol=1e-6)
     assert patch.learned.untiled == isinstance(module, WithExperts)
+
+
+@pytest.mark.parametrize(("same_order", "agreed"), [(False, False), (True, False), (True, True)])
+def test_what_nobody_named_stays_untiled(same_order: bool, agreed: bool) -> None:
+    """It is refused only where all ranks must do the same, and did the first backward pass."""
+    torch.manual_seed(0)
+    module, x = Mixing(), randn(1, 24, H)
+    true = module(x)
+    patch = patched(module, same_order, named=False, agreed=agreed)
+    if agreed:
+        with pytest.raises(NotPositionWiseError, match="same order"):
+            module(x)
+        return
+    assert torch.allclose(module(x), true, atol=1e-6)
+    assert patch.learned.untiled
+
+
+def _jvp(function: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        return torch.func.jvp(function, (x,), (x,))
+
+
+def _dual(function: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("transform", [_jvp, _dual])
+def test_a_tiled_function_refuses_forward_mode(transform: Any, self_check: bool) -> None:
+    """Forward-mode differentiation of a tiled function raises, as that of a tiled module: it has no tangent."""
+    with pytest.raises(RuntimeError, match="cannot go through its tiles"):
+        transform(tile(torch.tanh, num_shards=4, self_check=self_check), randn(1, 40, H))
+
+
+def test_hooks_on_a_module_of_a_tiled_function() -> None:
+    """A hook on a module that a tiled function calls sees all tokens, because the function then runs untiled."""
+    m, seen = GatedMLP(), list[int]()
+    m.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    tile(lambda x: m(x), num_shards=4)(randn(1, 40, H))
+    assert seen == [40]

@@ -1,20 +1,21 @@
-"""Modes of torch under which tiles run, on each device: compilers, gradient scaling, TF32, deterministic algorithms."""
+"""Modes of torch under which tiles run or cannot: compilers, gradient scaling, TF32, transforms, nested tensors."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
-from tests.models import GatedMLP, tiny_llama
-from tests.parity import SPREADS, gradients, less_accurate, randn, reference, spread_of, worst
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
+from tests.models import GatedMLP, H, tiny_llama
+from tests.parity import EXACT, SPREADS, gradients, less_accurate, randn, reference, spread, spread_of, worst
 from tests.tiling.test_compiled import compiled
 
 ON_GPU = pytest.mark.gpu
@@ -109,3 +110,108 @@ def test_deterministic(device: str) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*found, strict=True))
+
+
+def _jvp(m: nn.Module, x: Tensor) -> Any:
+    with torch.no_grad():
+        return torch.func.jvp(m, (x,), (x,))
+
+
+def _dual(m: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return m(forward_ad.make_dual(x, x))
+
+
+def _dual_weight(m: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        given = {name: forward_ad.make_dual(p.detach(), p.detach()) for name, p in m.named_parameters()}
+        return torch.func.functional_call(m, given, x)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jvp": _jvp,
+    "jacfwd": lambda m, x: torch.func.jacfwd(m)(x),
+    "dual numbers": _dual,
+    "dual weights": _dual_weight,
+    "vmap": lambda m, x: torch.func.vmap(m)(torch.stack([x, x])),
+    "grad": lambda m, x: torch.func.grad(lambda t: m(t).sum())(x),
+    "export": lambda m, x: torch.export.export(m, (x,)),
+    "export, not strict": lambda m, x: torch.export.export(m, (x,), strict=False),
+    "trace": lambda m, x: torch.jit.trace(m, (x,)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_cannot_go_through_tiles(name: str) -> None:
+    """Forward-mode differentiation, ``vmap``, ``torch.export`` and ``torch.jit`` raise with the module's name, and work
+    when it is untiled.
+    """
+    m, x = tile(GatedMLP(), num_shards=4), randn(1, 40, H)
+    with pytest.raises(RuntimeError, match=r"GatedMLP is tiled, and .* cannot go through its tiles.*untile"):
+        TRANSFORMS[name](m, x)
+    untile(m)
+    TRANSFORMS[name](m, x)
+
+
+def test_cached_parametrizations() -> None:
+    """A parametrization that torch caches for a while raises: the first tile would fill the cache without a graph."""
+    m, x = GatedMLP(), randn(1, 40, H)
+    nn.utils.parametrizations.weight_norm(m.up)
+    tile(m, num_shards=4)
+    m(x).sum().backward()
+    with nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match=r"cached.* cannot go through its tiles"):
+        m(x)
+
+
+@pytest.mark.self_checks
+@pytest.mark.usefixtures("float64")
+def test_nested_tensors() -> None:
+    """A jagged nested tensor runs untiled, with its gradients."""
+    torch.manual_seed(0)
+    m = GatedMLP()
+
+    def run() -> dict[str, Tensor]:
+        rows = [randn(n, H, seed=n) for n in (5, 7)]
+        x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        m(x).values().square().sum().backward()
+        found = {name: p.grad for name, p in m.named_parameters()} | {"x": x.grad.values()}
+        m.zero_grad()
+        return found
+
+    true = run()
+    tile(m, num_shards=4)
+    assert worst(run(), true) < EXACT
+
+
+@pytest.mark.low_precision
+def test_backward_under_another_autocast() -> None:
+    """A backward pass inside another autocast region gives the gradients of the forward's own."""
+    torch.manual_seed(0)
+    m, x = GatedMLP().float(), randn(1, 40, H, dtype=torch.float32)
+    true, untiled = reference(m, x), gradients(m, x)
+    tile(m, num_shards=4)
+    inside = x.detach().requires_grad_()
+    y = m(inside)
+    loss = spread(y)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    found = {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+    assert less_accurate({"loss": loss.detach(), **found, "input 0": inside.grad}, untiled, true) == {}
+
+
+@pytest.mark.self_checks
+@pytest.mark.usefixtures("float64")
+def test_the_mode_of_a_scripted_part() -> None:
+    """A scripted part is in the training mode of the forward pass while it is recomputed, and in its own afterwards."""
+    torch.manual_seed(0)
+    m, x = GatedMLP(), randn(1, 40, H)
+    true = reference(m, x)
+    m.up = torch.jit.script(m.up)  # type: ignore[no-untyped-call]
+
+    def call(x: Tensor) -> Any:
+        y = m(x)
+        m.eval()
+        return y
+
+    assert worst(gradients(tile(m, num_shards=4), x, call=call), true) < EXACT
+    assert not m.up.training

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from lt_tiled import Tiling, prepare
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patches
 from lt_tiled.tiling import patched
@@ -86,7 +86,7 @@ def test_whatever_attention_does_with_the_norms_output(use: Use, checkpointed: b
     """The projections run in the norm's tiles, and any other use gets its output: gradients are the untiled ones."""
     model, x = blocks(use), tokens()
     true = reference(model, x)
-    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing() if checkpointed else None):
+    with prepare(model, tiling=TILES, activation_checkpointing=checkpointed):
         assert worst(gradients(model, x), true) <= 1e-10
         assert all(met for block in model for met in block.attention.met[1:])
     assert norms(model) == []
@@ -99,9 +99,9 @@ def test_the_projections_cost_nothing_more() -> None:
     def step() -> None:
         model(x.requires_grad_()).sum().backward()
 
-    with prepare(model, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, activation_checkpointing=True):
         untiled = flops(step)
-    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(model, tiling=TILES, activation_checkpointing=True):
         step()
         assert flops(step) == untiled
 
@@ -110,7 +110,7 @@ def test_a_norm_over_tokens_stays_untiled() -> None:
     """A norm that nobody named and that mixes tokens runs untiled, and nothing else changes."""
     model, x = blocks(dim=1), tokens()
     true = reference(model, x)
-    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()) as prepared:
+    with prepare(model, tiling=TILES, activation_checkpointing=True) as prepared:
         assert worst(gradients(model, x), true) <= 1e-10
         assert [patch.learned.untiled for patch in norms(model)] == [True, True]
         assert [row.tiles for row in prepared.report().tiled] == [4, 4]
@@ -118,11 +118,11 @@ def test_a_norm_over_tokens_stays_untiled() -> None:
 
 
 def test_a_norm_over_tokens_is_refused_where_ranks_must_agree() -> None:
-    """Where all ranks need the same order of gradients such a norm is refused, with the remedy."""
+    """Where all ranks need the same order of gradients, and agreed on it, such a norm is refused, with the remedy."""
     model, x = blocks(dim=1), tokens()
     with prepare(model, tiling=TILES):
         for patch in norms(model):
-            patch.needs.same_order = True
+            patch.needs = EngineNeeds(same_order=True, agreed=True)
         with pytest.raises(NotPositionWiseError, match=r"0.input_norm .*Tiling\(targets=...\)"):
             model(x)
 
@@ -131,7 +131,7 @@ def test_a_norm_whose_weights_are_freed_runs_in_tiles_of_its_own() -> None:
     """Under engines that free a module's weights after its call, norms run in tiles by themselves."""
     model, x = blocks(), tokens()
     true = reference(model, x)
-    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing()) as prepared:
+    with prepare(model, tiling=TILES, activation_checkpointing=True) as prepared:
         for patch in norms(model):
             patch.needs = EngineNeeds(defer=False)
         assert worst(gradients(model, x), true) <= 1e-10

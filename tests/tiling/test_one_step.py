@@ -17,6 +17,8 @@ from tests.architectures import ARCHITECTURES
 
 PACKAGE = Path(lt_tiled.__file__).parent
 MOST = 10
+MOST_CALLS = 6763
+"""Python calls of a later step, but for those in which the recompute is compared with its forward pass."""
 
 
 def functions_entered(run: Callable[[], Any]) -> list[str]:
@@ -36,6 +38,22 @@ def functions_entered(run: Callable[[], Any]) -> list[str]:
     return [path for path, _ in functions]
 
 
+def calls(run: Callable[[], Any]) -> int:
+    """How many functions of the package a run calls, each as often as it is called."""
+    count = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def entered(run: Callable[[], Any]) -> set[str]:
     """The files of the package whose functions a run calls."""
     return set(functions_entered(run))
@@ -53,7 +71,7 @@ def test_a_step_is_read_in_few_files() -> None:
     """
     architecture = ARCHITECTURES["Llama"]
     net = architecture.build(torch.float32)
-    with prepare(net, tiling=Tiling(num_shards=4), activation_checkpointing=ActivationCheckpointing()):
+    with prepare(net, tiling=Tiling(num_shards=4), activation_checkpointing=True):
         net(**architecture.feed(net)).loss.backward()
         losses: list[torch.Tensor] = []
         forward = entered(lambda: losses.append(net(**architecture.feed(net)).loss)) - AROUND
@@ -65,7 +83,8 @@ def test_a_step_is_read_in_few_files() -> None:
 
 def test_the_whole_step_is_read_in_few_jumps() -> None:
     """A later step with tiled loss and block inputs in CPU memory enters so many files, with so many jumps between
-    files in the order in which functions are entered first. The aim is 14 files forward, 12 backward, 45 jumps each.
+    files in the order in which functions are entered first. The aim is 14 files forward, 12 backward, 45 jumps each. A
+    later step makes a third fewer Python calls than the 10,145 of 0.2.0.
     """
     architecture = ARCHITECTURES["Llama"]
     net = architecture.build(torch.float32)
@@ -76,6 +95,8 @@ def test_the_whole_step_is_read_in_few_jumps() -> None:
         losses: list[torch.Tensor] = []
         forward = functions_entered(lambda: losses.append(net(**architecture.feed(net)).loss))
         backward = functions_entered(losses[0].backward)
-    for paths, files, jumps in ((forward, 26, 113), (backward, 16, 97)):
+        later = calls(lambda: net(**architecture.feed(net)).loss.backward())
+    assert later <= MOST_CALLS
+    for paths, files, jumps in ((forward, 26, 115), (backward, 16, 97)):
         assert len(set(paths)) <= files, sorted(set(paths))
         assert sum(a != b for a, b in pairwise(paths)) <= jumps

@@ -1,0 +1,62 @@
+"""The blocks of a model: the innermost repeated modules that hold all that a layer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from lt_tiled.modules.feed_forward import mixes_tokens, projection_sizes, widths_of
+from lt_tiled.modules.find import has_class, has_forward, outermost, unwrapped, walk, walk_all
+
+BLOCK_CLASSES = ("GradientCheckpointingLayer", "TransformerEncoderLayer", "TransformerDecoderLayer")
+"""The base class of Hugging Face's layers, and torch's own layers."""
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks: layers of a known class, and other repeated children of a ``ModuleList`` or ``Sequential``.
+
+    A stage, which repeats layers itself (Swin, ConvNeXt), is no block, and its layers are. The parts of a layer that
+    repeat, such as experts, heads or convolutions with their norms, are no blocks. If nothing repeats, a layer that is
+    alone in a ``ModuleList`` is one (ALBERT).
+    """
+    known = [(path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES)]
+    layers = {m for _, m in known}
+    others = (pair for path, m in walk_all(model) for pair in _repeated(path, m))
+    found = outermost([*known, *((path, m) for path, m in others if layers.isdisjoint(m.modules()))])
+    lists = [(path, m) for path, m in walk(model) if isinstance(m, nn.ModuleList) and len(m) == 1]
+    found = found or outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))
+    kinds = {type(layer) for _, m in found for layer in _layers_in(m)}
+    return [block for path, m in found for block in _layers_of(path, m, kinds)]
+
+
+def _layers_of(path: str, module: nn.Module, kinds: set[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the layers of these classes in a stage, also one alone, or a module that has none."""
+    return outermost((below, m) for below, m in walk(module, path) if type(m) in kinds) or [(path, module)]
+
+
+def _layers_in(module: nn.Module) -> list[nn.Module]:
+    """Return the layers that a module repeats: they mix tokens and have an MLP, which may be of 1 x 1 convolutions."""
+    layers = []
+    for path, part in outermost(pair for below, m in walk_all(module) for pair in _repeated(below, m)):
+        inside = [(name.rpartition(".")[2], m) for name, m in walk(part)]
+        sizes = [size for _, m in inside if (size := projection_sizes(m) or _sizes_of_convolution(m)) is not None]
+        mixes = any(mixes_tokens(name, m) for name, m in inside)
+        if mixes and widths_of(sizes) is not None and not mixes_tokens(path, part):
+            layers += _layers_in(part) or [part]
+    return layers
+
+
+def _sizes_of_convolution(module: nn.Module) -> tuple[int, int] | None:
+    if isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) == 1:
+        return module.in_channels, module.out_channels
+    return None
+
+
+def _repeated(path: str, container: nn.Module, times: int = 2) -> Iterator[tuple[str, nn.Module]]:
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return
+    children = [(f"{path}.{name}" if path else name, unwrapped(child)) for name, child in container.named_children()]
+    composed = [(p, m) for p, m in children if has_forward(m) and any(True for _ in m.children())]
+    classes = [type(m) for _, m in composed]
+    yield from ((p, m) for p, m in composed if classes.count(type(m)) >= times)

@@ -1,0 +1,192 @@
+"""A model that calls blocks which share its sequences: shared from token ids to the loss, or by its blocks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lt_tiled._log import inform
+from lt_tiled.loss.transformers import AbsentLogits
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.sequence_parallel import causal
+from lt_tiled.sequence_parallel.arguments import Call, repeated_to
+from lt_tiled.sequence_parallel.forward import SharedBlock, SharedPart
+from lt_tiled.sequence_parallel.region import Region, entered
+from lt_tiled.sequence_parallel.self_check import TOKENS
+from lt_tiled.sequence_parallel.sharing import Sharing
+from lt_tiled.sequence_parallel.users_code import runs_known_code, users_hooks
+
+Begin = Literal["tokens", "first block"]
+"""Where the region of a causal model begins: at its token ids, or at the input of its first block."""
+
+
+class SharedModel(SharedPart):
+    """On the module that calls the blocks."""
+
+    def __init__(self, sharing: Sharing, name: str, rotary: bool) -> None:
+        super().__init__(sharing, name)
+        self.rotary = rotary
+        """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
+
+    def share(self, call: Call) -> Any:
+        """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
+        sharing, compares = self.sharing, False
+        if sharing.mode is not None:  # a hand-written model, whose first block compares the batches
+            self._check_around(call)
+        else:
+            if sharing.size > 1:  # otherwise there are head tiles alone
+                begin = self._begin(call) if causal.computes_loss(call) else None
+                causal.refuse_outputs(sharing.owner, call, begin == "tokens")
+                if begin is not None:
+                    with sharing.compared(call):
+                        return self._to_loss(call, begin)
+            call = causal.without_unused_cache(call)
+            compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
+        with sharing.around_blocks(), sharing.compared(call) if compares else nullcontext():
+            return call.run(self.inner)
+
+    def _begin(self, call: Call) -> Begin | None:
+        """Return where the region of a causal model that ends with its loss begins.
+
+        It is the first block where the embeddings may need all tokens. If something else around the blocks may, the
+        region ends with the last block, and this is ``None``: GPT-2 reshapes behind its blocks to the shape of all.
+        """
+        model: Any = call.module
+        before, embeddings = None, model.get_input_embeddings()
+        behind = None if self.rotary else "it has no rotary position embeddings"
+        for part in _outside_blocks(model):
+            because = None
+            if not runs_known_code(part):
+                because = f"{type(part).__name__} is not a class of transformers"
+            elif part is not model and users_hooks(part):
+                because = f"{type(part).__name__} has a hook"
+            if part is embeddings:
+                before = because or before
+            else:
+                behind = because or behind
+        for block in model.modules():
+            patch = get_patch(block, SharedPart)
+            if isinstance(patch, SharedBlock) and users_hooks(block, patch.hooks_outside):
+                behind = f"{patch.name} has a hook"
+        if because := behind or before:
+            inform(
+                f"{self.name} computes what is before {'and behind ' if behind else ''}its blocks for all tokens on"
+                f" each rank: {because}",
+                once=f"all tokens {self.name}",
+            )
+        if behind is not None:
+            return None
+        if before is None:
+            return "tokens"
+        return None if causal.fills_cache(causal.without_unused_cache(call)) else "first block"
+
+    def _to_loss(self, call: Call, begin: Begin) -> Any:
+        """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
+        sharing, tokens = self.sharing, call.tokens
+        assert tokens is not None
+        from_tokens = begin == "tokens"
+        if from_tokens:
+            self._check_to_loss(call, tokens)
+        if (total := tokens.shape[1]) < sharing.size:
+            return call.run(self.inner)
+        region = sharing.region(total, in_blocks=not from_tokens, ends_with_loss=True)
+        own = causal.own_arguments(region, call) if from_tokens else dict(causal.without_unused_cache(call).arguments)
+        as_tuple = own.pop("return_dict", None) is False
+        inside = entered(region) if from_tokens else sharing.opened_by_first_block(region)
+        with self.keeps_nothing(call.module), causal.shared_loss(region, call), inside:
+            output = self.inner(call.module, **own)
+        output["loss"] = region.mean(output["loss"])
+        region.check_exchanged()
+        if isinstance(output.get("logits"), Tensor):
+            output["logits"] = AbsentLogits(sharing.owner, "has the logits of this rank's tokens only")
+        return output.to_tuple() if as_tuple else output
+
+    def _check_to_loss(self, call: Call, tokens: Tensor) -> None:
+        """Check a few of the tokens, at each position past which others are scaled, and more than each window."""
+        lengths = self.lengths_to_check(tokens.shape[1], positions=False)
+        if not lengths:
+            return
+        few, *more = lengths
+        if not self.checked:
+            self._check_tokens(call, tokens, few)
+            for position in self.sharing.positions:  # the last rank alone is past it
+                self._check_tokens(call, tokens, few, max(0, position - few + 1))
+            lengths = more
+        for count in lengths:
+            self._check_tokens(call, tokens, count, all_of_them=False)
+
+    def _check_tokens(
+        self, call: Call, tokens: Tensor, count: int, begin: int | None = None, all_of_them: bool = True
+    ) -> None:
+        """Check some tokens, which the model shares or not, as if it were called without labels.
+
+        Args:
+            call: The call.
+            tokens: Its tokens.
+            count: How many of them, repeated if needed.
+            begin: The position of the first one.
+            all_of_them: Compare what attention is given and all logits, and not the logits of each rank's last tokens.
+        """
+        name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+        given: dict[str, Any] = {"use_cache": False}
+        rows, mask = 1, call.arguments.get("attention_mask")
+        if begin is not None:
+            given["position_ids"] = torch.arange(begin, begin + count, device=tokens.device)[None]
+        elif isinstance(mask, Tensor) and mask.dim() == 2:  # positions may be made from it
+            rows, padded = 2, torch.ones(2, count, dtype=mask.dtype, device=mask.device)
+            padded[1, : TOKENS // 2] = 0
+            given["attention_mask"] = padded
+        given[name] = repeated_to(count)(tokens[:1].detach(), 1).expand(rows, *(-1,) * (tokens.dim() - 1))
+        call, takes = Call(call.module, (), given), inspect.signature(type(call.module).forward).parameters
+        mine = self.sharing.region(count)
+
+        def run(region: Region) -> Tensor:
+            arguments = call.kwargs if region.size == 1 else causal.own_arguments(region, call)
+            if not all_of_them and "logits_to_keep" in takes:
+                last = torch.arange(mine.length - TOKENS, mine.length, device=tokens.device)
+                arguments["logits_to_keep"] = last + (mine.begins[mine.rank] if region.size == 1 else 0)
+            logits: Tensor = self.inner(call.module, **arguments).logits
+            return logits
+
+        self.check(call, run, count, in_blocks=False, blocks=all_of_them)
+
+    def _check_around(self, call: Call) -> None:
+        """Check a hand-written model with some of its token ids: code between the blocks may need all tokens."""
+        ids = call.tokens
+        if ids is None or ids.dim() != 2 or ids.is_floating_point():
+            return
+        for tokens in self.lengths_to_check(ids.shape[1]):
+            with self.sharing.compared(call):
+                self._check_ids(call, ids, tokens)
+
+    def _check_ids(self, call: Call, ids: Tensor, tokens: int) -> None:
+        """Check a hand-written model with so many of its token ids."""
+        sharing, some = self.sharing, repeated_to(tokens)
+        small_call = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
+
+        def run(region: Region) -> Tensor:
+            sharing.check_region = region if region.size > 1 else None
+            outside = None if region.size > 1 else region  # the first block opens the region
+            try:
+                with sharing.around_blocks(), entered(outside):
+                    output = small_call.run(self.inner)
+            finally:
+                sharing.check_region = None
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
+
+        self.check(call, run, tokens, blocks=False)
+
+
+def _outside_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those inside of it that are no blocks, nor in one."""
+    yield module
+    for child in module.children():
+        if not isinstance(get_patch(child, SharedPart), SharedBlock):
+            yield from _outside_blocks(child)

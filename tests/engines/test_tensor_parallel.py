@@ -1,0 +1,156 @@
+"""Tensor parallelism: tiled modules whose weights are split over ranks, by the user's own plan."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import lt_tiled
+from tests.engines.cells import draw, error_of, launch, policies, train
+from tests.models import TinyLM, tiny_llama
+from tests.parity import MIXED, errors, near
+from tests.world import World
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor_parallel"], plan)
+    return model
+
+
+def tensor_parallel_losses(mode: str, directory: str) -> tuple[list[float], list[int]]:
+    """Both ranks have the same batches, as a tensor-parallel group has."""
+    chosen = lt_tiled.fabric.TiledModelParallelStrategy(
+        tensor_parallel, data_parallel_size=1, tensor_parallel_size=2, **policies(mode, directory)
+    )
+    fabric = launch(chosen)
+    model, optimizer = fabric.setup(net := TinyLM(), torch.optim.SGD(net.parameters(), 0.1, foreach=False))
+    losses = train(fabric, model, optimizer, (draw((2, 24 + step), 0) for step in range(3)))
+    tiles = [row.tiles for row in chosen.prepared[0].report().tiled]
+    chosen.release()
+    return losses, tiles
+
+
+@pytest.mark.self_checks
+@pytest.mark.table("tiled")
+@pytest.mark.parametrize("mode", ["tiled", "checkpointed", "disk"])
+def test_tensor_parallel_plan(mode: str, world: World, tmp_path: Path) -> None:
+    """A tiled MLP whose projections are split over the ranks has the losses of one that is not tiled."""
+    plain = world(tensor_parallel_losses, "untiled", str(tmp_path))
+    for (losses, _), (tiled, tiles) in zip(plain, world(tensor_parallel_losses, mode, str(tmp_path)), strict=True):
+        assert tiled == near(losses)
+        assert tiles == [4, 4]
+
+
+MLP = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+
+
+SHARD = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+
+
+GATHER = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+
+
+HEADS: dict[str, ParallelStyle | None] = {
+    "whole": None,
+    "columns": ColwiseParallel(output_layouts=Replicate()),
+    "columns of a DTensor": ColwiseParallel(use_local_output=False),
+    "rows": RowwiseParallel(input_layouts=Replicate()),
+    "columns after a sequence": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def tensor_parallel_head(head: str, mesh: DeviceMesh, model: nn.Module) -> nn.Module:
+    """Split the MLPs of a Llama, its head, and with a sequence the norms before them."""
+    style, tensor, norms = HEADS[head], mesh["tensor_parallel"], "sequence" in head
+    for block in model.model.layers:
+        parallelize_module(block.mlp, tensor, MLP)
+        if norms:
+            parallelize_module(block.mlp, tensor, GATHER)
+    for norm in (*(block.post_attention_layernorm for block in model.model.layers), model.model.norm) if norms else ():
+        parallelize_module(norm, tensor, SHARD)
+        parallelize_module(norm, tensor, SequenceParallel())
+    return model if style is None else parallelize_module(model, tensor, {"lm_head": style})
+
+
+def tensor_parallel_gradients(head: str, **options: Any) -> tuple[dict[str, Tensor], str]:
+    """The gradients of one step on both ranks, and what its output has as logits."""
+    chosen = lt_tiled.fabric.TiledModelParallelStrategy(
+        lambda model, mesh: tensor_parallel_head(head, mesh, model), tensor_parallel_size=2, **options
+    )
+    fabric = launch(chosen)
+    model, ids = fabric.setup_module(tiny_llama().double()), draw((2, 24), 0)
+    with loss_parallel() if "DTensor" in head else nullcontext():
+        output = model(input_ids=ids, labels=ids)
+        output.loss.backward()
+    found = {"loss": output.loss.detach(), **{name: weight.grad for name, weight in model.named_parameters()}}
+    chosen.release()
+    whole = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in found.items()}
+    return whole, type(output.logits).__name__
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_tiled_loss_of_a_tensor_parallel_plan(head: str, world: World) -> None:
+    """With any plan for the head and the norms, ``loss=True`` has the loss and gradients of the same plan untiled: in
+    tiles where the plan leaves the head whole, from full logits elsewhere.
+    """
+    untiled = partial(tensor_parallel_gradients, tiling=False, activation_checkpointing=False)
+    tiled = partial(tensor_parallel_gradients, tiling=4, activation_checkpointing=True, loss=5)
+    for (true, _), (found, logits) in zip(world(untiled, head), world(tiled, head), strict=True):
+        assert max(errors(found, true).values()) <= MIXED
+        assert (logits == "AbsentLogits") is (head == "whole")
+
+
+def refused(options: dict[str, Any]) -> tuple[str, str]:
+    """The error at setup; ``tilings`` has one for each rank."""
+    tilings = options.pop("tilings", (True, True))
+
+    def set_up_one() -> None:
+        chosen = lt_tiled.fabric.TiledModelParallelStrategy(tiling=tilings[dist.get_rank()], **options)
+        launch(chosen).setup_module(TinyLM())
+
+    return error_of(set_up_one)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs a plan"),
+        ({"data_parallel_size": 1}, "tensor_parallel_size=2 needs a plan"),
+        (
+            {"parallelize_fn": tensor_parallel},
+            "no FSDP unit, so its gradients are not reduced over the 2 data-parallel ranks",
+        ),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 2 ranks"),
+        (
+            {"parallelize_fn": tensor_parallel, "tensor_parallel_size": 2, "tilings": (4, 2)},
+            "communicate in every tile and have different tilings",
+        ),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str, world: World) -> None:
+    """Tensor-parallel ranks without a plan, a number of them that does not fit, and tilings in which ranks would wait
+    for each other in different tiles are refused on each rank.
+    """
+    for kind, text in world(refused, options):
+        assert kind == "ValueError"
+        assert message in text
