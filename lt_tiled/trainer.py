@@ -64,7 +64,7 @@ class TiledDeepSpeedStrategy(TrainerDeepSpeed, DeepSpeedStrategy):
 
     Raises:
         ModuleNotFoundError: If deepspeed is not installed.
-        ValueError: If ``cpu_checkpointing`` and ``activation_checkpointing`` are both given.
+        ValueError: If ``cpu_checkpointing`` is given and ``activation_checkpointing`` is not ``False``.
     """
 
 

@@ -66,10 +66,10 @@ def checkpoint_hook() -> bool:
 
     def look(x: Tensor) -> Tensor:
         names.append(torch._C._autograd._top_saved_tensors_default_hooks(True)[0].__qualname__)
-        return x * 2
+        return x.sin()
 
-    torch.utils.checkpoint.checkpoint(look, torch.ones(1, requires_grad=True), use_reentrant=False)
-    return "_checkpoint_hook" in names[0]
+    torch.utils.checkpoint.checkpoint(look, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    return names[0].startswith("_checkpoint_hook") and names[1].startswith("_recomputation_hook")
 
 
 def loss_function() -> bool:
@@ -260,6 +260,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_snapshot": lambda: callable(torch.cuda.memory._snapshot),
     "_subclasses": fake,
     "_checkpoint_hook": checkpoint_hook,
+    "_recomputation_hook": checkpoint_hook,
     "_allowed_determinism_checks_to_fns": lambda: (
         "default" in activation_checkpointing._allowed_determinism_checks_to_fns
     ),

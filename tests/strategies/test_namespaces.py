@@ -86,7 +86,8 @@ def test_callbacks(tmp_path: Path) -> None:
     home, data, model = lt_tiled.pytorch_lightning, IdsModule(), LitTiny()
     finder = home.SequenceLengthFinder(start=8, limit=24, granule=8)
     monitor, report = home.MemoryMonitor(plot=str(tmp_path / "step.png"), step=1), home.TilingReport()
-    callbacks = [home.TiledMLP(4), home.OffloadedCheckpointing("disk"), finder, monitor, report]
+    offload = lt_tiled.ActivationCheckpointing(offload="disk", min_bytes=0, keep_last=0)
+    callbacks = [home.TiledMLP(4), home.OffloadedCheckpointing(offload), finder, monitor, report]
     assert all(isinstance(callback, pytorch_lightning.Callback) for callback in callbacks)
     logger = CSVLogger(str(tmp_path))
     run = trainer("auto", pytorch_lightning.Trainer, callbacks=callbacks, logger=logger, log_every_n_steps=1)

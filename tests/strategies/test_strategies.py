@@ -31,7 +31,7 @@ from tests.lit import LitTiny, logged, replaced, trainer
 from tests.models import Block, TinyLM
 from tests.parity import near
 
-STRATEGIES = [name for name in lt_tiled.fabric.__all__ if name.startswith("Tiled")]
+STRATEGIES = lt_tiled.trainer.__all__
 
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
@@ -343,7 +343,7 @@ def test_the_package_exports_the_public_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [getattr(module, name) for module in (lt_tiled, lt_tiled.fabric) for name in STRATEGIES]
+    "strategy", [getattr(module, name) for module in (lt_tiled.trainer, lt_tiled.fabric) for name in STRATEGIES]
 )
 def test_defaults_are_those_of_the_parent(strategy: type) -> None:
     """A strategy with its defaults has the settings of Lightning's own with its defaults."""
