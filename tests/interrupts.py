@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 import traceback
@@ -23,9 +24,10 @@ def interrupted_at(line: int, run: Callable[[], object]) -> bool:
         if "lt_tiled" not in file and not ("overrides" in file and name == "__exit__"):
             return None
         # Python handles no signal between the last line inside ``with`` and its end, which is an event too, and
-        # ignores exceptions in finalizers.
+        # ignores exceptions in finalizers, as of a generator that was not read to its end.
         text = linecache.getline(file, frame.f_lineno).lstrip()
-        if event in ("call", "line") and not text.startswith("with "):
+        goes_on = event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR and name == "<genexpr>"
+        if event in ("call", "line") and not text.startswith("with ") and not goes_on:
             left -= 1
             if left <= 0 and not any(caller.f_code.co_name == "__del__" for caller, _ in traceback.walk_stack(frame)):
                 sys.settrace(None)

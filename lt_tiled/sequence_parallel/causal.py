@@ -68,7 +68,8 @@ def computes_loss(call: Call) -> bool:
 def is_partial(call: Call) -> bool:
     """Whether a call continues a cached sequence, wants the logits of some tokens alone, or changes the masks."""
     continues = call.arguments.get("past_key_values") is not None or call.arguments.get("is_causal") is not None
-    return continues or bool(call.arguments.get("logits_to_keep"))
+    some = call.arguments.get("logits_to_keep")
+    return continues or isinstance(some, Tensor) or bool(some)
 
 
 def fills_cache(call: Call) -> bool:

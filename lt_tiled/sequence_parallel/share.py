@@ -12,7 +12,7 @@ from torch import nn
 
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
-from lt_tiled.modules.find import find_named, has_class, outermost, walk, walk_all
+from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, eager_files, share_interface
@@ -100,8 +100,10 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
             _refuse_unsupported(m)
         return [shared(path, m, m, _blocks_of(path, m)) for path, m in pretrained]
     blocks = _blocks_of("", model)
-    caller = dict(everything).get(".".join(blocks[0][0].split(".")[:-2]), model)
-    return [shared("", model, caller, blocks)]
+    modules, above = dict(everything), blocks[0][0].split(".")[:-2]
+    while not has_forward(modules[".".join(above)]):  # a ModuleDict around the list of blocks
+        above.pop()
+    return [shared("", model, modules[".".join(above)], blocks)]
 
 
 def _refuse_unsupported(model: nn.Module) -> None:

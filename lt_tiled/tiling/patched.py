@@ -191,7 +191,7 @@ def decide_with_neighbor(made: CallWithInputs) -> Untiled | None:
     try:
         if _is_real(made) and not call.checked:
             check_position_wise(*made)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the neighbor runs untiled
         return Untiled("neighbor", error=error)

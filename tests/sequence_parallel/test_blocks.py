@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_tiled
 from lt_tiled import SequenceParallel
+from lt_tiled.sequence_parallel.self_check import _run_apart
+from lt_tiled.sequence_parallel.share import find_shared
 from tests.models import H
 from tests.sequence_parallel.models import GPT, VOCAB, Block, Pooled, body, causal, ids
 from tests.sequence_parallel.runs import against_whole
@@ -215,3 +217,36 @@ def test_layers_that_mix_tokens(layer: nn.Module) -> None:
     model.blocks[1].mixing = layer
     with pytest.raises(ValueError, match=rf"blocks.1.mixing \({type(layer).__name__}\) mixes tokens"):
         lt_tiled.prepare(model, sequence_parallel=SequenceParallel(1, head_tiles=2))
+
+
+class InModuleDict(nn.Module):
+    """Keeps its blocks in a ``ModuleDict``, as nanoGPT and LitGPT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.transformer["h"]:  # type: ignore[union-attr]
+            x = block(x)
+        return x
+
+
+def test_the_caller_of_blocks_in_a_module_dict() -> None:
+    """The module that calls the blocks, whose code around them is checked, is the nearest one with a forward."""
+    model = InModuleDict()
+    (part,) = find_shared(model, SequenceParallel(2), None)
+    assert part.caller is model
+
+
+def test_the_self_check_leaves_counters() -> None:
+    """A buffer that a module changes in place is as it was after the self-check."""
+    module = nn.Module()
+    module.register_buffer("count", torch.zeros(1))
+
+    def run(_: Any) -> Tensor:
+        module.count.add_(1)  # type: ignore[operator, union-attr]
+        return torch.ones(1)
+
+    _run_apart(module, "module", torch.device("cpu"), None, run)  # type: ignore[arg-type]
+    assert module.count == 0
