@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.region import Region, entered
 from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values
-from lt_tiled.tiling.observe import History, Observation
+from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import random_state_kept
 
 TOKENS = 4
@@ -94,8 +94,7 @@ def _run_apart(
     module: nn.Module, owner: str, device: torch.device, region: Region, run: Callable[[Region], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the output in a region, and what the module keeps of it beside. Everything is left as it was."""
-    found = Observation(owner, (module,), "", History())
-    with torch.no_grad(), random_state_kept(device), found.restored("the comparison"):
+    with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
         for part in module.modules():
             part.training = False
         before = kept_values(module)

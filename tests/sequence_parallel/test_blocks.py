@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from lt_tiled.sequence_parallel.self_check import _run_apart
 from lt_tiled.sequence_parallel.share import find_shared
 from tests.models import H
 from tests.sequence_parallel.models import GPT, VOCAB, Block, Pooled, body, causal, ids
@@ -237,16 +236,3 @@ def test_the_caller_of_blocks_in_a_module_dict() -> None:
     model = InModuleDict()
     (part,) = find_shared(model, SequenceParallel(2), None)
     assert part.caller is model
-
-
-def test_the_self_check_leaves_counters() -> None:
-    """A buffer that a module changes in place is as it was after the self-check."""
-    module = nn.Module()
-    module.register_buffer("count", torch.zeros(1))
-
-    def run(_: Any) -> Tensor:
-        module.count.add_(1)  # type: ignore[operator, union-attr]
-        return torch.ones(1)
-
-    _run_apart(module, "module", torch.device("cpu"), None, run)  # type: ignore[arg-type]
-    assert module.count == 0
