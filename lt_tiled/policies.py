@@ -165,7 +165,7 @@ class SequenceParallel:
     """
 
     size: PositiveInt = 1
-    """Ranks that share a sequence. It divides the number of ranks, and is at most the number of query heads."""
+    """Ranks that share a sequence. It divides the number of ranks."""
     targets: str | Sequence[str] = "auto"
     """``"auto"`` (a causal model of transformers from its token ids to its loss, other models from their first block to
     their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, each of which is shared

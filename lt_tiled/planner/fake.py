@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn.attention import bias
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import SimulationError
@@ -33,8 +34,23 @@ aten = torch.ops.aten
 @contextmanager
 def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
     """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
-    with _unpacked(), FakeTensorMode(), FakeLedger(model) as ledger:
+    with _unpacked(), _flash(), FakeTensorMode(), FakeLedger(model) as ledger:
         yield ledger
+
+
+@contextmanager
+def _flash() -> Iterator[None]:
+    """Let causal masks that are aligned to the lower right take the flash kernel, as on a GPU.
+
+    On a CPU torch makes the mask, and there is no public switch.
+    """
+    file: Any = bias
+    can_use = file.can_use_flash_attention
+    file.can_use_flash_attention = lambda params: True
+    try:
+        yield
+    finally:
+        file.can_use_flash_attention = can_use
 
 
 @contextmanager

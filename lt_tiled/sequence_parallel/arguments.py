@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-_DOCUMENTS = ("cu_seq_lens", "max_length")
+DOCUMENTS = ("cu_seq_lens", "max_length")
 """How arguments begin that tell the places of packed documents."""
 
 
@@ -48,7 +48,7 @@ class Call:
 
     def without_documents(self) -> Call:
         """Return the call without the places of packed documents, which are of another sequence length."""
-        kwargs = {name: value for name, value in self.kwargs.items() if not name.startswith((*_DOCUMENTS, "seq_idx"))}
+        kwargs = {name: value for name, value in self.kwargs.items() if not name.startswith((*DOCUMENTS, "seq_idx"))}
         return Call(self.module, self.args, kwargs)
 
     def changed(
@@ -105,7 +105,7 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
     Raises:
         ValueError: If it is not clear which one it is.
     """
-    if name.startswith(_DOCUMENTS):
+    if name.startswith(DOCUMENTS):
         return []
     dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:

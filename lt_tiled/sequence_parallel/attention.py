@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lt_tiled.sequence_parallel.exchange import attend
+from lt_tiled.sequence_parallel.calls import TELL_DOCUMENTS, AttentionCall, calls_of, documents_told, mask_of
+from lt_tiled.sequence_parallel.exchange import Share, attend
 from lt_tiled.sequence_parallel.region import Region, current
 
 
@@ -33,7 +34,18 @@ class Replacement:
 
 
 class _Shared(Replacement):
-    """An attention function in transformers' table, which attends to the tokens of all ranks in a region."""
+    """An attention function of transformers, which attends to the tokens of all ranks in a region.
+
+    Args:
+        name: Its name in the table of transformers.
+        function: What it replaces.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.name = name
+        self.is_flash = "flash" in name
+        """Whether documents are told by arguments, and causal masks end with the last query."""
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
@@ -52,22 +64,44 @@ class _Shared(Replacement):
         heads, sinks = query.shape[1], kwargs.get("s_aux")
         if sinks is not None and len(sinks) != heads:  # one logit for each head
             raise ValueError(f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1.")
+        documents = region.documents if mask is None else None
+        if heads < region.size and mask is None and self.is_flash:  # which would read the documents of all queries
+            documents = documents_told(kwargs)
+            kwargs = {name: value for name, value in kwargs.items() if not name.startswith(TELL_DOCUMENTS)}
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice, *own_sinks: Tensor) -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share, *own_sinks: Tensor) -> Tensor:
             part, options = _Grouped(module, q.shape[1] // k.shape[1]), kwargs
             if own_sinks:
                 part.__dict__["sinks"] = own_sinks[0]  # where eager attention finds them
                 options = kwargs | {"s_aux": own_sinks[0]}
-            if region.documents is None or mask is not None:
-                own: Tensor = self.function(part, q, k, v, _mask_of(region, mask, mine, heads), *args, **options)[0]
-                return own.transpose(1, 2)
-            outputs = []
-            for document in zip(*(t.split(region.documents, 2) for t in (q, k, v)), strict=True):
-                outputs.append(self.function(part, *document, None, *args, **options)[0])
-            return torch.cat(outputs, 1).transpose(1, 2)
+            own_mask, outputs = mask_of(region, mask, mine.heads, heads), []
+            for call in calls_of(region, mine, documents, own_mask, causal):
+                own = call.of(q, k, v)
+                outputs.append(self.function(part, *own, self._mask(region, call), *args, **options)[0])
+            out: Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+            return out.transpose(1, 2)
 
         vectors = [] if sinks is None else [sinks]
         return attend(region, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
+
+    def _mask(self, region: Region, call: AttentionCall) -> Any:
+        """Return the mask of a call, or refuse one that cannot tell which keys its queries see."""
+        if call.is_square:
+            return call.mask
+        dense = isinstance(call.mask, Tensor) and call.mask.dim() == 4
+        if dense or (call.mask is None and not call.causal):
+            return call.mask
+        if call.mask is None and self.name == "sdpa":
+            return call.lower_right()
+        if call.mask is None and self.is_flash:
+            return None
+        raise ValueError(
+            f"{region.owner} has fewer query heads than the {region.size} ranks that share a sequence, so each rank"
+            f" attends with some of its tokens, and {self.name} attention cannot be told which: use sdpa, documents"
+            " packed in one row instead of padding, or as many ranks as query heads."
+        )
 
 
 class _Grouped:
@@ -98,9 +132,9 @@ def share_interface(modules: Sequence[nn.Module], undo: ExitStack) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
     for name in list(TABLE):
-        replace(TABLE, name, _Shared, undo)
+        replace(TABLE, name, partial(_Shared, name), undo)
     for file in {id(file): file for module in modules for file in eager_files(module)}.values():
-        replace(file, _EAGER, _Shared, undo)
+        replace(file, _EAGER, partial(_Shared, "eager"), undo)
 
 
 def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack) -> None:
@@ -137,12 +171,17 @@ class AttentionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         call = _SDPA.bind(*args, **kwargs).arguments
         query, key, value, mask = (call.pop(name, None) for name in ("query", "key", "value", "attn_mask"))
-        heads = query.shape[1]
+        heads, causal = query.shape[1], call.pop("is_causal", False)
+        if mask is not None and mask.dim() == 2:
+            mask = mask[None]  # of queries and keys, where transformers means padding
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
-            own = _mask_of(region, mask, mine, heads)
-            out: Tensor = func(q, k, v, own, **call | {"enable_gqa": q.shape[1] != k.shape[1]})
-            return out
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
+            outputs = []
+            for part in calls_of(region, mine, None, mask_of(region, mask, mine.heads, heads), causal):
+                options = call | {"enable_gqa": q.shape[1] != k.shape[1], "is_causal": causal and part.is_square}
+                own = part.lower_right() if causal and not part.is_square else part.mask
+                outputs.append(func(*part.of(q, k, v), own, **options))
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
         return attend(region, query, key, value, attention)
 
@@ -167,23 +206,18 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         region = current()
         if region is None:
             return function(query, key, value, *args, **kwargs)
-        return attend(region, query, key, value, lambda q, k, v, _: function(q, k, v, *args, **kwargs))
+
+        def own(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
+            if q.shape[2] < k.shape[2]:
+                raise ValueError(
+                    f"{region.owner} has {query.shape[1]} query heads, and {region.size} ranks share a sequence:"
+                    " shared_attention needs a head for each rank, and F.scaled_dot_product_attention does not."
+                )
+            return function(q, k, v, *args, **kwargs)
+
+        return attend(region, query, key, value, own)
 
     return attention
-
-
-def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
-    """Return the mask of a rank's heads, or refuse one that is not for all tokens."""
-    if mask is None:
-        return None
-    keys, queries = mask.shape[-1], mask.shape[-2] if len(mask.shape) > 2 else 1  # [B, S] is padding
-    if keys not in (1, region.total) or queries not in (1, region.total):
-        raise ValueError(
-            f"{region.owner} was given an attention mask of the shape {list(mask.shape)}, which is not that of all"
-            f" {region.total} tokens. Make masks before the first block, or leave them out for causal attention."
-        )
-    several = len(mask.shape) > 2 and mask.shape[-3] == heads > 1
-    return mask[(slice(None),) * (len(mask.shape) - 3) + (mine,)] if several else mask
 
 
 _SDPA = inspect.signature(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.loss.transformers import loss_function_set
 from lt_tiled.modules.patch import is_of
 from lt_tiled.sequence_parallel.arguments import Call
+from lt_tiled.sequence_parallel.positions import documents_of
 from lt_tiled.sequence_parallel.region import Region
 from lt_tiled.sequence_parallel.states import STATE_LAYERS
 
@@ -137,9 +137,9 @@ def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor)
     states = kinds & STATE_LAYERS - {"hybrid_sliding"}
     plain = kinds - states - {"mlp", "moe"} <= {"full_attention"} if kinds else not any(windows)
     if dense and plain and positions is not None and mask is None and batch == 1:
-        starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
-        if starts:
-            region.documents = [high - low for low, high in pairwise([0, *starts, total])]
+        documents = documents_of(positions)
+        if len(documents) > 1:
+            region.documents = documents
             if states:  # models look masks up by the kinds of their parts
                 kinds |= {"full_attention", "linear_attention"}
             return dict.fromkeys(kinds) if kinds else None

@@ -1,7 +1,9 @@
 """The exchange around what mixes tokens: from all heads of a rank's tokens to all tokens of a rank's heads, and back.
 
 This is DeepSpeed-Ulysses (arXiv:2309.14509) with one all-to-all for queries, keys and values together, for any number
-of heads that is not below the size of the group, any number of key-value heads and any lengths.
+of heads, any number of key-value heads and any lengths. Where there are fewer query heads than ranks, several ranks
+have the same heads, of which each gets the queries of some tokens, and the keys and values of all of them. A rank takes
+one run of tokens near the begin and one near the end, so that causal attention is as much work on each.
 """
 
 from __future__ import annotations
@@ -18,37 +20,82 @@ from lt_tiled.sequence_parallel.collectives import all_to_all
 from lt_tiled.sequence_parallel.kept import attended, kept_or
 from lt_tiled.sequence_parallel.region import Region, entered
 
-Attention = Callable[..., Tensor]
-"""Computes attention of some heads: from queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]``, the heads' place
-among all query heads, and parts of vectors, to ``[B, h, S, D]``."""
+
+@dataclass(frozen=True)
+class Part:
+    """The heads of one rank, and their tokens in its order: all of them, or for queries some runs."""
+
+    heads: slice
+    tokens: Sequence[slice]
+
+    def runs(self, region: Region, rank: int) -> list[tuple[slice, slice]]:
+        """Return the runs of a rank's own tokens that are in the part: their places in the rank's, and in the part."""
+        found, before = [], 0
+        first = region.begins[rank]
+        for run in self.tokens:
+            low, high = max(run.start, first), min(run.stop, first + region.lengths[rank])
+            if low < high:
+                there = before - run.start
+                found.append((slice(low - first, high - first), slice(low + there, high + there)))
+            before += run.stop - run.start
+        return found
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of a tensor of all heads and tokens, ``[B, H, S, ...]``."""
+        return torch.cat([whole[:, self.heads, run] for run in self.tokens], 2)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The heads of one rank: its query heads, and the key-value heads that they attend to."""
+    """What one rank attends with: its query heads, and the key-value heads that they attend to."""
 
-    queries: slice
-    keys: slice
+    queries: Part
+    keys: Part
     key_of: tuple[int, ...]
     """For each query head the place of its key-value head in ``keys``."""
 
     @property
+    def heads(self) -> slice:
+        """The place of the query heads among all of them."""
+        return self.queries.heads
+
+    @property
     def uneven(self) -> bool:
         """Whether the key-value heads have different numbers of query heads here, which attention does not support."""
-        heads, keys = len(self.key_of), self.keys.stop - self.keys.start
+        heads, keys = len(self.key_of), self.keys.heads.stop - self.keys.heads.start
         return heads % keys != 0 or self.key_of != tuple(head * keys // heads for head in range(heads))
 
 
-def shares_of(queries: int, keys: int, size: int) -> list[Share]:
+def shares_of(queries: int, keys: int, size: int, total: int) -> list[Share]:
     """Return what each of ``size`` ranks attends with, of ``queries`` heads on ``keys`` key-value heads."""
+    groups = max(count for count in range(1, size + 1) if size % count == 0 and count <= queries)
+    each = size // groups  # ranks that have the same heads
     shares: list[Share] = []
-    for rank in range(size):
-        low = shares[-1].queries.stop if shares else 0
-        high = low + queries // size + (rank < queries % size)
+    high = 0
+    for group in range(groups):
+        low, high = high, high + queries // groups + (group < queries % groups)
         first, last = low * keys // queries, (high - 1) * keys // queries
         key_of = tuple(head * keys // queries - first for head in range(low, high))
-        shares.append(Share(slice(low, high), slice(first, last + 1), key_of))
+        everything = Part(slice(first, last + 1), [slice(0, total)])
+        for rank in range(each):
+            shares.append(Share(Part(slice(low, high), _runs(total, each, rank)), everything, key_of))
     return shares
+
+
+def _runs(total: int, ranks: int, rank: int) -> list[slice]:
+    """Return the tokens whose queries a rank has: two of ``2 * ranks`` runs, as far from the begin as from the end."""
+    each, more = divmod(total, 2 * ranks)
+    early, late = (
+        slice(i * each + min(i, more), (i + 1) * each + min(i + 1, more)) for i in (rank, 2 * ranks - 1 - rank)
+    )
+    if early.stop == late.start:
+        return [slice(early.start, late.stop)]
+    return [early, late] if late.start < late.stop else [early]
+
+
+Attention = Callable[..., Tensor]
+"""Computes attention of some heads: from queries ``[B, h, s, D]``, keys and values ``[B, k, S, D]``, the share of the
+rank, and parts of vectors, to ``[B, h, s, D]``."""
 
 
 def attend(
@@ -64,7 +111,7 @@ def attend(
     ``attention`` gets its heads' part of ``vectors``, which have an entry for each query head.
 
     Raises:
-        ValueError: If the shapes are not those of self-attention in the region, or there are too few heads.
+        ValueError: If the shapes are not those of self-attention in the region.
     """
     if not query.dim() == key.dim() == value.dim() == 4 or {t.shape[2] for t in (query, key, value)} != {region.length}:
         shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
@@ -75,14 +122,14 @@ def attend(
         )
 
     def compute(mine: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], own: Sequence[Tensor]) -> Tensor:
-        return attention(*queries, *keys, mine.queries, *own)
+        return attention(*queries, *keys, mine, *own)
 
-    return over_heads(region, [query], [key, value], vectors, compute, "query heads", region.record)
+    return over_heads(region, [query], [key, value], vectors, compute, region.record)
 
 
 Compute = Callable[[Share, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""Computes something of all tokens of some heads: from their share, two lists of tensors ``[B, h, S, ...]``, of query
-heads and of key-value heads, and parts of vectors, to ``[B, h, S, D]``."""
+"""Computes something of some heads: from their share, two lists of tensors ``[B, h, S, ...]``, of query heads and of
+key-value heads, and parts of vectors, to ``[B, h, S, D]``."""
 
 
 def over_heads(
@@ -91,7 +138,6 @@ def over_heads(
     keys: Sequence[Tensor],
     vectors: Sequence[Tensor],
     compute: Compute,
-    what: str,
     record: list[Any] | None = None,
 ) -> Tensor:
     """Compute what mixes the tokens of each head ``[B, H, S, D]``, where each rank has its tokens of all heads.
@@ -101,22 +147,13 @@ def over_heads(
         queries: Tensors of all heads, ``[B, H, S/n, ...]``.
         keys: Tensors with an entry for several heads, ``[B, K, S/n, ...]``.
         vectors: Tensors with an entry for each head, ``[H, ...]``, and no tokens.
-        compute: Gets all tokens of the rank's heads.
-        what: The name of the heads in messages.
+        compute: Gets all tokens of the rank's heads, or, where there are fewer heads than ranks, some of ``queries``.
         record: Collects what ``compute`` gets, with the share that it belongs to.
-
-    Raises:
-        ValueError: If there are fewer heads than ranks.
     """
     region.check_recompute()
-    heads = queries[0].shape[1]
-    if heads < region.size:
-        raise ValueError(
-            f"{region.owner} has {heads} {what}, which {region.size} ranks cannot share: use"
-            f" sequence_parallel={heads} or less."
-        )
     region.exchanges += 1
-    shares = shares_of(heads, keys[0].shape[1] if keys else heads, region.size)
+    heads = queries[0].shape[1]
+    shares = shares_of(heads, keys[0].shape[1] if keys else heads, region.size, region.total)
     mine = shares[region.rank]
     of_ranks = [[share.queries for share in shares]] * len(queries) + [[share.keys for share in shares]] * len(keys)
 
@@ -129,26 +166,26 @@ def over_heads(
             index = torch.tensor(mine.key_of, device=own_queries[0].device)
             own_keys = [key.index_select(1, index) for key in own_keys]
         with entered(None):  # attention may call another one that is exchanged, which has all tokens already
-            out = compute(mine, own_queries, own_keys, [vector[mine.queries] for vector in inputs[len(of_ranks) :]])
+            out = compute(mine, own_queries, own_keys, [vector[mine.heads] for vector in inputs[len(of_ranks) :]])
         return _exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
 
     return attended(run, *queries, *keys, *vectors)
 
 
-Heads = list[list[slice]]
-"""For each tensor of an exchange, the heads of each rank. Ranks may share key-value heads."""
+Parts = list[list[Part]]
+"""For each tensor of an exchange, the part of each rank. Ranks may share key-value heads, and query heads."""
 
 
-def _exchanged(region: Region, heads: Heads, tensors: Sequence[Tensor], to_heads: bool) -> list[Tensor]:
-    """Return all tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, H, S/n, D]``.
+def _exchanged(region: Region, parts: Parts, tensors: Sequence[Tensor], to_heads: bool) -> list[Tensor]:
+    """Return the tokens of the rank's heads, ``[B, h, s, D]``, for its tokens of all heads, ``[B, H, S/n, D]``.
 
-    With ``to_heads=False`` it is the other way round, and heads that several ranks have are summed. Each direction is
-    the adjoint of the other.
+    With ``to_heads=False`` it is the other way round, and what several ranks have is summed. Each direction is the
+    adjoint of the other.
     """
     found = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors) if region.size > 1 else ():  # one all-to-all sends one dtype
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        outputs = _Exchange.apply(region, [heads[i] for i in places], to_heads, *(tensors[i] for i in places))
+        outputs = _Exchange.apply(region, [parts[i] for i in places], to_heads, *(tensors[i] for i in places))
         for place, output in zip(places, outputs, strict=True):
             found[place] = output
     return found
@@ -156,19 +193,21 @@ def _exchanged(region: Region, heads: Heads, tensors: Sequence[Tensor], to_heads
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Region, heads: Heads, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = region, heads, not to_heads
+    def forward(ctx: Any, region: Region, parts: Parts, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = region, parts, not to_heads
         # In a backward pass nothing is kept.
-        arrived = kept_or("exchange", partial(_sent, region, heads, to_heads, tensors))
+        arrived = kept_or("exchange", partial(_arrived, region, parts, to_heads, tensors))
         outputs, begin = [], 0
-        for tensor, of_ranks in zip(tensors, heads, strict=True):
-            mine, (batch, _, _, width) = of_ranks[region.rank], tensor.shape
-            count, tokens = (mine.stop - mine.start, region.total) if to_heads else (of_ranks[-1].stop, region.length)
-            outputs.append(tensor.new_zeros(batch, count, tokens, width))
-        for part in _parts(region, heads, outputs, by_heads=not to_heads):
-            its = arrived[begin : begin + part.numel()].view(part.shape)
-            begin += part.numel()
-            part.copy_(its) if to_heads else part.add_(its)
+        for tensor, of_ranks in zip(tensors, parts, strict=True):
+            mine = of_ranks[region.rank]
+            count, tokens = of_ranks[-1].heads.stop, region.length
+            if to_heads:
+                count, tokens = mine.heads.stop - mine.heads.start, sum(run.stop - run.start for run in mine.tokens)
+            outputs.append(tensor.new_zeros(tensor.shape[0], count, tokens, tensor.shape[3]))
+        for view in _views(region, parts, outputs, by_heads=not to_heads):
+            its = arrived[begin : begin + view.numel()].view(view.shape)
+            begin += view.numel()
+            view.copy_(its) if to_heads else view.add_(its)
         return tuple(outputs)
 
     @staticmethod
@@ -176,27 +215,37 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *_Exchange.apply(*ctx.exchange, *gradients)
 
 
-def _parts(region: Region, heads: Heads, tensors: Sequence[Tensor], by_heads: bool) -> Iterator[Tensor]:
-    """Yield the part of each tensor for each rank: the rank's heads, or its tokens."""
-    for rank, (begin, length) in enumerate(zip(region.begins, region.lengths, strict=True)):
-        for tensor, of_ranks in zip(tensors, heads, strict=True):
-            yield tensor[:, of_ranks[rank]] if by_heads else tensor.narrow(2, begin, length)
+def _views(region: Region, parts: Parts, tensors: Sequence[Tensor], by_heads: bool) -> Iterator[Tensor]:
+    """Yield what each rank gets of each tensor: its part of this rank's tokens, or its tokens of this rank's part."""
+    for rank in range(region.size):
+        for tensor, of_ranks in zip(tensors, parts, strict=True):
+            if by_heads:
+                for own, _ in of_ranks[rank].runs(region, region.rank):
+                    yield tensor[:, of_ranks[rank].heads, own]
+            else:
+                for _, place in of_ranks[region.rank].runs(region, rank):
+                    yield tensor[:, :, place]
 
 
-def _sent(region: Region, heads: Heads, to_heads: bool, tensors: Sequence[Tensor]) -> Tensor:
-    """Send each rank its parts of these tensors, and return the parts that arrive, as one flat tensor."""
-    by_heads, by_tokens = [0] * region.size, [0] * region.size  # the numbers in the parts of each rank
-    for tensor, of_ranks in zip(tensors, heads, strict=True):
+def _arrived(region: Region, parts: Parts, to_heads: bool, tensors: Sequence[Tensor]) -> Tensor:
+    """Send each rank what it gets of these tensors, and return what arrives, as one flat tensor."""
+    by_heads, by_tokens = [0] * region.size, [0] * region.size  # the numbers that go to each rank
+    for tensor, of_ranks in zip(tensors, parts, strict=True):
         each = tensor.shape[0] * tensor.shape[3]
-        mine = of_ranks[region.rank]
-        for rank, (its, length) in enumerate(zip(of_ranks, region.lengths, strict=True)):
-            by_heads[rank] += each * (its.stop - its.start) * region.length
-            by_tokens[rank] += each * (mine.stop - mine.start) * length
+        for rank in range(region.size):
+            by_heads[rank] += each * _size(of_ranks[rank], region, region.rank)
+            by_tokens[rank] += each * _size(of_ranks[region.rank], region, rank)
     send, receive = (by_heads, by_tokens) if to_heads else (by_tokens, by_heads)
     packed, begin = tensors[0].new_empty(sum(send)), 0
-    for part in _parts(region, heads, tensors, by_heads=to_heads):
+    for view in _views(region, parts, tensors, by_heads=to_heads):
         # torch.cat would need each part in its order first: two copies
-        packed[begin : begin + part.numel()].view(part.shape).copy_(part)
-        begin += part.numel()
+        packed[begin : begin + view.numel()].view(view.shape).copy_(view)
+        begin += view.numel()
     arrived: Tensor = all_to_all(packed, send, receive, region.name)
     return arrived
+
+
+def _size(part: Part, region: Region, rank: int) -> int:
+    """Return how many vectors of a rank's tokens are in a part."""
+    tokens = sum(len(range(own.start, own.stop)) for own, _ in part.runs(region, rank))
+    return tokens * len(range(part.heads.start, part.heads.stop))

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +55,12 @@ def _own_rows(region: Region, table: Any) -> Any:
         if isinstance(table, Tensor) and table.dim() >= -dim and table.shape[dim] == region.total:
             return region.local(table, dim).clone()
     return table
+
+
+def documents_of(position_ids: Tensor) -> list[int]:
+    """Return the lengths of the documents in a row ``[1, S]`` whose positions begin again with each."""
+    starts = (position_ids[0].diff() != 1).nonzero().flatten().add(1).tolist()
+    return [high - low for low, high in pairwise([0, *starts, position_ids.shape[-1]])]
 
 
 def find_rotary(module: nn.Module) -> list[nn.Module]:

@@ -117,7 +117,12 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
         return _by_heads(rule.dims[rule.output], found[0] if isinstance(found, tuple) else found)
 
     queries, keys = ([_by_heads(rule.dims[n], arguments[n]) for n in names] for names in (by_heads, by_groups))
-    output = over_heads(region, queries, keys, [arguments[n] for n in vectors], compute, "heads or channels of a state")
+    if (heads := queries[0].shape[1]) < region.size:
+        raise ValueError(
+            f"{region.owner} has {heads} heads or channels of a state, which {region.size} ranks cannot share: use"
+            f" sequence_parallel={heads} or less."
+        )
+    output = over_heads(region, queries, keys, [arguments[n] for n in vectors], compute)
     output = _as(rule.dims[rule.output], output).contiguous()  # models may call view on it
     return (output, None) if rule.with_state else output
 

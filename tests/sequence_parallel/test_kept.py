@@ -33,6 +33,16 @@ def test_gradients(name: str, policies: dict[str, Any], keep: str, four_ranks: W
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 
+@pytest.mark.table("packed-attention|sliding window-exchange")
+@pytest.mark.parametrize("keep", [None, "exchange", "attention"])
+@pytest.mark.parametrize("name", ["2/1", "packed", "sliding window"])
+def test_few_heads(name: str, keep: str | None, four_ranks: World) -> None:
+    """Nor where several ranks have the same heads, and keep what some of the tokens attend to."""
+    name = f"few heads, {name}"
+    for found in four_ranks(errors, [name], 4, {"keep": keep}, {"activation_checkpointing": "cpu"}):
+        assert found[name] < 1e-12
+
+
 @pytest.mark.parametrize(("keep", "count"), [(None, 6), ("exchange", 4), ("attention", 4)])
 def test_collectives(keep: str | None, count: int, four_ranks: World) -> None:
     """A layer makes two all-to-alls in the forward pass and two in the backward pass, and two in its recompute unless
