@@ -47,11 +47,4 @@ class TiledDeepSpeedStrategy(FabricDeepSpeed, DeepSpeedStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
 
 
-register(
-    STRATEGY_REGISTRY,
-    single_device=TiledSingleDeviceStrategy,
-    ddp=TiledDDPStrategy,
-    fsdp=TiledFSDPStrategy,
-    fsdp2=TiledModelParallelStrategy,
-    deepspeed=TiledDeepSpeedStrategy,
-)
+register(STRATEGY_REGISTRY, globals())

@@ -42,11 +42,4 @@ class TiledDeepSpeedStrategy(FabricDeepSpeed, DeepSpeedStrategy):
     """:class:`lt_tiled.fabric.TiledDeepSpeedStrategy` for ``lightning_fabric``."""
 
 
-register(
-    STRATEGY_REGISTRY,
-    single_device=TiledSingleDeviceStrategy,
-    ddp=TiledDDPStrategy,
-    fsdp=TiledFSDPStrategy,
-    fsdp2=TiledModelParallelStrategy,
-    deepspeed=TiledDeepSpeedStrategy,
-)
+register(STRATEGY_REGISTRY, globals())

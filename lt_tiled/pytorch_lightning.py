@@ -71,11 +71,4 @@ class TilingReport(callbacks.TilingReport, Callback):
     """:class:`lt_tiled.callbacks.TilingReport` for ``pytorch_lightning``."""
 
 
-register(
-    StrategyRegistry,
-    single_device=TiledSingleDeviceStrategy,
-    ddp=TiledDDPStrategy,
-    fsdp=TiledFSDPStrategy,
-    fsdp2=TiledModelParallelStrategy,
-    deepspeed=TiledDeepSpeedStrategy,
-)
+register(StrategyRegistry, globals())

@@ -68,11 +68,4 @@ class TiledDeepSpeedStrategy(TrainerDeepSpeed, DeepSpeedStrategy):
     """
 
 
-register(
-    StrategyRegistry,
-    single_device=TiledSingleDeviceStrategy,
-    ddp=TiledDDPStrategy,
-    fsdp=TiledFSDPStrategy,
-    fsdp2=TiledModelParallelStrategy,
-    deepspeed=TiledDeepSpeedStrategy,
-)
+register(StrategyRegistry, globals())

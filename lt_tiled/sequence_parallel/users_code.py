@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.find import has_class, walk_all
 from lt_tiled.modules.patch import HOOKS, Patch, get_patches, is_of, is_patched
+from lt_tiled.namespaces import LIGHTNING
 from lt_tiled.sequence_parallel.states import WHOLE
 from lt_tiled.tiling.places import is_weight
 
-_PACKAGES = ("torch.", "lt_tiled.", "deepspeed.", "accelerate.", "peft.", "lightning.", "pytorch_lightning.")
+_PACKAGES = ("torch.", "lt_tiled.", "deepspeed.", "accelerate.", "peft.", *LIGHTNING)
 _KNOWN = (*_PACKAGES, "transformers.", "liger_kernel.transformers.rms_norm")
 """What computes each token by itself outside of the blocks, but for positions."""
 _NO_USERS = (*_PACKAGES, "transformers.utils.", "transformers.modeling_utils")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -251,34 +251,27 @@ def log_step(trainer: pl.Trainer, steps: int, metrics: dict[str, float], step: i
             logger.log_metrics(metrics, step=step)
 
 
-def register(registry: Any, *, single_device: type, ddp: type, fsdp: type, fsdp2: type, deepspeed: type) -> None:
+def register(registry: Any, strategies: Mapping[str, Any]) -> None:
     """Make strategies known by name to the Trainer or Fabric that this registry belongs to."""
 
-    def add(name: str, strategy: type, description: str, **arguments: Any) -> None:
-        registry.register(name, strategy, description, override=True, **arguments)  # override: modules may be reloaded
+    def add(name: str, strategy: str, description: str, **arguments: Any) -> None:
+        registry.register(
+            name, strategies[strategy], description, override=True, **arguments
+        )  # modules may be reloaded
 
-    add("tiled", single_device, "Tiled modules on a single device")
-    add("tiled_ddp", ddp, "Tiled modules under DDP")
-    add("tiled_fsdp", fsdp, "Tiled modules under FSDP")
-    add("tiled_fsdp_cpu_offload", fsdp, "Tiled modules under FSDP, with weights in CPU memory", cpu_offload=True)
-    add("tiled_fsdp2", fsdp2, "Tiled modules under FSDP2")
+    deepspeed = "TiledDeepSpeedStrategy"
+    add("tiled", "TiledSingleDeviceStrategy", "Tiled modules on a single device")
+    add("tiled_ddp", "TiledDDPStrategy", "Tiled modules under DDP")
+    add("tiled_fsdp", "TiledFSDPStrategy", "Tiled modules under FSDP")
+    add("tiled_fsdp_cpu_offload", "TiledFSDPStrategy", "FSDP with weights in CPU memory", cpu_offload=True)
+    add("tiled_fsdp2", "TiledModelParallelStrategy", "Tiled modules under FSDP2")
     add("tiled_deepspeed", deepspeed, "Tiled modules under DeepSpeed, ZeRO stage 2")
     for stage in (1, 2, 3):
-        add(
-            f"tiled_deepspeed_stage_{stage}",
-            deepspeed,
-            f"Tiled modules under DeepSpeed, ZeRO stage {stage}",
-            stage=stage,
-        )
-    add(
-        "tiled_deepspeed_stage_2_offload",
-        deepspeed,
-        "ZeRO-2 with the optimizer in CPU memory",
-        stage=2,
-        offload_optimizer=True,
-    )
-    offload = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-    add("tiled_deepspeed_stage_3_offload", deepspeed, "ZeRO-3 with weights and optimizer in CPU memory", **offload)
+        add(f"tiled_deepspeed_stage_{stage}", deepspeed, f"Tiled modules under ZeRO stage {stage}", stage=stage)
+    two = {"stage": 2, "offload_optimizer": True}
+    add("tiled_deepspeed_stage_2_offload", deepspeed, "ZeRO-2 with the optimizer in CPU memory", **two)
+    three = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+    add("tiled_deepspeed_stage_3_offload", deepspeed, "ZeRO-3 with weights and optimizer in CPU memory", **three)
     nvme = dict.fromkeys(("remote_device", "offload_params_device", "offload_optimizer_device"), "nvme")
     name, description = "tiled_deepspeed_stage_3_offload_nvme", "ZeRO-3 with weights and optimizer on NVMe"
-    add(name, deepspeed, description, **offload, **nvme)
+    add(name, deepspeed, description, **three, **nvme)
