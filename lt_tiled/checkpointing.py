@@ -105,7 +105,7 @@ class BlockPatch(Patch):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
-        keeps = None if region is None or region.keep is None else self.keeps(region.keep)
+        keeps = None if region is None or region.keep is None else self.keeps(region.keep, tensors[0].device)
         observed = None if due is None else self.observe(module, args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         compared = None
@@ -147,12 +147,12 @@ class BlockPatch(Patch):
         remedy = "leave the block out of ActivationCheckpointing(targets=...)"
         return Observation(type(module).__name__, (module,), remedy, self.history, arguments, generators=True)
 
-    def keeps(self, what: Keep) -> Kept:
+    def keeps(self, what: Keep, device: torch.device) -> Kept:
         """Return what a call keeps of the exchange between ranks for its recompute."""
         if self.offload is None:
-            return Kept(what)
+            return Kept(what, device)
         offloader, block = self.offload.offloader, self.offload.block
-        return Kept(what, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+        return Kept(what, device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from lt_tiled.cli.numbers import NonNegativeInt, PositiveInt
 
-Keep = Literal["exchange", "attention"]
+Keep = Literal["exchange", "attention", "attention_output"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
 LossShards = int | Literal["auto"]
 """Tiles of a loss."""
@@ -176,8 +176,9 @@ class SequenceParallel:
     time. Useful with one rank, too. At most the number of key-value heads."""
     keep: Keep | None = None
     """What blocks with activation checkpointing keep for their recompute. ``"exchange"`` keeps what was exchanged;
-    ``"attention"`` keeps attention's saved tensors and skips it in the recompute. Kept tensors are offloaded like block
-    inputs."""
+    ``"attention"`` keeps attention's saved tensors and skips it in the recompute; ``"attention_output"`` keeps those of
+    them that are not its queries, keys and values, which are recomputed and exchanged again. Kept tensors are offloaded
+    like block inputs."""
     batch: Literal["check", "trust"] = "check"
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
     differ."""

@@ -157,6 +157,9 @@ def over_heads(
     mine = shares[region.rank]
     of_ranks = [[share.queries for share in shares]] * len(queries) + [[share.keys for share in shares]] * len(keys)
 
+    def among_heads(*own: Tensor) -> Tensor:
+        return compute(mine, own[: len(queries)], own[len(queries) : len(of_ranks)], own[len(of_ranks) :])
+
     def run(*inputs: Tensor) -> Tensor:
         exchanged = _exchanged(region, of_ranks, inputs[: len(of_ranks)], to_heads=True)
         own_queries, own_keys = exchanged[: len(queries)], exchanged[len(queries) :]
@@ -166,10 +169,11 @@ def over_heads(
             index = torch.tensor(mine.key_of, device=own_queries[0].device)
             own_keys = [key.index_select(1, index) for key in own_keys]
         with entered(None):  # attention may call another one that is exchanged, which has all tokens already
-            out = compute(mine, own_queries, own_keys, [vector[mine.heads] for vector in inputs[len(of_ranks) :]])
+            parts = [vector[mine.heads] for vector in inputs[len(of_ranks) :]]
+            out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts)
         return _exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
 
-    return attended(run, *queries, *keys, *vectors)
+    return attended("attention", run, *queries, *keys, *vectors)
 
 
 Parts = list[list[Part]]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
+from lt_tiled.tiling.recompute import RandomState
 
 T = TypeVar("T")
 
@@ -28,14 +30,19 @@ class Kept:
 
     Args:
         what: What is kept.
+        device: Where the block runs.
         pack: Stores a tensor until the recompute, for example in CPU memory.
         unpack: Returns it.
     """
 
     def __init__(
-        self, what: Keep, pack: Callable[[Tensor], Any] = _apart, unpack: Callable[[Any], Tensor] = lambda t: t
+        self,
+        what: Keep,
+        device: torch.device,
+        pack: Callable[[Tensor], Any] = _apart,
+        unpack: Callable[[Any], Tensor] = lambda t: t,
     ) -> None:
-        self.what, self.pack, self.unpack = what, pack, unpack
+        self.what, self.device, self.pack, self.unpack = what, device, pack, unpack
         self._values: list[Any] = []
         self._next = 0
         self._recorded = False
@@ -49,15 +56,21 @@ class Kept:
         self._recorded = True
 
     def value(self, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` returns, or returned in the forward pass, where alone it is called."""
+        """Return what ``compute`` returns, or returned in the forward pass, where alone it is called.
+
+        In the recompute, random numbers go on where they did after it.
+        """
         if not self._recorded:
-            found = compute()
+            before, found = RandomState.now(self.device), compute()
+            after = RandomState.now(self.device)
             leaves, form = pytree.tree_flatten(found)
             packed = [(True, self.pack(leaf)) if isinstance(leaf, Tensor) else (False, leaf) for leaf in leaves]
-            self._values.append((packed, form))
+            self._values.append((packed, form, None if before.same_as(after) else after))
             return found
         index, self._next = self._next, self._next + 1
-        packed, form = self._values[index]
+        packed, form, random = self._values[index]
+        if random is not None:
+            random.set()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # no public name
             self._values[index] = None  # no second backward pass will need it
         replayed: T = pytree.tree_unflatten([self.unpack(leaf) if moved else leaf for moved, leaf in packed], form)
@@ -86,24 +99,78 @@ def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:
     return compute() if kept is None or what not in (kept.what, None) else kept.value(compute)
 
 
-def attended(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return attention of queries, keys and values, or what it was in the forward pass of the block, with its graph.
 
-    Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once.
+    Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once. Where it keeps the
+    output, they do but for the inputs, which the recompute computes again.
     """
     kept = _kept.get()
-    if kept is None or kept.what != "attention" or not any(t.requires_grad for t in inputs):  # as in frozen blocks
+    if kept is None or kept.what != what or not any(t.requires_grad for t in inputs):  # as in frozen blocks
         return compute(*inputs)
 
     def run() -> tuple[_Graph, Tensor]:
-        with torch.enable_grad(), saved_tensors_hooks(kept.pack, kept.unpack):
+        recomputed = _Recomputed(kept, inputs if what == "attention_output" else ())
+        with torch.enable_grad(), saved_tensors_hooks(recomputed.pack, recomputed.unpack):
             link = torch.empty(0, device=inputs[0].device, requires_grad=True)
             begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
             output = compute(*begun)
         starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
-        return _Graph(starts, get_gradient_edge(output)), output.detach()
+        return _Graph(starts, get_gradient_edge(output), recomputed), output.detach()
 
     return _Attended.apply(*kept.value(run), *inputs)  # type: ignore[no-any-return]
+
+
+class _Recomputed:
+    """Tells saved tensors that are inputs of attention from others, which are kept.
+
+    Args:
+        kept: Where the others go.
+        inputs: The inputs that are recomputed.
+    """
+
+    def __init__(self, kept: Kept, inputs: Sequence[Tensor]) -> None:
+        self._kept = kept
+        self._places = {storage_key(tensor): place for place, tensor in enumerate(inputs)}
+        self._layouts = [_layout(tensor) for tensor in inputs]
+        self.inputs: Sequence[Tensor] = ()
+        """The recomputed ones, while a backward pass needs them."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are inputs that are recomputed."""
+        return bool(self._layouts)
+
+    def pack(self, tensor: Tensor) -> Any:
+        place = self._places.get(storage_key(tensor))
+        if place is None:
+            return self._kept.pack(tensor)
+        return _View(place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _View):
+            return self._kept.unpack(packed)
+        whole, expected = self.inputs[packed.place], self._layouts[packed.place]
+        if _layout(whole) != expected:
+            raise RuntimeError(
+                f"The recompute of a block gave attention an input of the layout {_layout(whole)}, and its forward pass"
+                f" one of {expected}: set keep='attention'."
+            )
+        return whole.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where in its storage a tensor is, and how large that is."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
+
+
+class _View(NamedTuple):
+    """A saved tensor in the storage of an input."""
+
+    place: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -113,6 +180,7 @@ class _Graph:
     starts: list[GradientEdge | None]
     """Where it begins, for each input that wants a gradient."""
     end: GradientEdge
+    recomputed: _Recomputed
 
 
 class _Begin(torch.autograd.Function):
@@ -131,14 +199,18 @@ class _Attended(torch.autograd.Function):
     """The output of a run, whose backward pass goes through the run's graph."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, output: Tensor, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, graph: _Graph, output: Tensor, *inputs: Tensor) -> Tensor:
         ctx.graph = graph
+        if graph.recomputed.any:
+            ctx.save_for_backward(*inputs)  # those of the recompute: the block's checkpoint saves none before
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        starts, end = ctx.graph.starts, ctx.graph.end
+        starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
         wanted = [start for start in starts if start is not None]
         again = torch._C._autograd._get_current_graph_task_keep_graph()
+        recomputed.inputs = ctx.saved_tensors
         found = iter(torch.autograd.grad([end], wanted, [gradient], retain_graph=again, allow_unused=True))
+        recomputed.inputs = ()
         return (None, None, *(None if start is None else next(found) for start in starts))

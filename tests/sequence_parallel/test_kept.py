@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import lt_tiled
 from lt_tiled import SequenceParallel, Tiling
-from tests.sequence_parallel.models import CASES, gpt
+from tests.sequence_parallel.models import CASES, causal, gpt
 from tests.sequence_parallel.runs import Counts, collectives, errors, reads, step, twice, value_of, worst
 from tests.world import World
 
@@ -20,8 +21,8 @@ CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}
 EVERYTHING: dict[str, Any] = {"activation_checkpointing": "disk", "tiling": Tiling(3, self_check=False)}
 
 
-@pytest.mark.table("llama-.*-attention|(gemma 3|packed)-.*-exchange")
-@pytest.mark.parametrize("keep", ["exchange", "attention"])
+@pytest.mark.table("llama-.*-attention|(gemma 3|packed)-.*-exchange|(llama|hand-written)-.*-attention_output")
+@pytest.mark.parametrize("keep", ["exchange", "attention", "attention_output"])
 @pytest.mark.parametrize(
     ("name", "policies"),
     [(name, CHECKPOINTED) for name in ("packed", "gemma 3", "hand-written")] + [("llama", EVERYTHING)],
@@ -33,8 +34,8 @@ def test_gradients(name: str, policies: dict[str, Any], keep: str, four_ranks: W
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 
-@pytest.mark.table("packed-attention|sliding window-exchange")
-@pytest.mark.parametrize("keep", [None, "exchange", "attention"])
+@pytest.mark.table("packed-attention|sliding window-exchange|2/1-attention_output")
+@pytest.mark.parametrize("keep", [None, "exchange", "attention", "attention_output"])
 @pytest.mark.parametrize("name", ["2/1", "packed", "sliding window"])
 def test_few_heads(name: str, keep: str | None, four_ranks: World) -> None:
     """Nor where several ranks have the same heads, and keep what some of the tokens attend to."""
@@ -43,7 +44,7 @@ def test_few_heads(name: str, keep: str | None, four_ranks: World) -> None:
         assert found[name] < 1e-12
 
 
-@pytest.mark.parametrize(("keep", "count"), [(None, 6), ("exchange", 4), ("attention", 4)])
+@pytest.mark.parametrize(("keep", "count"), [(None, 6), ("exchange", 4), ("attention", 4), ("attention_output", 6)])
 def test_collectives(keep: str | None, count: int, four_ranks: World) -> None:
     """A layer makes two all-to-alls in the forward pass and two in the backward pass, and two in its recompute unless
     they are kept; a step makes one all-reduce for the loss, and nothing else.
@@ -52,9 +53,9 @@ def test_collectives(keep: str | None, count: int, four_ranks: World) -> None:
         assert found == {"all_to_all": count * LAYERS, "group_mean": 1}
 
 
-@pytest.mark.parametrize(("keep", "count"), [(None, 2), ("exchange", 2), ("attention", 1)])
+@pytest.mark.parametrize(("keep", "count"), [(None, 2), ("exchange", 2), ("attention", 1), ("attention_output", 1)])
 def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None:
-    """With ``keep="attention"`` attention is not computed in the recompute."""
+    """Where attention or its output is kept, it is not computed in the recompute."""
     for found in four_ranks(collectives, LAYERS, {"keep": keep}, True):
         assert found["attention"] == count * LAYERS
 
@@ -63,15 +64,31 @@ def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None
 def test_one_rank(name: str) -> None:
     """One rank alone keeps attention: the same gradients without a second run of it in the recompute."""
     model, inputs, found = CASES[name].build(), CASES[name].inputs(), {}
-    for keep in (None, "attention"):
+    for keep in (None, "attention", "attention_output"):
         model.zero_grad(set_to_none=True)
         policy = SequenceParallel(keep=keep)
         with lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True), Counts() as counts:
             value_of(model(**inputs)).backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
         found[keep] = counts.found["attention"], gradients
-    assert [count for count, _ in found.values()] == [2 * 2, 2]
+    assert [count for count, _ in found.values()] == [2 * 2, 2, 2]
     torch.testing.assert_close(found["attention"][1], found[None][1])
+    torch.testing.assert_close(found["attention_output"][1], found[None][1])
+
+
+@pytest.mark.parametrize("keep", ["attention", "attention_output"])
+def test_dropout(keep: str) -> None:
+    """Dropout behind attention that is not computed again has the mask of the forward pass."""
+    model, inputs = causal("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)(), CASES["llama"].inputs()
+    policies = {"activation_checkpointing": True, "sequence_parallel": SequenceParallel(keep=keep)}
+    found = []
+    for prepared in ({}, policies):
+        torch.manual_seed(0)
+        with lt_tiled.prepare(model, **prepared) if prepared else nullcontext():
+            value_of(model(**inputs)).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.zero_grad()
+    torch.testing.assert_close(*found)
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from tests.meters import peak_bytes
+from tests.meters import LiveBytes, peak_bytes
 from tests.sequence_parallel.models import HeadsOnly
 from tests.sequence_parallel.runs import peaks
 from tests.world import World
@@ -46,3 +46,21 @@ def test_head_tiles() -> None:
             step()
             gradients = sum(p.nbytes for p in module.parameters())
             assert peak_bytes(step) == pytest.approx(x.nbytes * (4 + 10 / tiles) + gradients, rel=0.05)
+
+
+def left_after_forward(keep: str | None) -> int:
+    """The bytes alive after the forward pass of two blocks with activation checkpointing, in float32."""
+    model, x = HeadsOnly(64, 16), torch.randn(1, 256, 64, requires_grad=True)
+    policies: dict[str, Any] = {"sequence_parallel": SequenceParallel(keep=keep)} if keep else {}
+    with lt_tiled.prepare(model, activation_checkpointing=True, **policies), LiveBytes() as meter:
+        output = model(x)
+        left = meter.now
+        del output
+    return left
+
+
+@pytest.mark.parametrize(("keep", "tensors"), [("attention", 4), ("attention_output", 1)])
+def test_kept(keep: str, tensors: int) -> None:
+    """Each block keeps attention's output and its log-sum-exp, or queries, keys and values as well."""
+    kept = 2 * (tensors * 256 * 64 * 4 + 16 * 256 * 4)
+    assert left_after_forward(keep) - left_after_forward(None) == pytest.approx(kept, rel=0.002)  # samples aside
