@@ -35,7 +35,7 @@ import lt_tiled
 from benchmarks.costs import Size, llama
 from benchmarks.sheet import Cell, Sheet, machine, reason, spread, version_of
 from benchmarks.step_time import interleaved, ratios
-from lt_tiled import SequenceParallel, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 from tests.engines.cells import strategy
 from tests.meters import LiveBytes
 from tests.world import RanksFailed, World
@@ -287,8 +287,8 @@ def _step(way: Way, model: Any, batch: Batch, mpu: Any) -> Callable[[], None]:
             model.gradient_checkpointing_enable()
         loss = partial(loss_of_share, model, model, share_of(batch, mpu), mpu)
     else:
-        shared = SequenceParallel(dist.get_world_size(), keep=way.keep)
-        prepare(model, sequence_parallel=shared, activation_checkpointing=way.activation_checkpointing)
+        policy = ActivationCheckpointing(keep=way.keep) if way.activation_checkpointing else None
+        prepare(model, sequence_parallel=dist.get_world_size(), activation_checkpointing=policy)
         loss = partial(loss_of, model, batch)
 
     def step() -> None:

@@ -39,7 +39,8 @@ from lt_tiled.policies import (
     as_tiling,
 )
 from lt_tiled.report import Report
-from lt_tiled.sequence_parallel.share import find_shared
+from lt_tiled.sequence_parallel.attention import AttentionMode
+from lt_tiled.sequence_parallel.share import find_shared, reach_attention
 from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds
 
@@ -69,11 +70,9 @@ class Prepared(AbstractContextManager["Prepared"]):
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
-        if sequence_parallel and sequence_parallel.keep and not activation_checkpointing:
-            warn(
-                f"keep={sequence_parallel.keep!r} has no effect: it is for the recompute of blocks with activation"
-                " checkpointing. Set activation_checkpointing=True, or leave keep out."
-            )
+        keep = activation_checkpointing.keep if activation_checkpointing else None
+        if keep == "exchange":
+            _refuse_exchange(sequence_parallel)
         losses = find_losses(model) if loss else []
         missing = list[NothingFoundError]()
         blocks, tiled = list[tuple[str, nn.Module]](), list[Tileable]()
@@ -111,8 +110,10 @@ class Prepared(AbstractContextManager["Prepared"]):
                     patch_tiled(tileable, tiling, needs or EngineNeeds(), owner)
             if loss is not None:
                 patch_losses(losses, loss, owner)
+            hand_written = reach_attention(model, unpatched, undo) if keep else set()
             for path, block in unpatched:
-                patch_block(block, BlockOffload(self.offloader, path, model) if self.offloader else None)
+                offload = BlockOffload(self.offloader, path, model) if self.offloader else None
+                patch_block(block, offload, keep, AttentionMode() if block in hand_written else None)
                 undo.callback(remove_patches, block, BlockPatch)
             for module in patch_models(model) if unpatched else ():
                 undo.callback(remove_patches, module, CachePatch)
@@ -252,6 +253,20 @@ def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist
             f"sequence_parallel={policy.size} and the process group has {size} ranks: pass a group of that size."
         )
     return group if size > 1 else None
+
+
+def _refuse_exchange(policy: SequenceParallel | None) -> None:
+    """Raise ``ValueError`` if nothing is exchanged that blocks could keep, or too much."""
+    if policy is None or policy.size == 1:
+        raise ValueError(
+            "keep='exchange' keeps what ranks exchange, and one rank exchanges nothing: set keep='attention', or leave"
+            " it out."
+        )
+    if policy.head_tiles > 1:
+        raise ValueError(
+            f"keep='exchange' would keep what head_tiles={policy.head_tiles} exchanges of all heads: set"
+            " keep='attention' or head_tiles=1."
+        )
 
 
 def _find(find: Callable[[], list[Found]], optional: bool, missing: list[NothingFoundError]) -> list[Found]:

@@ -12,7 +12,7 @@ the device:
 * tensors smaller than ``min_bytes``, and the last ``keep_last`` ones that were saved;
 * with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
 
-A tensor that several blocks save is stored once. What a block keeps of attention (``SequenceParallel(keep=...)``) goes
+A tensor that several blocks save is stored once. What a block keeps for its recompute (``keep``) goes
 through the same offloader.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -42,6 +42,7 @@ from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import ActivationCheckpointing, Keep
+from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.tiling.call import split_arguments
@@ -71,8 +72,10 @@ class BlockPatch(Patch):
 
     order = Order.CHECKPOINT
 
-    def __init__(self, offload: BlockOffload | None = None) -> None:
-        self.offload = offload
+    def __init__(self, offload: BlockOffload | None, keep: Keep | None, mode: AttentionMode | None) -> None:
+        self.offload, self.keep = offload, keep
+        self.mode = mode
+        """Finds attention to keep in blocks that are not of transformers."""
         self.history, self.runs = History(), CallCounter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
@@ -105,7 +108,7 @@ class BlockPatch(Patch):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
-        keeps = None if region is None or region.keep is None else self.keeps(region.keep, tensors[0].device)
+        keeps = None if self.keep is None or not tensors else self.keeps(self.keep, tensors[0].device)
         observed = None if due is None else self.observe(module, args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         compared = None
@@ -118,10 +121,13 @@ class BlockPatch(Patch):
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
             if next(runs) > 0:
-                with _in_region(region, keeps), _repeated(observed, modes):
+                with self.inside(region, keeps), _repeated(observed, modes):
                     return self.inner(module, *inner_args, **inner_kwargs)
-            with _in_region(region, keeps), nullcontext() if compared is None else compared.forward():
+            with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
+            if keeps is not None and not keeps.found:
+                kind = type(module).__name__
+                inform(f"{kind} has no {self.keep} to keep, so all of it is recomputed", once=f"nothing kept {kind}")
             if observed is not None:
                 observed.end_forward()
             return output
@@ -147,8 +153,21 @@ class BlockPatch(Patch):
         remedy = "leave the block out of ActivationCheckpointing(targets=...)"
         return Observation(type(module).__name__, (module,), remedy, self.history, arguments, generators=True)
 
+    @contextmanager
+    def inside(self, region: Region | None, keeps: Kept | None) -> Iterator[None]:
+        """Compute a block in the region in which its forward pass was, and keep there what it keeps."""
+        finds = keeps is not None and (region is None or region.mode is None)
+        with ExitStack() as stack:
+            if region is not None:
+                stack.enter_context(entered(region))
+            if self.mode is not None and finds:
+                stack.enter_context(self.mode)
+            if keeps is not None:
+                stack.enter_context(keeps.begun())
+            yield
+
     def keeps(self, what: Keep, device: torch.device) -> Kept:
-        """Return what a call keeps of the exchange between ranks for its recompute."""
+        """Return what a call keeps for its recompute."""
         if self.offload is None:
             return Kept(what, device)
         offloader, block = self.offload.offloader, self.offload.block
@@ -162,17 +181,12 @@ def _repeated(observed: Observation | None, modes: Sequence[Precision]) -> Itera
         yield
 
 
-@contextmanager
-def _in_region(region: Region | None, keeps: Kept | None) -> Iterator[None]:
-    """Compute a block in the region in which its forward pass was."""
-    if region is None:
-        yield
-        return
-    with entered(region), nullcontext() if keeps is None else keeps.begun():
-        yield
-
-
-def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
+def patch_block(
+    module: nn.Module,
+    offload: BlockOffload | None = None,
+    keep: Keep | None = None,
+    mode: AttentionMode | None = None,
+) -> None:
     """Run the block with activation checkpointing, and offload its inputs if ``offload`` is given.
 
     Raises:
@@ -181,7 +195,7 @@ def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
-    set_patch(module, BlockPatch(offload))
+    set_patch(module, BlockPatch(offload, keep, mode))
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:

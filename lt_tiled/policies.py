@@ -114,11 +114,17 @@ class ActivationCheckpointing:
     activations: Literal["inputs", "all"] = "inputs"
     """``"all"`` recomputes nothing and offloads every large tensor that a block saves. Use it for models with few
     blocks and a fast link."""
+    keep: Keep | None = None
+    """What a block keeps for its recompute, beside its input. ``"attention"`` keeps attention's saved tensors, and the
+    recompute skips attention. ``"attention_output"`` keeps those of them that are not queries, keys and values, which
+    are recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
+    inputs."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
         _check_choice("activations", self.activations, ("inputs", "all"))
+        _check_choice("keep", self.keep, (*get_args(Keep), None))
         check_count("prefetch", self.prefetch, "auto")
         check_count("keep_last", self.keep_last, least=0)
         parse_bytes(self.min_bytes, "min_bytes")
@@ -128,6 +134,8 @@ class ActivationCheckpointing:
             )
         if self.activations == "all" and self.offload is None:
             raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
+        if self.activations == "all" and self.keep is not None:
+            raise ValueError(f"keep={self.keep!r} is for a recompute, and activations='all' has none: leave one out.")
         for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):
             value = getattr(self, name)
             if value is not None and tier not in (self.offload or ""):
@@ -174,11 +182,6 @@ class SequenceParallel:
     """Attention modules compute this many parts of their heads one after the other, from their projections on, and
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
     time. Useful with one rank, too. At most the number of key-value heads."""
-    keep: Keep | None = None
-    """What blocks with activation checkpointing keep for their recompute. ``"exchange"`` keeps what was exchanged;
-    ``"attention"`` keeps attention's saved tensors and skips it in the recompute; ``"attention_output"`` keeps those of
-    them that are not its queries, keys and values, which are recomputed and exchanged again. Kept tensors are offloaded
-    like block inputs."""
     batch: Literal["check", "trust"] = "check"
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
     differ."""
@@ -189,17 +192,6 @@ class SequenceParallel:
     def __post_init__(self) -> None:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
-        _check_choice("keep", self.keep, (*get_args(Keep), None))
-        if self.keep == "exchange" and self.size == 1:
-            raise ValueError(
-                "keep='exchange' keeps what ranks exchange, and one rank (size=1) exchanges nothing: set"
-                " keep='attention', or leave it out."
-            )
-        if self.keep == "exchange" and self.head_tiles > 1:
-            raise ValueError(
-                f"keep='exchange' would keep what head_tiles={self.head_tiles} exchanges of all heads: set"
-                " keep='attention' or head_tiles=1."
-            )
         _check_choice("batch", self.batch, ("check", "trust"))
         _check_targets(self.targets)
 
@@ -260,7 +252,7 @@ def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParall
     if isinstance(value, int):
         check_count("sequence_parallel", value)
         value = SequenceParallel(value)
-    return None if value is None or (value.size, value.head_tiles, value.keep) == (1, 1, None) else value
+    return None if value is None or (value.size, value.head_tiles) == (1, 1) else value
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

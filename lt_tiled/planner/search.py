@@ -110,10 +110,11 @@ def describe(settings: Settings) -> str:
     parts.append("no activation checkpointing" if policy is None else "activation checkpointing")
     if policy is not None and policy.offload is not None:
         parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
+    if policy is not None and policy.keep is not None:
+        parts.append(f"keep={policy.keep}")
     if shared is not None:
         parts.append(f"each sequence shared by {shared.size} ranks")
         parts += [f"head_tiles={shared.head_tiles}"] if shared.head_tiles > 1 else []
-        parts += [f"keep={shared.keep}"] if shared.keep else []
     return ", ".join(parts)
 
 

@@ -115,8 +115,9 @@ def simulate(
         SimulationError: If an operation needs values.
         ValueError: If the policies do not fit the model.
     """
-    kept = settings.sequence_parallel is not None and settings.sequence_parallel.keep is not None
-    if not whole and not kept and getattr(settings.activation_checkpointing, "activations", "") != "all":
+    policy = settings.activation_checkpointing
+    keeps = policy is not None and (policy.keep is not None or policy.activations == "all")
+    if not whole and not keeps:
         try:
             return _simulate(model, step, make_optimizer, settings, whole=False)
         except Exception as error:  # also what blocks raise that miss what another one did; a user's error comes again

@@ -1,6 +1,6 @@
 """Where attention is found: in the attention interface of transformers, and in calls of torch's function.
 
-Nothing here has an effect outside of a region.
+Outside of a region it is computed as always, and kept where a block with activation checkpointing keeps it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lt_tiled.sequence_parallel.calls import TELL_DOCUMENTS, AttentionCall, calls_of, documents_told, mask_of
 from lt_tiled.sequence_parallel.exchange import Share, attend
+from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention
 from lt_tiled.sequence_parallel.region import Region, current
 
 
@@ -52,7 +53,9 @@ class _Shared(Replacement):
     ) -> Any:
         region = current()
         if region is None:
-            return self.function(module, query, key, value, attention_mask, *args, **kwargs)
+            if self.name == "eager" or not keeps_attention():  # eager attention may be asked for its weights
+                return self.function(module, query, key, value, attention_mask, *args, **kwargs)
+            return attended_alone(self._output, module, query, key, value, attention_mask, *args, **kwargs), None
         if kwargs.get("position_bias") is not None:
             raise ValueError(
                 f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
@@ -85,6 +88,10 @@ class _Shared(Replacement):
 
         vectors = [] if sinks is None else [sinks]
         return attend(region, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
+
+    def _output(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.function(*args, **kwargs)[0]
+        return output
 
     def _mask(self, region: Region, call: AttentionCall) -> Any:
         """Return the mask of a call, or refuse one that cannot tell which keys its queries see."""
@@ -156,12 +163,13 @@ def _restore(table: Any, name: str, shared: Replacement) -> None:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region."""
+    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region, and blocks keep it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         region, kwargs = current(), kwargs or {}
         if region is None:
-            return func(*args, **kwargs)
+            with_mode = func is F.scaled_dot_product_attention and keeps_attention()
+            return attended_alone(func, *args, **kwargs) if with_mode else func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise ValueError(
                 f"{region.owner} uses nn.MultiheadAttention, whose projections and attention are one function. With"
@@ -205,7 +213,7 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         region = current()
         if region is None:
-            return function(query, key, value, *args, **kwargs)
+            return attended_alone(function, query, key, value, *args, **kwargs)
 
         def own(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
             if q.shape[2] < k.shape[2]:

@@ -55,6 +55,11 @@ class Kept:
             yield
         self._recorded = True
 
+    @property
+    def found(self) -> bool:
+        """Whether there was something to keep."""
+        return bool(self._values)
+
     def value(self, compute: Callable[[], T]) -> T:
         """Return what ``compute`` returns, or returned in the forward pass, where alone it is called.
 
@@ -119,6 +124,29 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
         return _Graph(starts, get_gradient_edge(output), recomputed), output.detach()
 
     return _Attended.apply(*kept.value(run), *inputs)  # type: ignore[no-any-return]
+
+
+def keeps_attention() -> bool:
+    """Whether this thread's block keeps attention, or its output."""
+    kept = _kept.get()
+    return kept is not None and kept.what != "exchange"
+
+
+def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Return what an attention function returns where no ranks share its tokens, and keep it as the block asks."""
+    kept, (leaves, form) = _kept.get(), pytree.tree_flatten((args, kwargs))
+    if kept is None or kept.what == "exchange":
+        return function(*args, **kwargs)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def compute(*inputs: Tensor) -> Tensor:
+        own = list(leaves)
+        for place, value in zip(places, inputs, strict=True):
+            own[place] = value
+        own_args, own_kwargs = pytree.tree_unflatten(own, form)
+        return function(*own_args, **own_kwargs)
+
+    return attended(kept.what, compute, *(leaves[place] for place in places))
 
 
 class _Recomputed:

@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_tiled.policies import Keep
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
 from lt_tiled.tiling.recompute import in_checkpoint
 
@@ -74,8 +73,6 @@ class Region:
     """The mask or masks that the decoder of such a model is given."""
     head_tiles: int = 1
     """How many times attention computes a part of the heads."""
-    keep: Keep | None = None
-    """What blocks with activation checkpointing keep for their recompute."""
     losses: int = 0
     """How many losses were computed from the labels of all ranks, which may leave the region as scalars."""
     record: list[Any] | None = None

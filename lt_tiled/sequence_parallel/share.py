@@ -71,6 +71,21 @@ class Shared:
             undo.callback(remove_patches, self.caller, SharedModel)
 
 
+def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:
+    """Let blocks of transformers find attention that they keep, until ``undo`` is closed, and return the others."""
+    inside = _of_transformers(model)
+    known = [(path, block) for path, block in blocks if block in inside]
+    if known:
+        share_states(known, undo)
+        share_interface([block for _, block in known], undo)
+    return {block for _, block in blocks} - inside
+
+
+def _of_transformers(model: nn.Module) -> set[nn.Module]:
+    """Return the models of transformers in a model, and the modules in them."""
+    return {part for _, m in walk_all(model) if has_class(m, ("PreTrainedModel",)) for part in m.modules()}
+
+
 def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Shared]:
     """Return the parts of a model that share its sequences.
 
@@ -82,7 +97,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     """
     everything = list(walk_all(model))
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
-    inside = {part for _, m in pretrained for part in m.modules()}
+    inside = _of_transformers(model)
 
     def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Shared:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__

@@ -68,7 +68,7 @@ class Sharing:
 
     def region(self, total: int, **options: Any) -> Region:
         """Return a region of the group for sequences of ``total`` tokens."""
-        options = {"head_tiles": self.policy.head_tiles, "keep": self.policy.keep} | options
+        options = {"head_tiles": self.policy.head_tiles} | options
         region = Region(self.group, total, self.owner, mode=self.mode, **options)
         self.regions.add(region)
         return region

@@ -26,7 +26,7 @@ from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather, all_to_all
 from lt_tiled.sequence_parallel.exchange import Share, over_heads
-from lt_tiled.sequence_parallel.kept import kept_or
+from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
 
 
@@ -81,7 +81,7 @@ class SharedFunction(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region = current()
         if region is None:
-            return self.function(*args, **kwargs)
+            return self._alone(args, kwargs) if keeps_attention() else self.function(*args, **kwargs)
         region.mixed.add(self.name)
         if self.name in FUSED:
             return None
@@ -92,6 +92,21 @@ class SharedFunction(Replacement):
         if self.name == CONVOLUTION:
             return convolved(region, self.function, *args, **kwargs)
         return scanned(region, self.function, RULES[self.name], args, kwargs)
+
+    def _alone(self, args: Any, kwargs: Any) -> Any:
+        """Run the function on the tokens of this rank, and keep what it is for attention."""
+        if self.name in FUSED:
+            return None
+        if self.name == CONVOLUTION:
+            return self.function(*args, **kwargs)
+
+        def rule(*own_args: Any, **own_kwargs: Any) -> Tensor:
+            found = self.function(*own_args, **own_kwargs)
+            output: Tensor = found[0] if isinstance(found, tuple) else found
+            return output
+
+        output = attended_alone(rule, *args, **kwargs)
+        return (output, None) if RULES[self.name].with_state else output
 
 
 def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: Any) -> Any:

@@ -141,14 +141,16 @@ def test_other_models(on_ranks: OnRanks, engines: str) -> None:
 
 SHARED: dict[str, dict[str, Any]] = {
     "all": {},
-    "attention kept": {"keep": "attention"},
+    "attention kept": {},
     "head tiles": {"head_tiles": 2},
 }
 
 
 def sharing(size: int, name: str) -> Any:
     """A strategy of which ``size`` ranks share each sequence."""
-    return TiledDDPStrategy(tiling=TILES, sequence_parallel=SequenceParallel(size, self_check=False, **SHARED[name]))
+    shared = SequenceParallel(size, self_check=False, **SHARED[name])
+    kept = ActivationCheckpointing(keep="attention" if name == "attention kept" else None)
+    return TiledDDPStrategy(tiling=TILES, activation_checkpointing=kept, sequence_parallel=shared)
 
 
 def of_shared(size: int, name: str) -> int:

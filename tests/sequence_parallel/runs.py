@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import lt_tiled
-from lt_tiled import SequenceParallel
+from lt_tiled import ActivationCheckpointing, SequenceParallel
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.sequence_parallel import exchange
 from lt_tiled.sequence_parallel.groups import Groups
@@ -124,17 +124,18 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _causal(layers: int, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def _causal(layers: int, keep: Any) -> tuple[Any, Any, dict[str, Any]]:
     group = Groups.of_size(2).group
     model = causal("llama", num_hidden_layers=layers)()
-    policy = SequenceParallel(2, self_check=False, batch="trust", **options)
-    prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, activation_checkpointing=True, loss=True)
+    policies = {"activation_checkpointing": ActivationCheckpointing(keep=keep), "loss": True}
+    policy = SequenceParallel(2, self_check=False, batch="trust")
+    prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, **policies)
     return prepared, model, CASES["llama"].inputs()
 
 
-def collectives(layers: int, options: dict[str, Any], attention: bool = False) -> dict[str, int]:
+def collectives(layers: int, keep: Any, attention: bool = False) -> dict[str, int]:
     """The collectives of one checkpointed step of a causal model; with ``attention`` the calls of attention too."""
-    prepared, model, inputs = _causal(layers, options)
+    prepared, model, inputs = _causal(layers, keep)
     with prepared, Counts() as counts:
         model(**inputs).loss.backward()
     return {
@@ -158,9 +159,9 @@ def reads(name: str) -> list[int]:
     return found
 
 
-def twice(options: dict[str, Any]) -> tuple[float, float]:
+def twice(keep: Any) -> tuple[float, float]:
     """The norms of all gradients after a first and a second backward pass."""
-    prepared, model, inputs = _causal(2, options)
+    prepared, model, inputs = _causal(2, keep)
     norms = []
     with prepared:
         loss = model(**inputs).loss

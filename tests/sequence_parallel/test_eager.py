@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lt_tiled
-from lt_tiled import SequenceParallel
+from lt_tiled import ActivationCheckpointing
 from lt_tiled.sequence_parallel.groups import Groups
 from tests.sequence_parallel.hybrids import hybrid, wide
 from tests.sequence_parallel.models import ids, no_labels, padded
@@ -24,7 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 INPUTS = {"labels": lambda x: {"input_ids": x, "labels": x}, "no labels": no_labels, "padded": padded(True)}
 
 
-def error(name: str, inputs: str, size: int, keep: str | None) -> float:
+def error(name: str, inputs: str, size: int, keep: Any) -> float:
     """The error of a checkpointed step that ``size`` ranks share."""
     model: Any = hybrid(name, **FIELDS[name])
     model.set_attn_implementation("eager")
@@ -32,8 +32,8 @@ def error(name: str, inputs: str, size: int, keep: str | None) -> float:
     with wide(model):
         with lt_tiled.prepare(reference, loss=True):
             true = step(reference, given)
-        policy, options = SequenceParallel(size, keep=keep), {"activation_checkpointing": True, "loss": True}
-        with lt_tiled.prepare(model, sequence_parallel=policy, group=group, **options):
+        policy = ActivationCheckpointing(keep=keep)
+        with lt_tiled.prepare(model, sequence_parallel=size, group=group, activation_checkpointing=policy, loss=True):
             return worst(step(model, given), true)
 
 
@@ -46,7 +46,7 @@ def error(name: str, inputs: str, size: int, keep: str | None) -> float:
         ("llama", "padded", 4, None),
     ],
 )
-def test_gradients(name: str, inputs: str, size: int, keep: str | None, four_ranks: World) -> None:
+def test_gradients(name: str, inputs: str, size: int, keep: Any, four_ranks: World) -> None:
     """Masks are those of all tokens, and attention sinks those of the rank's heads, whose gradients are not lost."""
     for found in four_ranks(error, name, inputs, size, keep):
         assert found < 1e-12

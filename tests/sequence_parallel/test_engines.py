@@ -79,10 +79,11 @@ def policies(mode: str, directory: str) -> dict[str, Any]:
     offload = ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
     if mode == "plain":  # with the self-check
         return {"tiling": None, "activation_checkpointing": None, "sequence_parallel": 2}
-    heads = {"head_tiles": 2, "keep": "attention"} if mode == "heads" else {}
+    heads = {"head_tiles": 2} if mode == "heads" else {}
+    kept = ActivationCheckpointing(keep="attention" if heads else None)
     return {
         "tiling": Tiling(3, self_check=False),
-        "activation_checkpointing": offload if mode == "disk" else True,
+        "activation_checkpointing": offload if mode == "disk" else kept,
         "sequence_parallel": SequenceParallel(2, self_check=False, **heads),
         "loss": True,
     }

@@ -13,24 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import SequenceParallel
+from lt_tiled import ActivationCheckpointing, SequenceParallel
 from tests.sequence_parallel.models import CASES, HeadsBlock, HeadsOnly, Pooled, causal, ids
 from tests.sequence_parallel.runs import Counts, against_whole, errors
 from tests.world import World
 
-TILES, KEPT = {"head_tiles": 2}, {"head_tiles": 4, "keep": "attention"}
+TILES, KEPT = 2, 4
 NAMES = ["llama", "llama 8/8", "llama 6/3", "packed", "gemma 3", "qwen 3", "mixtral"]
 
 
 @pytest.mark.table("(llama|mixtral)-.*-1|packed-.*-2|llama 8/8-.*-4")
 @pytest.mark.parametrize(
-    ("name", "options", "size"),
+    ("name", "tiles", "size"),
     [(name, KEPT, 1) for name in NAMES] + [(name, TILES, 2) for name in NAMES] + [("llama 8/8", KEPT, 4)],
     ids=str,
 )
-def test_gradients(name: str, options: dict[str, Any], size: int, four_ranks: World) -> None:
-    """Loss and gradients are those of all heads at once."""
-    for found in four_ranks(errors, [name], size, options, {"activation_checkpointing": True}):
+def test_gradients(name: str, tiles: int, size: int, four_ranks: World) -> None:
+    """Loss and gradients are those of all heads at once, also where attention is kept."""
+    policy = ActivationCheckpointing(keep="attention" if tiles == KEPT else None)
+    for found in four_ranks(errors, [name], size, {"head_tiles": tiles}, {"activation_checkpointing": policy}):
         assert found[name] < CASES[name].error
 
 
@@ -72,8 +73,8 @@ def test_blocks_that_are_attention(keep: Any) -> None:
     """A block that is the attention module itself has both head tiles and activation checkpointing."""
     torch.manual_seed(0)
     module, x, found = HeadsOnly(64, 4).double(), torch.randn(1, 8, 64, dtype=torch.float64), []
-    policy = SequenceParallel(1, head_tiles=2, keep=keep)
-    for policies in ({}, {"activation_checkpointing": True, "sequence_parallel": policy}):
+    checkpointing, policy = ActivationCheckpointing(keep=keep), SequenceParallel(1, head_tiles=2)
+    for policies in ({}, {"activation_checkpointing": checkpointing, "sequence_parallel": policy}):
         with lt_tiled.prepare(module, **policies) if policies else nullcontext():
             found.append(torch.autograd.grad(module(x).square().sum(), list(module.parameters())))
     torch.testing.assert_close(found[1], found[0])

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import SequenceParallel, Tiling
+from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling
 from tests.sequence_parallel.models import CASES, causal, gpt
 from tests.sequence_parallel.runs import Counts, collectives, errors, reads, step, twice, value_of, worst
 from tests.world import World
@@ -17,46 +18,49 @@ from tests.world import World
 LAYERS = 3
 
 
-CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}
-EVERYTHING: dict[str, Any] = {"activation_checkpointing": "disk", "tiling": Tiling(3, self_check=False)}
+EVERYTHING: dict[str, Any] = {"offload": "disk", "min_bytes": 0}
 
 
 @pytest.mark.table("llama-.*-attention|(gemma 3|packed)-.*-exchange|(llama|hand-written)-.*-attention_output")
 @pytest.mark.parametrize("keep", ["exchange", "attention", "attention_output"])
 @pytest.mark.parametrize(
-    ("name", "policies"),
-    [(name, CHECKPOINTED) for name in ("packed", "gemma 3", "hand-written")] + [("llama", EVERYTHING)],
+    ("name", "fields"),
+    [(name, {}) for name in ("packed", "gemma 3", "hand-written")] + [("llama", EVERYTHING)],
     ids=str,
 )
-def test_gradients(name: str, policies: dict[str, Any], keep: str, four_ranks: World) -> None:
+def test_gradients(name: str, fields: dict[str, Any], keep: Any, four_ranks: World) -> None:
     """Loss and gradients do not depend on what is kept, nor on where."""
-    for found in four_ranks(errors, [name], 2, {"keep": keep}, policies):
+    policies: dict[str, Any] = {"activation_checkpointing": ActivationCheckpointing(keep=keep, **fields)}
+    if fields:
+        policies["tiling"] = Tiling(3, self_check=False)
+    for found in four_ranks(errors, [name], 2, None, policies):
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 
 @pytest.mark.table("packed-attention|sliding window-exchange|2/1-attention_output")
 @pytest.mark.parametrize("keep", [None, "exchange", "attention", "attention_output"])
 @pytest.mark.parametrize("name", ["2/1", "packed", "sliding window"])
-def test_few_heads(name: str, keep: str | None, four_ranks: World) -> None:
+def test_few_heads(name: str, keep: Any, four_ranks: World) -> None:
     """Nor where several ranks have the same heads, and keep what some of the tokens attend to."""
     name = f"few heads, {name}"
-    for found in four_ranks(errors, [name], 4, {"keep": keep}, {"activation_checkpointing": "cpu"}):
+    policies = {"activation_checkpointing": ActivationCheckpointing(offload="cpu", keep=keep)}
+    for found in four_ranks(errors, [name], 4, None, policies):
         assert found[name] < 1e-12
 
 
 @pytest.mark.parametrize(("keep", "count"), [(None, 6), ("exchange", 4), ("attention", 4), ("attention_output", 6)])
-def test_collectives(keep: str | None, count: int, four_ranks: World) -> None:
+def test_collectives(keep: Any, count: int, four_ranks: World) -> None:
     """A layer makes two all-to-alls in the forward pass and two in the backward pass, and two in its recompute unless
     they are kept; a step makes one all-reduce for the loss, and nothing else.
     """
-    for found in four_ranks(collectives, LAYERS, {"keep": keep}):
+    for found in four_ranks(collectives, LAYERS, keep):
         assert found == {"all_to_all": count * LAYERS, "group_mean": 1}
 
 
 @pytest.mark.parametrize(("keep", "count"), [(None, 2), ("exchange", 2), ("attention", 1), ("attention_output", 1)])
-def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None:
+def test_attention_runs(keep: Any, count: int, four_ranks: World) -> None:
     """Where attention or its output is kept, it is not computed in the recompute."""
-    for found in four_ranks(collectives, LAYERS, {"keep": keep}, True):
+    for found in four_ranks(collectives, LAYERS, keep, True):
         assert found["attention"] == count * LAYERS
 
 
@@ -64,10 +68,11 @@ def test_attention_runs(keep: str | None, count: int, four_ranks: World) -> None
 def test_one_rank(name: str) -> None:
     """One rank alone keeps attention: the same gradients without a second run of it in the recompute."""
     model, inputs, found = CASES[name].build(), CASES[name].inputs(), {}
-    for keep in (None, "attention", "attention_output"):
+    keeps: list[Any] = [None, "attention", "attention_output"]
+    for keep in keeps:
         model.zero_grad(set_to_none=True)
-        policy = SequenceParallel(keep=keep)
-        with lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True), Counts() as counts:
+        policy = ActivationCheckpointing(keep=keep)
+        with lt_tiled.prepare(model, activation_checkpointing=policy), Counts() as counts:
             value_of(model(**inputs)).backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
         found[keep] = counts.found["attention"], gradients
@@ -77,30 +82,53 @@ def test_one_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", ["attention", "attention_output"])
-def test_dropout(keep: str) -> None:
+def test_dropout(keep: Any) -> None:
     """Dropout behind attention that is not computed again has the mask of the forward pass."""
     model, inputs = causal("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)(), CASES["llama"].inputs()
-    policies = {"activation_checkpointing": True, "sequence_parallel": SequenceParallel(keep=keep)}
     found = []
-    for prepared in ({}, policies):
+    for policy in (None, ActivationCheckpointing(keep=keep)):
         torch.manual_seed(0)
-        with lt_tiled.prepare(model, **prepared) if prepared else nullcontext():
+        with lt_tiled.prepare(model, activation_checkpointing=policy) if policy else nullcontext():
             value_of(model(**inputs)).backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         model.zero_grad()
     torch.testing.assert_close(*found)
 
 
-def test_one_rank_exchanges_nothing() -> None:
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        (None, "one rank exchanges nothing: set keep='attention'"),
+        (SequenceParallel(head_tiles=2), "one rank exchanges nothing"),
+    ],
+)
+def test_one_rank_exchanges_nothing(shared: SequenceParallel | None, message: str) -> None:
     """What one rank exchanges cannot be kept, and the message says so."""
-    with pytest.raises(ValueError, match=r"one rank \(size=1\) exchanges nothing: set keep='attention'"):
-        SequenceParallel(keep="exchange")
+    policy = ActivationCheckpointing(keep="exchange")
+    with pytest.raises(ValueError, match=message):
+        lt_tiled.prepare(gpt()(), activation_checkpointing=policy, sequence_parallel=shared)
 
 
-def test_keep_without_activation_checkpointing(caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks without a recompute keep nothing for it, and a warning says so."""
-    with lt_tiled.prepare(gpt()(), sequence_parallel=SequenceParallel(keep="attention")):
-        assert "keep='attention' has no effect" in caplog.text
+class NoAttention(nn.Module):
+    """Blocks without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_nothing_to_keep(caplog: pytest.LogCaptureFixture) -> None:
+    """A block without attention is recomputed, and one line says so."""
+    caplog.set_level("INFO")
+    policy = ActivationCheckpointing(keep="attention_output", targets=["blocks.*"])
+    with lt_tiled.prepare(model := NoAttention(), activation_checkpointing=policy):
+        model(torch.randn(1, 4, 8)).sum().backward()
+    assert caplog.text.count("Sequential has no attention_output to keep, so all of it is recomputed") == 1
 
 
 def frozen_below() -> float:
@@ -108,9 +136,9 @@ def frozen_below() -> float:
     model, found = gpt()(), []
     for part in (model.embed, model.positions, model.blocks[0]):
         part.requires_grad_(False)
-    policy = SequenceParallel(2, keep="attention")
-    for policies in ({}, {"sequence_parallel": policy}):
-        with lt_tiled.prepare(model, activation_checkpointing=True, **policies):
+    kept = {"activation_checkpointing": ActivationCheckpointing(keep="attention"), "sequence_parallel": 2}
+    for policies in ({"activation_checkpointing": True}, kept):
+        with lt_tiled.prepare(model, **policies):
             found.append(step(model, CASES["llama"].inputs()))
     return worst(found[1], found[0])
 
@@ -130,7 +158,7 @@ def test_reads_of_values(name: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("keep", [None, "exchange", "attention"])
-def test_second_backward_pass(keep: str | None, four_ranks: World) -> None:
+def test_second_backward_pass(keep: Any, four_ranks: World) -> None:
     """``retain_graph=True`` allows a second backward pass with the same gradients."""
-    for first, second in four_ranks(twice, {"keep": keep}):
+    for first, second in four_ranks(twice, keep):
         assert first == second

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lt_tiled
-from lt_tiled import SequenceParallel
+from lt_tiled import ActivationCheckpointing, SequenceParallel
 from tests.meters import LiveBytes, peak_bytes
 from tests.sequence_parallel.models import HeadsOnly
 from tests.sequence_parallel.runs import peaks
@@ -17,11 +17,13 @@ from tests.world import World
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("options", "most"), [({}, 1.05), ({"head_tiles": 4, "keep": "attention"}, 1.01)], ids=["all heads", "head tiles"]
+    ("options", "keep", "most"),
+    [({}, None, 1.05), ({"head_tiles": 4}, "attention", 1.01)],
+    ids=["all heads", "head tiles"],
 )
-def test_a_quarter_of_the_tokens(options: dict[str, Any], most: float, four_ranks: World) -> None:
+def test_a_quarter_of_the_tokens(options: dict[str, Any], keep: Any, most: float, four_ranks: World) -> None:
     """A rank of four that share a sequence has the peak of one rank with a quarter of the tokens."""
-    policies = {"activation_checkpointing": True, "tiling": True, "loss": True}
+    policies = {"activation_checkpointing": ActivationCheckpointing(keep=keep), "tiling": True, "loss": True}
     for shared, alone in four_ranks(peaks, 2048, options, policies):
         assert shared <= most * alone
 
@@ -48,11 +50,11 @@ def test_head_tiles() -> None:
             assert peak_bytes(step) == pytest.approx(x.nbytes * (4 + 10 / tiles) + gradients, rel=0.05)
 
 
-def left_after_forward(keep: str | None) -> int:
+def left_after_forward(keep: Any) -> int:
     """The bytes alive after the forward pass of two blocks with activation checkpointing, in float32."""
     model, x = HeadsOnly(64, 16), torch.randn(1, 256, 64, requires_grad=True)
-    policies: dict[str, Any] = {"sequence_parallel": SequenceParallel(keep=keep)} if keep else {}
-    with lt_tiled.prepare(model, activation_checkpointing=True, **policies), LiveBytes() as meter:
+    policy = ActivationCheckpointing(keep=keep)
+    with lt_tiled.prepare(model, activation_checkpointing=policy), LiveBytes() as meter:
         output = model(x)
         left = meter.now
         del output

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lt_tiled
-from lt_tiled import SequenceParallel
+from lt_tiled import ActivationCheckpointing, SequenceParallel
 from lt_tiled.sequence_parallel.groups import Groups
 from tests.sequence_parallel.hybrids import HYBRIDS, hybrid, wide
 from tests.sequence_parallel.models import ids, no_labels, padded
@@ -103,20 +103,20 @@ def test_four_ranks(name: str, tokens: int, fields: dict[str, Any], four_ranks: 
 @pytest.mark.table("(qwen3_next|lfm2|jamba)-attention|bamba-exchange")
 @pytest.mark.parametrize("keep", [None, "exchange", "attention"])
 @pytest.mark.parametrize("name", EACH_KIND)
-def test_activation_checkpointing(name: str, keep: str | None, four_ranks: World) -> None:
+def test_activation_checkpointing(name: str, keep: Any, four_ranks: World) -> None:
     """A recompute finds its region again, or what was kept, in two groups of two ranks."""
-    policies = {"activation_checkpointing": "cpu" if keep else True}
-    for found in four_ranks(error, name, "labels", 2, 37, {}, {"keep": keep}, policies):
+    policies = {"activation_checkpointing": ActivationCheckpointing(offload="cpu" if keep else None, keep=keep)}
+    for found in four_ranks(error, name, "labels", 2, 37, {}, None, policies):
         assert isinstance(found, float), found
         assert found < 1e-12
 
 
-def collectives(name: str, keep: str | None) -> dict[str, int]:
+def collectives(name: str, keep: Any) -> dict[str, int]:
     """The collectives of a checkpointed step without a self-check."""
     model, x = hybrid(name), ids(2, 37)
-    policy = SequenceParallel(2, keep=keep, self_check=False, batch="trust")
+    policy, checkpointing = SequenceParallel(2, self_check=False, batch="trust"), ActivationCheckpointing(keep=keep)
     with (
-        lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True, loss=True),
+        lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=checkpointing, loss=True),
         Counts() as counts,
     ):
         model(input_ids=x, labels=x).loss.backward()
