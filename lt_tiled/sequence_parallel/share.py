@@ -22,7 +22,7 @@ from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
 from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import find_rotary, share_positions
 from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.sequence_parallel.states import STATE_LAYERS, find_mixers, share_states
+from lt_tiled.sequence_parallel.states import STATE_LAYERS, find_mixers, replace_functions, share_states
 from lt_tiled.sequence_parallel.switches import switches
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -76,7 +76,7 @@ def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], u
     inside = _of_transformers(model)
     known = [(path, block) for path, block in blocks if block in inside]
     if known:
-        share_states(known, undo)
+        replace_functions(known, undo)
         share_interface([block for _, block in known], undo)
     return {block for _, block in blocks} - inside
 

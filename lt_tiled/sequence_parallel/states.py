@@ -306,13 +306,18 @@ def _names(module: nn.Module) -> frozenset[str]:
     return frozenset() if code is None else frozenset(code.co_names) & {CONVOLUTION, *RULES}
 
 
-def share_states(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
-    """Let layers that mix tokens by a state or a convolution share sequences, until ``undo`` is closed."""
-    for path, module in find_mixers(modules):
-        names = _names(module)
+def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed."""
+    for _, module in find_mixers(modules):
         table = inspect.unwrap(type(module).forward).__globals__
-        for name in [*names, *FUSED]:
+        for name in [*_names(module), *FUSED]:
             if name in table:
                 replace(table, name, partial(SharedFunction, name), undo)
-        set_patch(module, MixerPatch(path, names))
+
+
+def share_states(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Let layers that mix tokens by a state or a convolution share sequences, until ``undo`` is closed."""
+    replace_functions(modules, undo)
+    for path, module in find_mixers(modules):
+        set_patch(module, MixerPatch(path, _names(module)))
         undo.callback(remove_patches, module, MixerPatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from itertools import pairwise
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel
 from lt_tiled.sequence_parallel.groups import Groups
+from lt_tiled.sequence_parallel.states import RULES, find_mixers
 from tests.sequence_parallel.hybrids import HYBRIDS, hybrid, wide
 from tests.sequence_parallel.models import ids, no_labels, padded
 from tests.sequence_parallel.runs import Counts, step, worst
@@ -109,6 +111,35 @@ def test_activation_checkpointing(name: str, keep: Any, four_ranks: World) -> No
     for found in four_ranks(error, name, "labels", 2, 37, {}, None, policies):
         assert isinstance(found, float), found
         assert found < 1e-12
+
+
+@pytest.mark.parametrize(("keep", "runs"), [(None, 2), ("attention", 1), ("attention_output", 1)])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba"])
+def test_kept_on_one_rank(name: str, keep: Any, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule over all tokens is kept as attention is: it runs once, and the gradients are those of two runs."""
+    model, x, calls = hybrid(name), ids(2, 37), 0
+    layer = find_mixers([("", model)])[0][1]
+    file: Any = sys.modules[type(layer).__module__]
+    rule = next(rule for rule in RULES if hasattr(file, rule))
+    function = getattr(file, rule)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(file, rule, counted)
+    with wide(model):
+        true = torch.autograd.grad(model(input_ids=x, labels=x).loss, list(model.parameters()), allow_unused=True)
+        layers, calls = calls, 0
+        with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+            loss = model(input_ids=x, labels=x).loss
+            found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert calls == runs * layers
+    for one, other in zip(found, true, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
 
 
 def collectives(name: str, keep: Any) -> dict[str, int]:
