@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.region import Region, entered
-from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values
+from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values, unchanged_in_place
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import random_state_kept
 
@@ -94,7 +94,8 @@ def _run_apart(
     module: nn.Module, owner: str, device: torch.device, region: Region, run: Callable[[Region], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the output in a region, and what the module keeps of it beside. Everything is left as it was."""
-    with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
+    observed = Observation(owner, (module,), "").restored("the comparison")
+    with torch.no_grad(), random_state_kept(device), unchanged_in_place(module), observed:
         for part in module.modules():
             part.training = False
         before = kept_values(module)
