@@ -101,7 +101,7 @@ class Sharing:
         try:
             yield
         except (RuntimeError, IndexError) as error:
-            if self.open is None or isinstance(error, torch.OutOfMemoryError):
+            if self.open is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
             raise ValueError(
                 f"{self.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
