@@ -83,6 +83,7 @@ class SharedFunction(Replacement):
         if region is None:
             return self.function(*args, **kwargs)
         region.mixed.add(self.name)
+        region.mixes_in = next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if self.name in FUSED:
             return None
         if isinstance(documents := kwargs.get("seq_idx"), Tensor) and documents.shape[-1] != region.total:
