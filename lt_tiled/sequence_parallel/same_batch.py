@@ -21,7 +21,7 @@ ROWS, WIDTH = 64, 16
 TOLERANCE = 0.05
 """Their difference, relative to their norm: devices may round differently, and other tokens differ by more."""
 MAX_DIGESTED = 2**24
-"""Integers of larger tensors, which are masks, are not compared."""
+"""Of larger tensors of integers, which are masks, the sums of the rows and as many entries are compared."""
 
 _hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -98,16 +98,27 @@ def _values(tensors: list[Tensor]) -> Tensor:
     """Return a digest of the integers, and bits of some floating-point numbers: ``[1 + ROWS * WIDTH]``, int64."""
     device = tensors[0].device if tensors else torch.device("cpu")
     values = torch.zeros(1 + ROWS * WIDTH, dtype=torch.int64, device=device)
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     floats = [t for t in tensors if t.is_floating_point() and t.numel()][:ROWS]
     for tensor, part in zip(floats, values[1:].view(ROWS, WIDTH).tensor_split(max(1, len(floats))), strict=False):
         sample = _sampled(tensor, len(part)).to(device)
         part[: len(sample), : sample.shape[1]] = sample.view(torch.int32)
     for tensor in tensors:
-        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MAX_DIGESTED:
-            flat = tensor.reshape(-1).to(torch.int64)
-            mixed = (flat + 1) * (torch.arange(len(flat), device=flat.device) * 0x1E3779B97F4A7C15 + 1)
-            values[0] = values[0] * 31 + (mixed ^ (mixed >> 29)).sum().to(device)
+        if not tensor.is_floating_point():
+            values[0] = values[0] * 31 + _digest(tensor).to(device)
     return values
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Return a number that tells a tensor of integers from others."""
+    if tensor.numel() > MAX_DIGESTED:
+        step = -(-tensor.numel() // MAX_DIGESTED)
+        places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+        sampled = tensor[torch.unravel_index(places, tensor.shape)]
+        return _digest(sampled) * 31 + _digest(tensor.sum(-1, dtype=torch.int64))
+    flat = tensor.reshape(-1).to(torch.int64)
+    mixed = (flat + 1) * (torch.arange(len(flat), device=flat.device) * 0x1E3779B97F4A7C15 + 1)
+    return (mixed ^ (mixed >> 29)).sum()
 
 
 def _sampled(tensor: Tensor, rows: int) -> Tensor:

@@ -22,6 +22,7 @@ from lt_tiled import SequenceParallel
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.sequence_parallel import same_batch
 from lt_tiled.sequence_parallel.model import SharedModel
 from tests.engines.cells import strategy
 from tests.lit import trainer
@@ -130,6 +131,33 @@ def test_another_batch_of_a_hand_written_model(change: str, world: World) -> Non
         assert "was given a batch on rank 1" in message
 
 
+def large(change: str) -> str:
+    """What the comparison says of a mask that is digested in parts, or of complex numbers, changed on rank 1."""
+    given = torch.zeros(4, 64, dtype=torch.complex64 if change == "complex" else torch.int64)
+    if dist.get_rank() == 1:
+        if change == "a bit":
+            given[3, 5] = 1
+        elif change == "order":  # the sum of the row stays
+            given[0, 0], given[0, 1] = 1, -1
+        else:
+            given += 1j
+    before, same_batch.MAX_DIGESTED = same_batch.MAX_DIGESTED, 128
+    try:
+        same_batch.SameBatch("model", dist.group.WORLD).check([("mask", given)])
+    except ValueError as error:
+        return str(error)
+    finally:
+        same_batch.MAX_DIGESTED = before
+    return ""
+
+
+@pytest.mark.parametrize("change", ["a bit", "order", "complex"])
+def test_no_tensor_is_left_out(change: str, world: World) -> None:
+    """Tensors of integers are compared whatever their size, of which a part suffices, and so are complex numbers."""
+    for message in world(large, change):
+        assert "with other values in mask" in message
+
+
 def test_trusted(world: World) -> None:
     """``batch="trust"`` compares nothing."""
     assert world(different, "llama", "values", "trust") == ["", ""]
@@ -137,8 +165,6 @@ def test_trusted(world: World) -> None:
 
 def hosts() -> tuple[list[int], list[int], list[int]]:
     """The ranks of a group of two, of the gloo group that is made for it if it were of NCCL, and of the one if not."""
-    from lt_tiled.sequence_parallel import same_batch
-
     group, _ = dist.new_subgroups(2)
     plain = same_batch.host_group(group)
     before, dist.get_backend_config = dist.get_backend_config, lambda _: "cuda:nccl"
