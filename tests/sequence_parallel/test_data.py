@@ -158,6 +158,19 @@ def test_no_tensor_is_left_out(change: str, world: World) -> None:
         assert "with other values in mask" in message
 
 
+def infinite() -> None:
+    mask = torch.zeros(4, 16).masked_fill(torch.ones(4, 16, dtype=torch.bool).triu(1), float("-inf"))
+    check = same_batch.SameBatch("model", dist.group.WORLD).check
+    check([("mask", mask), ("hidden_states", torch.full((2, 4), float("nan")))])
+    with pytest.raises(ValueError, match="with other values in mask"):
+        check([("mask", mask.flip(1) if dist.get_rank() else mask)])
+
+
+def test_values_that_are_not_finite(world: World) -> None:
+    """Infinite values and nan are equal to themselves, and hide no difference."""
+    world(infinite)
+
+
 def test_trusted(world: World) -> None:
     """``batch="trust"`` compares nothing."""
     assert world(different, "llama", "values", "trust") == ["", ""]
