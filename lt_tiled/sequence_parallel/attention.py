@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lt_tiled.sequence_parallel.cross_attention import check_cross_attention
 from lt_tiled.sequence_parallel.exchange import attend
 from lt_tiled.sequence_parallel.region import Region, current
 
@@ -46,6 +47,9 @@ class _Shared(Replacement):
                 f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
                 " with other positions, or sequence_parallel=1."
             )
+        if region.other_tokens is not None:
+            check_cross_attention(region, query, key, attention_mask)
+            return self.function(module, query, key, value, attention_mask, *args, **kwargs)
         mask = region.mask if region.own_mask else attention_mask
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = region.position_ids

@@ -195,7 +195,7 @@ def counted(policies: dict[str, Any]) -> list[float]:
 
 
 def test_counters_in_place(world: World) -> None:
-    """A counter that a block changes in place counts the calls of the training step, and not those of the self-check."""
+    """A counter that a block changes in place counts the calls of the step, and not those of the self-check."""
     for counts in world(counted, {"sequence_parallel": 2}):
         assert counts == [1, 1, 1]
 
