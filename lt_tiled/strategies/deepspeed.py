@@ -261,14 +261,18 @@ def agree_on_tiles(models: Iterable[Prepared]) -> None:
     new = [patch for patch in patches if patch.needs.same_order and not patch.needs.agreed]
     if not new:
         return
-    own = {patch.name: (patch.learned.untiled, sorted(map(repr, patch.learned.refused))) for patch in new}
+    own = {}
+    for patch in new:
+        refused, alone = (sorted(map(repr, keys)) for keys in (patch.learned.refused, patch.learned.alone))
+        own[patch.name] = patch.learned.untiled, refused, alone
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     differing = sorted(name for name in own if any(other.get(name) != own[name] for other in everyone))
     if differing:
         raise RuntimeError(
             f"{', '.join(differing)} can run in tiles on some ranks and not on others, and the engine needs the same"
-            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...)."
+            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...), and set the same"
+            " hooks on all ranks."
         )
     for patch in new:
         patch.needs.agreed = True
