@@ -2,7 +2,7 @@
 
 The ranks exchange a few numbers on the host, once for each forward pass, and all of them raise the same error. Names,
 shapes and dtypes are compared at once. So are values, but for those of later passes on a GPU: they are copied to the
-host without a wait for the GPU, and compared with the next pass.
+host without a wait for the GPU, and compared with the next pass, or at the end of the Trainer's training.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lt_tiled.sequence_parallel.collectives import begun
 
 ROWS, WIDTH = 64, 16
 """How many places of floating-point tensors are compared, and how many numbers of each, as of a token's features."""
@@ -58,18 +60,39 @@ class SameBatch:
 
         Raises:
             ValueError: On all ranks, if they differ between ranks.
+            RuntimeError: On all ranks, if one of them failed since the last check and went on.
         """
         tensors = [(name, value) for name, value in inputs if isinstance(value, Tensor)]
         described = zlib.crc32(repr([(name, t.dtype, [*t.shape]) for name, t in tensors]).encode())
-        mine = torch.cat([torch.tensor([described]), self._on_host(_values([t for _, t in tensors]))])
+        shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in tensors)
+        self._compare(described, self._on_host(_values([t for _, t in tensors])), shapes)
+
+    def check_last(self) -> None:
+        """Compare the values of the last pass on a GPU, where no other pass follows.
+
+        Raises:
+            ValueError: On all ranks, if they differ between ranks.
+        """
+        if self._last is not None and (arrived := self._last[1]) is not None:
+            arrived.synchronize()
+            values, self._last = self._last[0], None
+            self._compare(0, values, "the last pass")
+
+    def _compare(self, described: int, values: Tensor, shapes: str) -> None:
+        mine = torch.cat([torch.tensor([begun(self._group), described]), values])
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=host_group(self._group))
         self.compared += 1
-        shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in tensors)
         for rank, other in enumerate(every):
             if other[0] != every[0][0]:
+                raise RuntimeError(
+                    f"{self.owner}: rank {rank} of a group that shares each sequence took part in {int(other[0])}"
+                    f" exchanges so far, and rank 0 in {int(every[0][0])}. One of them failed and went on, or left out"
+                    " a pass, and what the others computed since is wrong: end all ranks when one of them fails."
+                )
+            if other[1] != every[0][1]:
                 how = f"of other shapes; here {shapes}"
-            elif _differ(every[0][1:], other[1:]):
+            elif _differ(every[0][2:], other[2:]):
                 how = f"with other values in {shapes}"
             else:
                 continue

@@ -22,7 +22,7 @@ from lt_tiled import SequenceParallel
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.sequence_parallel import same_batch
+from lt_tiled.sequence_parallel import same_batch, sharing
 from lt_tiled.sequence_parallel.model import SharedModel
 from tests.engines.cells import strategy
 from tests.lit import trainer
@@ -169,6 +169,45 @@ def infinite() -> None:
 def test_values_that_are_not_finite(world: World) -> None:
     """Infinite values and nan are equal to themselves, and hide no difference."""
     world(infinite)
+
+
+class Copied:
+    """The event behind a copy from a GPU to the host."""
+
+    def synchronize(self) -> None: ...
+
+
+class AsOnAGPU(same_batch.SameBatch):
+    """Compares values with the next pass."""
+
+    def _on_host(self, values: Tensor) -> Tensor:
+        before = torch.zeros_like(values) if self._last is None else self._last[0]
+        self._last = values, Copied()  # type: ignore[assignment]
+        return before
+
+
+def last_batch() -> str:
+    """What a Trainer says at the end of training where the last of two batches is another one on rank 1."""
+
+    class Other(Lit):
+        def training_step(self, x: Tensor, index: int) -> Tensor:
+            return super().training_step(ids(4, 25, seed=3) if index * dist.get_rank() else x, index)
+
+    before, sharing.SameBatch = sharing.SameBatch, AsOnAGPU  # type: ignore[misc]
+    try:
+        fit(strategy(lt_tiled, "ddp", sequence_parallel=2), Other("llama"), DataLoader(torch.cat(batches(4)), 4))
+    except ValueError as error:
+        return str(error)
+    finally:
+        sharing.SameBatch = before  # type: ignore[misc]
+    return ""
+
+
+def test_the_last_batch(world: World) -> None:
+    """On a GPU, where values are compared with the next pass, those of the last one are compared when training ends."""
+    for message in world(last_batch):
+        assert "was given a batch on rank 1" in message
+        assert "the last pass" in message
 
 
 def test_trusted(world: World) -> None:
