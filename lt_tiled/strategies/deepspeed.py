@@ -22,7 +22,8 @@ ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and
 entry (``reduce_independent_p_g_buckets_and_remove_grads`` in deepspeed/runtime/zero/stage_1_and_2.py). Gradients of a
 tiled module arrive in another order than those of the same module untiled, so a rank with a short input would add the
 gradients of other weights. Under these stages every call of a tiled module that may be differentiated takes the same
-path, with one tile if it is short, and nothing falls back to another path by what one rank alone sees.
+path, with one tile if it is short, and nothing falls back to another path by what one rank alone sees: before the first
+backward pass the ranks agree on what runs untiled, and on neighbors that run apart because a hook reads their output.
 """
 
 from __future__ import annotations
