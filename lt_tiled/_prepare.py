@@ -122,11 +122,18 @@ class Prepared(AbstractContextManager["Prepared"]):
             for part in shared:
                 part.patch(undo)
             self._undo = undo.pop_all()
+        self._shared = shared
         inform(self.report().summary())
 
     def report(self) -> Report:
         """Return what is tiled and what is recomputed, and the number of tiles of the largest call so far."""
         return Report.of(self.model)
+
+    def check_last_batch(self) -> None:
+        """Compare the last batch between the ranks that share its sequences, where no other pass follows."""
+        for part in self._shared:
+            if part.sharing.same_batch is not None:
+                part.sharing.same_batch.check_last()
 
     def release(self) -> None:
         """Restore the model, and free CPU memory and disk. Does nothing the second time."""

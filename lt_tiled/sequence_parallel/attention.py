@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.sequence_parallel.calls import TELL_DOCUMENTS, AttentionCall, calls_of, documents_told, mask_of
+from lt_tiled.sequence_parallel.cross_attention import check_cross_attention
 from lt_tiled.sequence_parallel.exchange import Share, attend
 from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention
 from lt_tiled.sequence_parallel.region import Region, current
@@ -52,7 +53,9 @@ class _Shared(Replacement):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         region = current()
-        if region is None:
+        if region is not None and region.other_tokens is not None:
+            check_cross_attention(region, query, key, attention_mask)
+        if region is None or region.other_tokens is not None:
             if self.name == "eager" or not keeps_attention():  # eager attention may be asked for its weights
                 return self.function(module, query, key, value, attention_mask, *args, **kwargs)
             return attended_alone(self._output, module, query, key, value, attention_mask, *args, **kwargs), None

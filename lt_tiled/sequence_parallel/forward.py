@@ -128,7 +128,7 @@ class SharedBlock(SharedPart):
 
     def _opened(self, call: Call) -> Region | None:
         """Return a region for the tokens of a first block's input, unless each rank runs all blocks on all tokens."""
-        if call.tokens is None:
+        if call.tokens is None or (self.sharing.in_model_only and not self.sharing.in_model):
             return None
         sharing, before, total = self.sharing, self.sharing.open, call.tokens.shape[1]
         if before is not None and total == before.length != before.total:

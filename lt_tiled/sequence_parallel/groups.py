@@ -56,12 +56,5 @@ def check_size(size: int, ranks: int) -> None:
         raise ValueError(f"sequence_parallel={size} does not divide the {ranks} ranks: choose one of {possible}.")
 
 
-def data_place(groups: Groups | None) -> tuple[int, int]:
-    """Return which part of the data this rank reads, and the number of parts: ranks of a group read the same part."""
-    if groups is not None:
-        return groups.index, groups.count
-    return (dist.get_rank(), dist.get_world_size()) if _started() else (0, 1)
-
-
 def _started() -> bool:
     return dist.is_available() and dist.is_initialized()

@@ -49,7 +49,7 @@ class HeadTilesPatch(Patch):
         region = current()
         if region is None or region.head_tiles == 1:
             return self.inner(module, *args, **kwargs)
-        parts = _parts(module, region.head_tiles, region.size)
+        parts = _cut_heads(module, region.head_tiles, region.size)
         if len(parts) < region.head_tiles:
             inform(
                 f"{self.path} computes its heads in {len(parts)} parts instead of {region.head_tiles}: each part has"
@@ -89,7 +89,7 @@ class _Part(NamedTuple):
         return self.queries if projection == "q_proj" else self.keys
 
 
-def _parts(module: Any, tiles: int, size: int) -> list[_Part]:
+def _cut_heads(module: Any, tiles: int, size: int) -> list[_Part]:
     """Cut the heads into at most ``tiles`` parts, each of which has at least one query head for each rank."""
     width = module.head_dim
     heads, keys = (linear.out_features // width for linear in (module.q_proj, module.k_proj))

@@ -235,6 +235,11 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Attention that a block keeps has no second derivative, and this backward pass was called with"
+                " create_graph=True. Call it without, or leave keep out of ActivationCheckpointing."
+            )
         starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
         wanted = [start for start in starts if start is not None]
         again = torch._C._autograd._get_current_graph_task_keep_graph()

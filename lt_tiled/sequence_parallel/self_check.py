@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.region import Region, entered
-from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values
+from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values, unchanged_in_place
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import random_state_kept
 
@@ -80,7 +80,8 @@ def check_shared(
             ) from error
         outputs.append(output)
         kept.append(beside)
-    problem = _difference(owner, regions, outputs, blocks) or _other_values(owner, kept)
+    dtype = _computes_in(module, regions[0], outputs[0])
+    problem = _difference(owner, regions, outputs, blocks, dtype) or _other_values(owner, kept, dtype)
     problems: list[str | None] = [problem]
     if (group := regions[1].group) is not None:  # positions of the first rank begin at 0: it may find nothing
         problems = [None] * group.size()
@@ -94,7 +95,8 @@ def _run_apart(
     module: nn.Module, owner: str, device: torch.device, region: Region, run: Callable[[Region], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the output in a region, and what the module keeps of it beside. Everything is left as it was."""
-    with torch.no_grad(), random_state_kept(device), Observation(owner, (module,), "").restored("the comparison"):
+    observed = Observation(owner, (module,), "").restored("the comparison")
+    with torch.no_grad(), random_state_kept(device), unchanged_in_place(module), observed:
         for part in module.modules():
             part.training = False
         before = kept_values(module)
@@ -106,11 +108,24 @@ def _run_apart(
         return output, beside
 
 
-def _other_values(owner: str, kept: Sequence[dict[str, Tensor]]) -> str | None:
+def _computes_in(module: nn.Module, region: Region, output: Tensor) -> torch.dtype:
+    """Return the dtype in which a module computes: attention's, or that of what else mixed tokens.
+
+    Without either, it is the narrowest one of the weights and the output.
+    """
+    if region.record:
+        dtype: torch.dtype = region.record[0][3].dtype
+        return dtype
+    tensors = [output, *module.parameters()]
+    narrowest = min((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: dtype.itemsize)
+    return region.mixes_in or narrowest
+
+
+def _other_values(owner: str, kept: Sequence[dict[str, Tensor]], dtype: torch.dtype) -> str | None:
     """Return what a module keeps beside its output that is not the same, if anything is not."""
     for place, true in kept[0].items():
         found = kept[1].get(place)
-        if found is not None and true.shape == found.shape and _excess(found, true, None):
+        if found is not None and true.shape == found.shape and _excess(found, true, dtype):
             return (
                 f"{owner} keeps {place}, which is another value where ranks share a sequence: that of the tokens of one"
                 " rank. Compute it from the output of the model, or name the modules that are independent of this in"
@@ -119,11 +134,12 @@ def _other_values(owner: str, kept: Sequence[dict[str, Tensor]]) -> str | None:
     return None
 
 
-def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor], blocks: bool) -> str | None:
+def _difference(
+    owner: str, regions: Sequence[Region], outputs: Sequence[Tensor], blocks: bool, dtype: torch.dtype
+) -> str | None:
     """Return what differs, if anything does."""
     alone, shared = regions[:2]
     in_one, in_shared = alone.record or [], shared.record or []
-    dtype = in_one[0][3].dtype if in_one else None
     if blocks and len(in_one) != len(in_shared):
         return (
             f"{owner} computes attention {len(in_one)} times for {alone.total} tokens and {len(in_shared)} times for"
@@ -155,18 +171,18 @@ def _difference(owner: str, regions: Sequence[Region], outputs: Sequence[Tensor]
     return None
 
 
-def _excess(found: Tensor, true: Tensor, dtype: torch.dtype | None) -> float:
+def _excess(found: Tensor, true: Tensor, dtype: torch.dtype) -> float:
     """Return the relative difference if it is above the tolerance, and 0 otherwise.
 
     Args:
         found: What is compared.
         true: What it should be.
-        dtype: That of attention's values, in which the module computes; a tensor of another one was upcast.
+        dtype: In which the module computes; a float32 tensor of a module of 16 bits was upcast.
     """
     same = (found == true) | (found.isnan() & true.isnan())  # infinite ones too
     difference = torch.where(same, 0.0, (found - true).double())
     error = float(difference.norm() / true.double().nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
-    rounded = rounds_products() or torch.is_autocast_enabled(true.device.type) or dtype != torch.float32
+    rounded = rounds_products() or torch.is_autocast_enabled(true.device.type) or dtype.itemsize < 4
     tolerance = TF32 if rounded and true.dtype == torch.float32 else TOLERANCE.get(true.dtype, COARSE)
     return 0.0 if error <= tolerance else error
 

@@ -16,6 +16,7 @@ from lt_tiled.modules.find import find_named, has_class, has_forward, outermost,
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, eager_files, share_interface
+from lt_tiled.sequence_parallel.cross_attention import share_cross_attention
 from lt_tiled.sequence_parallel.decoder import share_decoder
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
@@ -48,21 +49,24 @@ class Shared:
     sharing: Sharing
     caller: nn.Module | None
     """The module that calls the blocks; ``None`` if the policy names the module."""
-    blocks: Sequence[tuple[str, nn.Module]]
-    """The modules, with their paths, from whose first to whose last one there is a region."""
+    chains: Sequence[Sequence[tuple[str, nn.Module]]]
+    """The modules, with their paths, from whose first to whose last one there is a region: one chain, or that of an
+    encoder and that of a decoder."""
 
     def patch(self, undo: ExitStack) -> None:
         """Share the sequences until ``undo`` is closed."""
-        sharing, last = self.sharing, len(self.blocks) - 1
+        sharing, blocks = self.sharing, [block for chain in self.chains for block in chain]
         if sharing.policy.head_tiles > 1:
-            tile_heads(find_attention(self.blocks, sharing.policy.head_tiles), undo)
-        share_states(self.blocks, undo)
-        for index, (path, block) in enumerate(self.blocks):
-            set_patch(block, SharedBlock(sharing, path, index == 0, index == last))
-            undo.callback(remove_patches, block, SharedBlock)
+            tile_heads(find_attention(blocks, sharing.policy.head_tiles), undo)
+        share_states(blocks, undo)
+        for chain in self.chains:
+            for path, block in chain:
+                set_patch(block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
+                undo.callback(remove_patches, block, SharedBlock)
         if sharing.mode is None:
-            share_interface([block for _, block in self.blocks], undo)
-        roots = [block for _, block in self.blocks] if self.caller is None else [self.caller]
+            share_interface([block for _, block in blocks], undo)
+            share_cross_attention(blocks, undo)
+        roots = [block for _, block in blocks] if self.caller is None else [self.caller]
         rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
         share_positions(rotary, undo)
         if self.caller is not None:
@@ -99,13 +103,19 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
     inside = _of_transformers(model)
 
-    def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Shared:
+    def shared(path: str, module: nn.Module, caller: nn.Module | None, *chains: list[tuple[str, nn.Module]]) -> Shared:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
-            return Shared(Sharing(owner, policy, group, AttentionMode()), caller, blocks)
+            return Shared(Sharing(owner, policy, group, AttentionMode()), caller, chains)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
-        lengths, positions = switches(config.get_text_config())
-        return Shared(Sharing(owner, policy, group, lengths=lengths, positions=positions), caller, blocks)
+        two = len(chains) > 1
+        if two and policy.head_tiles > 1:
+            raise ValueError(
+                f"{owner} has an encoder and a decoder, which head tiles do not support: set head_tiles=1."
+            )
+        lengths, positions = switches(config if two else config.get_text_config())
+        sharing = Sharing(owner, policy, group, lengths=lengths, positions=positions, in_model_only=two)
+        return Shared(sharing, caller, chains)
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
@@ -113,8 +123,8 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     if pretrained:
         for _, m in pretrained:
             _refuse_unsupported(m)
-        return [shared(path, m, m, _blocks_of(path, m)) for path, m in pretrained]
-    blocks = _blocks_of("", model)
+        return [shared(path, m, m, *_chains_of(path, m)) for path, m in pretrained]
+    blocks = _blocks_of("", model, model)
     modules, above = dict(everything), blocks[0][0].split(".")[:-2]
     while not has_forward(modules[".".join(above)]):  # a ModuleDict around the list of blocks
         above.pop()
@@ -125,11 +135,12 @@ def _refuse_unsupported(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model of transformers whose sequences cannot be shared."""
     config: Any = model.config
     text, kind = config.get_text_config(), type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{kind} has an encoder and a decoder, and sequence parallelism supports one of them alone: use a model"
-            " with one, or sequence_parallel=1."
-        )
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if dropped := getattr(config, name, 0):
+            raise ValueError(
+                f"{kind} leaves out blocks at random ({name}={dropped}), and each rank that shares a sequence would"
+                " leave out others: set it to 0 in its configuration."
+            )
     kinds = set(getattr(text, "layer_types", None) or ()) - {"mlp", "moe"}
     if selecting := sorted(kinds & _SELECTING.keys()):
         raise ValueError(
@@ -153,10 +164,18 @@ def _refuse_unsupported(model: nn.Module) -> None:
         )
 
 
-def _blocks_of(path: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks of a model in their order, with full paths."""
-    decoder: Any = getattr(model, "get_decoder", None)  # of a vision-language model
-    inner: nn.Module = model if decoder is None else decoder()
+def _chains_of(path: str, model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Return the blocks of a model, or of its encoder and its decoder."""
+    of_transformers: Any = model
+    if of_transformers.config.is_encoder_decoder:
+        parts = (of_transformers.get_encoder(), of_transformers.get_decoder())
+        return [_blocks_of(path, model, part) for part in parts]
+    decoder = getattr(model, "get_decoder", None)  # of a vision-language model
+    return [_blocks_of(path, model, model if decoder is None else decoder())]
+
+
+def _blocks_of(path: str, model: nn.Module, inner: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of a part of a model in their order, with full paths."""
     names = {m: name for name, m in walk_all(model)}
     blocks = find_blocks(inner) or find_blocks(model)  # a decoder may be a head
     parents = {name.rpartition(".")[0] for name, _ in blocks}

@@ -34,6 +34,10 @@ class Sharing:
     """Numbers of tokens above which the model may compute otherwise."""
     positions: Sequence[int] = ()
     """Positions above which it may."""
+    in_model_only: bool = False
+    """Whether blocks share sequences only in a call of the model: ``generate`` calls an encoder by itself."""
+    in_model: bool = False
+    """Whether a call of the model runs that fills no key-value cache."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
     check_region: Region | None = None
@@ -96,12 +100,13 @@ class Sharing:
         return regions
 
     @contextmanager
-    def around_blocks(self) -> Iterator[None]:
+    def around_blocks(self, fills_cache: bool = False) -> Iterator[None]:
         """Refuse a forward pass that ends, or fails because it needs all tokens, between the first and last block."""
+        outside, self.in_model = self.in_model, not fills_cache
         try:
             yield
         except (RuntimeError, IndexError) as error:
-            if self.open is None or isinstance(error, torch.OutOfMemoryError):
+            if self.open is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
             raise ValueError(
                 f"{self.owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
@@ -113,7 +118,7 @@ class Sharing:
             if self.open is not None:
                 self.open.check_closed()
         finally:
-            self.open = None
+            self.open, self.in_model = None, outside
 
     @contextmanager
     def opened_by_first_block(self, region: Region) -> Iterator[None]:

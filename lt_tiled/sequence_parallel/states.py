@@ -83,6 +83,7 @@ class SharedFunction(Replacement):
         if region is None:
             return self._alone(args, kwargs) if keeps_attention() else self.function(*args, **kwargs)
         region.mixed.add(self.name)
+        region.mixes_in = next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if self.name in FUSED:
             return None
         if isinstance(documents := kwargs.get("seq_idx"), Tensor) and documents.shape[-1] != region.total:
@@ -189,23 +190,23 @@ class _Halo(torch.autograd.Function):
     def forward(ctx: Any, region: Region, count: int, x: Tensor) -> Tensor:
         ctx.region, ctx.count = region, count
         # Tokens first: what goes to a rank is consecutive.
-        sent = kept_or(None, partial(_sent, region, count, x.movedim(-1, 0), False))
-        return sent.view(-1, *x.shape[:-1]).movedim(0, -1)
+        arrived = kept_or(None, partial(_exchange_halos, region, count, x.movedim(-1, 0), False))
+        return arrived.view(-1, *x.shape[:-1]).movedim(0, -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         region: Region = ctx.region
-        arrived = _sent(region, ctx.count, gradient.movedim(-1, 0), True)
+        arrived = _exchange_halos(region, ctx.count, gradient.movedim(-1, 0), True)
         total = gradient.new_zeros(region.length, *gradient.shape[:-1])
         begin = 0
-        for part in _parts(region, ctx.count, total):
+        for part in _before_each_rank(region, ctx.count, total):
             part += arrived[begin : begin + part.numel()].view(part.shape)
             begin += part.numel()
         return None, None, total.movedim(0, -1)
 
 
-def _parts(region: Region, count: int, x: Tensor) -> list[Tensor]:
-    """Return the parts of a rank's tokens ``[S/n, ...]`` that each rank gets, of ``count`` before its own."""
+def _before_each_rank(region: Region, count: int, x: Tensor) -> list[Tensor]:
+    """Return for each rank those of this rank's tokens ``[S/n, ...]`` that are among the ``count`` before its own."""
     parts, first = [], region.begins[region.rank]
     for begin in region.begins:
         low, high = max(begin - count, first), min(begin, first + region.length)
@@ -213,18 +214,18 @@ def _parts(region: Region, count: int, x: Tensor) -> list[Tensor]:
     return parts
 
 
-def _sent(region: Region, count: int, x: Tensor, back: bool) -> Tensor:
-    """Send each rank its part of these tokens, or ``back`` to the ranks that they came from, as one flat tensor."""
+def _exchange_halos(region: Region, count: int, x: Tensor, back: bool) -> Tensor:
+    """Send each rank the tokens before its own, or their gradients ``back``. Return what arrives as one flat tensor."""
     each = prod(x.shape[1:])
     mine = region.begins[region.rank]
-    there = [each * len(part) for part in _parts(region, count, x.new_empty(region.length, 0))]
+    there = [each * len(part) for part in _before_each_rank(region, count, x.new_empty(region.length, 0))]
     here = []
     for begin, length in zip(region.begins, region.lengths, strict=True):
         here.append(each * max(0, min(begin + length, mine) - max(begin, mine - count)))
     if back:
         packed, send, receive = x.flatten(), here, there
     else:
-        packed, send, receive = torch.cat([part.flatten() for part in _parts(region, count, x)]), there, here
+        packed, send, receive = torch.cat([part.flatten() for part in _before_each_rank(region, count, x)]), there, here
     arrived: Tensor = all_to_all(packed, send, receive, region.name)
     return arrived
 

@@ -6,7 +6,8 @@ that a hook collects or an attribute holds, would not be that of the whole seque
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from lt_tiled.modules.find import has_class, walk_all
 from lt_tiled.modules.patch import HOOKS, Patch, get_patches, is_of, is_patched
 from lt_tiled.namespaces import LIGHTNING
 from lt_tiled.sequence_parallel.states import WHOLE
-from lt_tiled.tiling.places import is_weight
+from lt_tiled.tiling.places import is_equal, is_weight, storage_of
 
 _PACKAGES = ("torch.", "lt_tiled.", "deepspeed.", "accelerate.", "peft.", *LIGHTNING)
 _KNOWN = (*_PACKAGES, "transformers.", "liger_kernel.transformers.rms_norm")
@@ -63,16 +64,36 @@ def kept_values(module: nn.Module) -> dict[str, Any]:
 
     Left out are layers that run on all tokens, and so keep a state of all of them.
     """
-    found = {}
     on_all_tokens = {part for m in module.modules() if has_class(m, WHOLE) for part in m.modules()}
+    return {place: value for part, place, value in _values_in(module) if part not in on_all_tokens}
+
+
+@contextmanager
+def unchanged_in_place(module: nn.Module) -> Iterator[None]:
+    """Undo what code inside changes in place of the tensors that a module and those in it hold beside their weights."""
+    copies = []
+    for _, _, value in _values_in(module):
+        if isinstance(value, Tensor) and storage_of(value) is not None and value.untyped_storage().nbytes():
+            copies.append((value, value.detach().clone()))
+    try:
+        yield
+    finally:
+        for value, copy in copies:
+            if not is_equal(value.detach(), copy):
+                value.data.copy_(copy)
+
+
+def _values_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the tensors and floats that are no weights, with the module that holds each of them, and its path."""
     for path, part in walk_all(module):
-        for holder in () if part in on_all_tokens else (part._buffers, part.__dict__):
+        for holder in (part._buffers, part.__dict__):
             for name, value in holder.items():
-                if name not in _OWN_OF_MODULES and isinstance(value, Tensor | float | list | tuple | dict):
-                    for place, leaf in pytree.tree_leaves_with_path(value):
-                        found[f"{path}.{name}{pytree.keystr(place)}".lstrip(".")] = leaf
-    # FSDP with use_orig_params=False keeps views of its flat weights in attributes, whose memory may be gone.
-    return {place: leaf for place, leaf in found.items() if isinstance(leaf, Tensor | float) and not is_weight(leaf)}
+                if name in _OWN_OF_MODULES or not isinstance(value, Tensor | float | list | tuple | dict):
+                    continue
+                for place, leaf in pytree.tree_leaves_with_path(value):
+                    # FSDP with use_orig_params=False keeps views of its flat weights here, whose memory may be gone.
+                    if isinstance(leaf, Tensor | float) and not is_weight(leaf):
+                        yield part, f"{path}.{name}{pytree.keystr(place)}".lstrip("."), leaf
 
 
 def replaced_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

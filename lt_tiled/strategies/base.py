@@ -12,7 +12,7 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies, PreparedModels
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
-from lt_tiled.sequence_parallel.groups import Groups, data_place
+from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
@@ -98,17 +98,22 @@ class TiledStrategy(Base):
 
     @property
     def data_rank(self) -> int:
-        """The place of this rank's data: the ranks of a group that shares its sequences read the same data.
+        """The place of this rank's data: ranks that share sequences, or a tensor-parallel model, read the same data.
 
-        It is the global rank without sequence parallelism. Use it, with :attr:`data_world_size`, wherever data depends
-        on the rank, as in an ``IterableDataset``.
+        Otherwise it is the global rank. Use it, with :attr:`data_world_size`, wherever data depends on the rank, as in
+        an ``IterableDataset``.
         """
-        return data_place(self._groups)[0]
+        return self._data_place["rank"]
 
     @property
     def data_world_size(self) -> int:
-        """The number of ranks, or of groups that share their sequences, that read different data."""
-        return data_place(self._groups)[1]
+        """The number of ranks, or of groups that read the same data, that read different data."""
+        return self._data_place["num_replicas"]
+
+    @property
+    def _data_place(self) -> dict[str, int]:
+        """The arguments of Lightning's sampler, which a single device has not."""
+        return getattr(self, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
@@ -158,6 +163,8 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         self._sigterm.end_before_step(batch_idx)
 
     def on_train_end(self) -> None:
+        for prepared in self.prepared:
+            prepared.check_last_batch()
         self._log.end_step(self.lightning_module.trainer, self.prepared)
         super().on_train_end()
         self._sigterm.end("after the last step.")

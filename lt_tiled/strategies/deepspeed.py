@@ -22,7 +22,8 @@ ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and
 entry (``reduce_independent_p_g_buckets_and_remove_grads`` in deepspeed/runtime/zero/stage_1_and_2.py). Gradients of a
 tiled module arrive in another order than those of the same module untiled, so a rank with a short input would add the
 gradients of other weights. Under these stages every call of a tiled module that may be differentiated takes the same
-path, with one tile if it is short, and nothing falls back to another path by what one rank alone sees.
+path, with one tile if it is short, and nothing falls back to another path by what one rank alone sees: before the first
+backward pass the ranks agree on what runs untiled, and on neighbors that run apart because a hook reads their output.
 """
 
 from __future__ import annotations
@@ -261,14 +262,18 @@ def agree_on_tiles(models: Iterable[Prepared]) -> None:
     new = [patch for patch in patches if patch.needs.same_order and not patch.needs.agreed]
     if not new:
         return
-    own = {patch.name: (patch.learned.untiled, sorted(map(repr, patch.learned.refused))) for patch in new}
+    own = {}
+    for patch in new:
+        refused, alone = (sorted(map(repr, keys)) for keys in (patch.learned.refused, patch.learned.alone))
+        own[patch.name] = patch.learned.untiled, refused, alone
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     differing = sorted(name for name in own if any(other.get(name) != own[name] for other in everyone))
     if differing:
         raise RuntimeError(
             f"{', '.join(differing)} can run in tiles on some ranks and not on others, and the engine needs the same"
-            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...)."
+            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...), and set the same"
+            " hooks on all ranks."
         )
     for patch in new:
         patch.needs.agreed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import plain_name
-from lt_tiled.policies import Tiling, check_count
+from lt_tiled.policies import check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard, shared_weights
 from lt_tiled.tiling.patched import tiled_patches
@@ -99,12 +100,15 @@ class _FSDP2(TiledStrategy):
                 patch.needs.zeros_for_unused = True
         mesh = self.device_mesh["tensor_parallel"]
         if mesh.size() > 1:
-            policies: list[Tiling | None] = [None] * mesh.size()
-            dist.all_gather_object(policies, self.tiling, group=mesh.get_group())
-            if any(policy != self.tiling for policy in policies):
+            # Functions cannot be sent: the modules that targets found are compared.
+            tiled = ", ".join(path for path, _, _ in tiled_patches(model))
+            mine = str(self.tiling and replace(self.tiling, targets=tiled or "none", compile=bool(self.tiling.compile)))
+            tilings: list[str] = [""] * mesh.size()
+            dist.all_gather_object(tilings, mine, group=mesh.get_group())
+            if any(tiling != mine for tiling in tilings):
                 raise ValueError(
                     "The ranks of one tensor-parallel group communicate in every tile and have different tilings:"
-                    f" {policies}. Give them the same one."
+                    f" {'; '.join(tilings)}. Give them the same one."
                 )
 
 

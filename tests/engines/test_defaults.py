@@ -86,3 +86,40 @@ def test_ranks_that_differ_are_refused(deepspeed_world: World) -> None:
     for kind, text in deepspeed_world(refused):
         assert kind == "RuntimeError"
         assert "can run in tiles on some ranks and not on others" in text
+
+
+def read(module: nn.Module, args: Any, output: Tensor) -> None:
+    """A hook that reads a norm's output, which then runs before the MLP and not in its tiles."""
+    float(output.detach().float().sum())
+
+
+class LitHooked(LitTiny):
+    """One rank has a hook on the norm before an MLP."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            if dist.get_rank() == self.rank:
+                self.net.blocks[0].norm2.register_forward_hook(read)
+
+
+def hooked(engine: str, rank: int) -> tuple[list[float], str]:
+    """The losses with a hook on one rank, or the message of the error."""
+    module = LitHooked(rank)
+    try:
+        trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size()).fit(module)
+    except RuntimeError as error:
+        return [], str(error)
+    return module.losses, ""
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+def test_a_norm_with_a_hook_on_one_rank(engine: str, deepspeed_world: World) -> None:
+    """A norm that a hook on one rank keeps out of the MLP's tiles trains as without it, or all ranks raise."""
+    plain = deepspeed_world(hooked, engine, -1)
+    for (expected, _), (found, message) in zip(plain, deepspeed_world(hooked, engine, 0), strict=True):
+        assert found == expected or "can run in tiles on some ranks and not on others" in message

@@ -154,3 +154,34 @@ def test_what_is_refused(options: dict[str, Any], message: str, world: World) ->
     for kind, text in world(refused, options):
         assert kind == "ValueError"
         assert message in text
+
+
+def with_function() -> int:
+    """How many modules are tiled that a function of its own on each rank chooses."""
+    chosen = lt_tiled.fabric.TiledModelParallelStrategy(
+        tensor_parallel, tensor_parallel_size=2, tiling=lt_tiled.Tiling(targets=lambda path, _: path.endswith("mlp"))
+    )
+    launch(chosen).setup_module(TinyLM())
+    found = len(chosen.prepared[0].report().tiled)
+    chosen.release()
+    return found
+
+
+def test_targets_by_a_function(world: World) -> None:
+    """Ranks compare their tilings also where a function, which cannot be sent, chooses the modules."""
+    assert min(world(with_function)) > 0
+
+
+def places() -> list[tuple[int, int]]:
+    """Which data a rank reads by the strategy, and by the sampler that Lightning sets."""
+    chosen = lt_tiled.fabric.TiledModelParallelStrategy(tensor_parallel, data_parallel_size=2, tensor_parallel_size=2)
+    launch(chosen)
+    sampler = chosen.distributed_sampler_kwargs
+    return [(chosen.data_rank, chosen.data_world_size), (sampler["rank"], sampler["num_replicas"])]
+
+
+def test_data_of_tensor_parallel_ranks(four_ranks: World) -> None:
+    """The data that the strategy names for a rank is that of Lightning's sampler: the same for a tensor-parallel
+    group.
+    """
+    assert four_ranks(places) == [[(group, 2)] * 2 for group in (0, 0, 1, 1)]

@@ -177,6 +177,27 @@ def test_small_mixing_of_tokens(world: World) -> None:
         assert "It may mix tokens in other code than an attention function" in message
 
 
+class ShiftsALittle(nn.Module):
+    """A block without attention that adds a little of the token before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) + 3e-3 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def shifts() -> str:
+    return against_whole(Pooled([0, 1, 2], ShiftsALittle).float(), {"input_ids": ids(2, 37)})[2]
+
+
+def test_small_mixing_without_attention(world: World) -> None:
+    """The self-check of a float32 model without attention has the tolerance of float32, not that of 16 bits."""
+    for message in world(shifts):
+        assert "has another output when 2 ranks share the sequence" in message
+
+
 class FailsOnFewTokens(Block):
     """A block whose output is no number where it is given few tokens."""
 

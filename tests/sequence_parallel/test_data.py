@@ -22,6 +22,7 @@ from lt_tiled import SequenceParallel
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.sequence_parallel import same_batch, sharing
 from lt_tiled.sequence_parallel.model import SharedModel
 from tests.engines.cells import strategy
 from tests.lit import trainer
@@ -130,6 +131,86 @@ def test_another_batch_of_a_hand_written_model(change: str, world: World) -> Non
         assert "was given a batch on rank 1" in message
 
 
+def large(change: str) -> str:
+    """What the comparison says of a mask that is digested in parts, or of complex numbers, changed on rank 1."""
+    given = torch.zeros(4, 64, dtype=torch.complex64 if change == "complex" else torch.int64)
+    if dist.get_rank() == 1:
+        if change == "a bit":
+            given[3, 5] = 1
+        elif change == "order":  # the sum of the row stays
+            given[0, 0], given[0, 1] = 1, -1
+        else:
+            given += 1j
+    before, same_batch.MAX_DIGESTED = same_batch.MAX_DIGESTED, 128
+    try:
+        same_batch.SameBatch("model", dist.group.WORLD).check([("mask", given)])
+    except ValueError as error:
+        return str(error)
+    finally:
+        same_batch.MAX_DIGESTED = before
+    return ""
+
+
+@pytest.mark.parametrize("change", ["a bit", "order", "complex"])
+def test_no_tensor_is_left_out(change: str, world: World) -> None:
+    """Tensors of integers are compared whatever their size, of which a part suffices, and so are complex numbers."""
+    for message in world(large, change):
+        assert "with other values in mask" in message
+
+
+def infinite() -> None:
+    mask = torch.zeros(4, 16).masked_fill(torch.ones(4, 16, dtype=torch.bool).triu(1), float("-inf"))
+    check = same_batch.SameBatch("model", dist.group.WORLD).check
+    check([("mask", mask), ("hidden_states", torch.full((2, 4), float("nan")))])
+    with pytest.raises(ValueError, match="with other values in mask"):
+        check([("mask", torch.zeros_like(mask) if dist.get_rank() else mask)])
+
+
+def test_values_that_are_not_finite(world: World) -> None:
+    """Infinite values and nan are equal to themselves, and hide no difference."""
+    world(infinite)
+
+
+class Copied:
+    """The event behind a copy from a GPU to the host."""
+
+    def synchronize(self) -> None: ...
+
+
+class AsOnAGPU(same_batch.SameBatch):
+    """Compares values with the next pass."""
+
+    def _on_host(self, values: Tensor) -> Tensor:
+        before = torch.zeros_like(values) if self._last is None else self._last[0]
+        self._last = values, Copied()  # type: ignore[assignment]
+        return before
+
+
+def last_batch() -> str:
+    """What a Trainer says at the end of training where the last of two batches is another one on rank 1."""
+
+    class Other(Lit):
+        def training_step(self, x: Tensor, index: int) -> Tensor:
+            return super().training_step(ids(4, 25, seed=3) if index * dist.get_rank() else x, index)
+
+    before, sharing.SameBatch = sharing.SameBatch, AsOnAGPU  # type: ignore[misc]
+    try:
+        chosen = strategy(lt_tiled, "ddp", sequence_parallel=2)
+        fit(chosen, Other("llama"), DataLoader(torch.cat(batches(4)), 4), max_steps=-1, max_epochs=1)
+    except ValueError as error:
+        return str(error)
+    finally:
+        sharing.SameBatch = before  # type: ignore[misc]
+    return ""
+
+
+def test_the_last_batch(world: World) -> None:
+    """On a GPU, where values are compared with the next pass, those of the last one are compared when training ends."""
+    for message in world(last_batch):
+        assert "was given a batch on rank 1" in message
+        assert "the last pass" in message
+
+
 def test_trusted(world: World) -> None:
     """``batch="trust"`` compares nothing."""
     assert world(different, "llama", "values", "trust") == ["", ""]
@@ -137,8 +218,6 @@ def test_trusted(world: World) -> None:
 
 def hosts() -> tuple[list[int], list[int], list[int]]:
     """The ranks of a group of two, of the gloo group that is made for it if it were of NCCL, and of the one if not."""
-    from lt_tiled.sequence_parallel import same_batch
-
     group, _ = dist.new_subgroups(2)
     plain = same_batch.host_group(group)
     before, dist.get_backend_config = dist.get_backend_config, lambda _: "cuda:nccl"

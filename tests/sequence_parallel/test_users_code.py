@@ -173,6 +173,33 @@ def test_values_in_attributes(block: Callable[[], nn.Module], message: str, worl
         assert re.search(message, found)
 
 
+class CountsCalls(Block):
+    """A block that counts its calls in place, in a buffer, an attribute and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("in_buffer", torch.zeros(()))
+        self.in_attribute, self.in_list = torch.zeros(()), [torch.zeros(())]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for count in (self.in_buffer, self.in_attribute, *self.in_list):
+            count += 1
+        return super().forward(x, mask)
+
+
+def counted(policies: dict[str, Any]) -> list[float]:
+    with lt_tiled.prepare(model := Pooled([0, 1, 2], CountsCalls), **policies):
+        model(ids(2, 37))
+    block: Any = model.blocks[1]
+    return [float(count) for count in (block.in_buffer, block.in_attribute, *block.in_list)]
+
+
+def test_counters_in_place(world: World) -> None:
+    """A counter that a block changes in place counts the calls of the step, and not those of the self-check."""
+    for counts in world(counted, {"sequence_parallel": 2}):
+        assert counts == [1, 1, 1]
+
+
 def keep_balance(module: Any, x: Tensor) -> Tensor:
     module.balance = x.square().mean()
     return type(module).forward(module, x)
