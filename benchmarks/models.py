@@ -1,0 +1,180 @@
+"""Which causal models of transformers train with tiling, the tiled loss and sequence parallelism: ``python -m
+benchmarks.models [NAME ...] [--write]``.
+
+Each causal model of the installed transformers, or each one whose ``model_type`` is named, is built with tiny sizes,
+random weights and float64. Two ranks take one training step with their sequence shared, everything else as it is by
+default, and compare the loss and all gradients with the step of the model as transformers has it. ``--write`` writes
+the table into docs/models.md.
+
+A model may compute a part in float32 whatever its weights are, and then sums of float32 are formed in another order.
+Such a model is compared twice: as it is, within :data:`ROUNDED`, and with float64 in the place of float32 in its own
+code, within :data:`EXACT`, which shows that nothing but this rounding differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import lt_tiled
+from benchmarks.sheet import Cell, Sheet
+from benchmarks.tiny import tiny_model
+from lt_tiled import SequenceParallel, Tiling
+from lt_tiled.errors import NothingFoundError
+from lt_tiled.modules.targets import find_tileable
+from lt_tiled.loss.transformers import find_losses
+from tests.sequence_parallel.hybrids import wide
+from tests.sequence_parallel.models import ids
+from tests.sequence_parallel.runs import step, worst
+from tests.world import RanksFailed, World
+
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+TOKENS = 37
+"""The sequence length: two ranks have different numbers of tokens, and more than a window."""
+EXACT = 1e-12
+"""The largest relative error of a loss or gradient in float64."""
+ROUNDED = 1e-4
+"""The same where a model computes a part in float32."""
+SECONDS = 90.0
+"""The longest that a model may take."""
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found for one model."""
+
+    name: str
+    """Its ``model_type``."""
+    kind: str
+    """Its class."""
+    verdict: str
+    """``right``, ``refused``, ``wrong`` or ``cannot be built``."""
+    error: float | None = None
+    """The largest relative error of the model as it is."""
+    error_in_float64: float | None = None
+    """The same where all of its code computes in float64, if it does not by itself."""
+    tiled: str = "-"
+    """The classes that run in tiles next to attention."""
+    reason: str = ""
+
+
+def examine(name: str) -> Verdict:
+    """Return the verdict on a model. Every rank of the process group calls this."""
+    torch.manual_seed(0)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    try:
+        model = tiny_model(name)
+        tokens = ids(2, TOKENS).clamp_min(4)
+        inputs = {"input_ids": tokens, "labels": tokens}
+        true = step(copy.deepcopy(model), inputs)
+    except Exception as error:
+        return Verdict(name, "", "cannot be built", reason=f"{type(error).__name__}: {error}")
+    kind, policies = type(model).__name__, policies_of(model)
+    tiled = policies.pop("tiled", "-")
+    try:
+        error = worst(shared_step(model, inputs, policies), true)
+        if error <= EXACT:
+            return Verdict(name, kind, "right", error, None, tiled)
+        with wide(model):
+            reference = step(copy.deepcopy(model), inputs)
+            exact = worst(shared_step(model, inputs, policies), reference)
+    except Exception as problem:
+        ours = "lt_tiled" in traceback.extract_tb(problem.__traceback__)[-1].filename
+        refused = ours and isinstance(problem, ValueError | NothingFoundError)
+        reason = " ".join(str(problem).split()) if refused else f"{type(problem).__name__}: {problem}"
+        return Verdict(name, kind, "refused" if refused else "wrong", tiled=tiled, reason=reason)
+    right = error <= ROUNDED and exact <= EXACT
+    return Verdict(name, kind, "right" if right else "wrong", error, exact, tiled)
+
+
+def policies_of(model: nn.Module) -> dict[str, Any]:
+    """Return the policies that apply to a model, and under ``tiled`` the classes of its MLPs."""
+    policies: dict[str, Any] = {}
+    with suppress(NothingFoundError):
+        found = find_tileable(model, Tiling(targets="mlp"))
+        policies |= {"tiling": 3, "tiled": ", ".join(sorted({part.kind for part in found}))}
+    with suppress(NothingFoundError):
+        if find_losses(model):
+            policies["loss"] = True
+    return policies
+
+
+def shared_step(model: nn.Module, inputs: Inputs, policies: dict[str, Any]) -> dict[str, Tensor]:
+    """Return loss and gradients of a copy of a model whose sequence all ranks share."""
+    shared = copy.deepcopy(model)
+    policy = SequenceParallel(torch.distributed.get_world_size())
+    with lt_tiled.prepare(shared, sequence_parallel=policy, **policies):
+        return step(shared, inputs)
+
+
+def census(names: Sequence[str]) -> Iterator[Verdict]:
+    """Yield the verdict on each model, from two ranks that examine them one after the other."""
+    world = World(2)
+    try:
+        for name in names:
+            yield _of_both(world, name)
+    finally:
+        world.close()
+
+
+def _of_both(world: World, name: str) -> Verdict:
+    try:
+        verdicts: list[Verdict] = world(examine, name, timeout=SECONDS)
+    except RanksFailed as error:
+        return Verdict(name, "", "wrong", reason=str(error).strip().splitlines()[-1])
+    severity = ("right", "cannot be built", "refused", "wrong")
+    return max(verdicts, key=lambda verdict: severity.index(verdict.verdict))
+
+
+def main() -> None:
+    """Run the command."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="model_type of a model; all of them by default")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/models.md")
+    args = parser.parse_args()
+    names = args.names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if unknown := set(names) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        parser.error(f"{' '.join(sorted(unknown))}: transformers has no such causal model")
+    console, start = Console(width=None if sys.stdout.isatty() else 200), time.perf_counter()
+    verdicts = []
+    for verdict in census(names):
+        verdicts.append(verdict)
+        console.print(f"{len(verdicts)} of {len(names)}: {verdict.name} {verdict.verdict}", style="dim")
+    console.print(sheet_of(verdicts).table(), "")
+    counts = Counter(verdict.verdict for verdict in verdicts)
+    console.print(f"{', '.join(f'{v} {k}' for k, v in counts.items())} in {time.perf_counter() - start:.0f} s")
+
+
+def sheet_of(verdicts: Sequence[Verdict]) -> Sheet:
+    """Return the table for the terminal."""
+    sheet = Sheet("models", "Two ranks share a sequence", ["model", "class", "MLP in tiles", "verdict", "error", "in float64", "reason"])
+    for found in verdicts:
+        good = {"right": True, "wrong": False}.get(found.verdict)
+        errors = ["" if error is None else f"{error:.0e}" for error in (found.error, found.error_in_float64)]
+        sheet.add(found.name, found.kind, found.tiled, Cell(found.verdict, good), *errors, found.reason)
+    return sheet
+
+
+if __name__ == "__main__":
+    main()
