@@ -14,36 +14,60 @@ from tests.sequence_parallel.models import VOCAB
 H, HEADS, HEAD, WIDE, LAYERS, WINDOW = 32, 4, 8, 64, 2, 8
 _SMALL: list[tuple[int, str]] = [
     (VOCAB, "vocab_size vocab_size_per_layer_input"),
-    (H, "hidden_size n_embd d_model embedding_size word_embed_proj_dim dim embed_dim cross_attention_hidden_size"
-    " encoder_hidden_dim attention_hidden_size"),
-    (WIDE, "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size encoder_ffn_dim decoder_ffn_dim moe_intermediate_size"
-    " shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size dense_intermediate_size"
-    " intermediate_size_mlp expert_ffn_hidden_size block_ff_dim dim_ff feed_forward_size mlp_size"),
-    (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"
-    " swa_num_attention_heads index_n_heads linear_num_value_heads num_encoder_attention_heads"
-    " num_decoder_attention_heads linear_num_heads"),
+    (
+        H,
+        "hidden_size n_embd d_model embedding_size word_embed_proj_dim dim embed_dim cross_attention_hidden_size"
+        " encoder_hidden_dim attention_hidden_size adapter_in_dim adapter_input_size",
+    ),
+    (
+        WIDE,
+        "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size encoder_ffn_dim decoder_ffn_dim moe_intermediate_size"
+        " shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size"
+        " dense_intermediate_size intermediate_size_mlp expert_ffn_hidden_size block_ff_dim dim_ff mlp_size",
+    ),
+    (
+        HEADS,
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"
+        " swa_num_attention_heads index_n_heads linear_num_value_heads num_encoder_attention_heads"
+        " num_decoder_attention_heads linear_num_heads",
+    ),
     (HEADS // 2, "num_key_value_heads swa_num_key_value_heads num_global_key_value_heads linear_num_key_heads"),
-    (HEAD, "head_dim swa_head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim d_kv"
-    " linear_key_head_dim linear_value_head_dim linear_head_dim kv_channels attention_head_dim"),
+    (
+        HEAD,
+        "head_dim swa_head_dim global_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim d_kv"
+        " linear_key_head_dim linear_value_head_dim linear_head_dim kv_channels attention_head_dim",
+    ),
     (2 * HEAD, "kv_lora_rank q_lora_rank o_lora_rank"),
-    (LAYERS, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers"
-    " num_decoder_layers"),
+    (
+        LAYERS,
+        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers"
+        " num_decoder_layers",
+    ),
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts rotary_dim"),
     (2, "num_experts_per_tok moe_topk moe_k num_experts_per_token moe_top_k top_k_experts experts_per_token"),
-    (1, "n_group topk_group num_expert_group first_k_dense_replace n_shared_experts num_shared_experts num_dense_layers"
-    " moe_num_shared_experts decoder_sparse_step"),
-    (WINDOW, "sliding_window attention_chunk_size sliding_window_size attention_window_size window_size local_attention"
-    " hidden_size_per_layer_input laurel_rank"),
+    (
+        1,
+        "n_group topk_group num_expert_group first_k_dense_replace n_shared_experts num_shared_experts num_dense_layers"
+        " moe_num_shared_experts decoder_sparse_step",
+    ),
+    (
+        WINDOW,
+        "sliding_window attention_chunk_size sliding_window_size attention_window_size window_size local_attention"
+        " hidden_size_per_layer_input laurel_rank",
+    ),
     (256, "max_position_embeddings n_positions max_seq_len model_max_length"),
     (0, "pad_token_id num_nextn_predict_layers num_kv_shared_layers"),
     (3, "bos_token_id eos_token_id decoder_start_token_id"),
 ]
 SMALL = {name: value for value, names in _SMALL for name in names.split()}
 """The value of each field that a configuration has by such a name."""
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 _OTHERS: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dots3_note_text": {"num_key_value_heads": HEADS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "qwen4_exp_text": {**_INDEXER, "indexer_compress_ratio": 4, "ngram_vocab_size_base": VOCAB, "split_ngram_parts": 1},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "roc_bert": {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
     "xglm": {"attention_heads": HEADS},

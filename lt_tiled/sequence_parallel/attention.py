@@ -147,6 +147,12 @@ class AttentionMode(TorchFunctionMode):
         return attend(region, query, key, value, attention)
 
 
+def calls_attention(module: nn.Module) -> bool:
+    """Whether a module of transformers in a module calls torch's attention itself, as those of Falcon do."""
+    codes = [getattr(inspect.unwrap(type(part).forward), "__code__", None) for part in module.modules()]
+    return any(code is not None and "scaled_dot_product_attention" in code.co_names for code in codes)
+
+
 def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an attention function that attends to the tokens of all ranks where they share a sequence.
 

@@ -15,7 +15,7 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import AttentionMode, eager_files, share_interface
+from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, eager_files, share_interface
 from lt_tiled.sequence_parallel.decoder import share_decoder
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
@@ -60,7 +60,7 @@ class Shared:
         for index, (path, block) in enumerate(self.blocks):
             set_patch(block, SharedBlock(sharing, path, index == 0, index == last))
             undo.callback(remove_patches, block, SharedBlock)
-        if sharing.mode is None:
+        if not sharing.hand_written:
             share_interface([block for _, block in self.blocks], undo)
         roots = [block for _, block in self.blocks] if self.caller is None else [self.caller]
         rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
@@ -87,10 +87,11 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Shared:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
-            return Shared(Sharing(owner, policy, group, AttentionMode()), caller, blocks)
+            return Shared(Sharing(owner, policy, group, AttentionMode(), hand_written=True), caller, blocks)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
         lengths, positions = switches(config.get_text_config())
-        return Shared(Sharing(owner, policy, group, lengths=lengths, positions=positions), caller, blocks)
+        mode = AttentionMode() if calls_attention(module) else None
+        return Shared(Sharing(owner, policy, group, mode, lengths=lengths, positions=positions), caller, blocks)
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
