@@ -56,6 +56,16 @@ ROUNDED = 1e-4
 SECONDS = 240.0
 """The longest that a model may take."""
 BEGIN, END = "<!-- sequence parallelism: begin -->\n", "<!-- sequence parallelism: end -->"
+CAUSES = {
+    "has layers of the kind ([a-z_]+): ([a-z ]+) keys": r"in `\1` \2 keys",
+    "uses eager attention.* attn_implementation='([a-z0-9_]+)'": r"load it with `attn_implementation='\1'`",
+    "uses eager attention": "attention in its own code, or none",
+    "has another output|gives attention": "the self-check finds another result",
+    "adds a position bias": "a position bias in attention",
+    "layers of the kinds": "other layers with a state",
+    "needs one list of blocks": "several lists of blocks, of which `targets` must name one",
+}
+"""Patterns of messages, and what the table says of them."""
 Inputs = dict[str, Tensor]
 
 
@@ -98,8 +108,8 @@ def _examine(name: str) -> Verdict:
         inputs = {"input_ids": tokens, "labels": tokens}
         model.train(not draws_random_numbers(model, inputs))
         true = step(copy.deepcopy(model), inputs)
-    except Exception as error:
-        return Verdict(name, "", "cannot be built", reason=f"{type(error).__name__}: {error}")
+    except Exception as problem:
+        return Verdict(name, "", "cannot be built", reason=f"{type(problem).__name__}: {problem}")
     kind, policies, tiled = type(model).__name__, policies_of(model), tiled_classes(model)
     try:
         error = worst(shared_step(model, inputs, policies), true)
@@ -226,14 +236,11 @@ def written(text: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def in_few_words(found: Verdict) -> str:
-    """Return the cause of a refusal without the remedy: the message up to its first colon or full stop."""
-    cause = found.reason.removeprefix(f"{found.kind} ")
-    kind = re.match("has layers of the kind ([a-z_]+): ([a-z ]+)", cause)
-    if kind:
-        return f"in `{kind[1]}` {kind[2].strip()}"
-    if instead := re.findall("attn_implementation='([a-z0-9_]+)'", cause):
-        return f"it has eager attention unless loaded with `{instead[0]}`"
-    return re.split("[:.] ", cause)[0]
+    """Return the cause of a refusal: in the words of :data:`CAUSES`, or the message up to its first stop."""
+    for pattern, words in CAUSES.items():
+        if match := re.search(pattern, found.reason):
+            return match.expand(words)
+    return re.split("[:.] ", found.reason.removeprefix(f"{found.kind} "))[0]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ _SMALL: list[tuple[int, str]] = [
     (
         H,
         "hidden_size n_embd d_model embedding_size word_embed_proj_dim dim embed_dim cross_attention_hidden_size"
-        " encoder_hidden_dim attention_hidden_size adapter_in_dim adapter_input_size",
+        " encoder_hidden_dim attention_hidden_size",
     ),
     (
         WIDE,
@@ -72,7 +72,6 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
     "xglm": {"attention_heads": HEADS},
     "xlm": {"n_words": VOCAB, "emb_dim": H},
-    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -112,10 +111,11 @@ def _fields(kind: type[Any]) -> dict[str, Any]:
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
     try:
-        return kind().to_dict()
+        defaults: dict[str, Any] = kind().to_dict()
     except Exception:  # some defaults do not fit together
         parameters = inspect.signature(kind).parameters.values()
-        return {parameter.name: parameter.default for parameter in parameters}
+        defaults = {parameter.name: parameter.default for parameter in parameters}
+    return defaults
 
 
 def _layers(defaults: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_written() -> None:
     assert page.startswith("before\n")
     assert page.endswith(f"{END}after\n")
     assert "| llama | `LlamaForCausalLM` | LlamaMLP | yes |" in page
-    assert "| tiny | `TinyLM` | - | no: in `indexed_attention` an index selects keys among all tokens |" in page
+    assert "| tiny | `TinyLM` | - | no: in `indexed_attention` an index selects keys |" in page
     assert "old" not in page
     assert "broken" not in page
     assert BEGIN in DOCS.read_text()
