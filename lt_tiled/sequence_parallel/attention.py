@@ -141,7 +141,10 @@ class AttentionMode(TorchFunctionMode):
 
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
             own = _mask_of(region, mask, mine, heads)
-            out: Tensor = func(q, k, v, own, **call | {"enable_gqa": q.shape[1] != k.shape[1]})
+            grouped = (
+                call.get("enable_gqa", False) and q.shape[1] != k.shape[1]
+            )  # one key head may be broadcast instead
+            out: Tensor = func(q, k, v, own, **call | {"enable_gqa": grouped})
             return out
 
         return attend(region, query, key, value, attention)
