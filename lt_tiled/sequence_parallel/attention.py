@@ -186,6 +186,7 @@ class AttentionMode(TorchFunctionMode):
         if mask is not None and mask.dim() == 2:
             mask = mask[None]  # of queries and keys, where transformers means padding
 
+<<<<<<< HEAD
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
             outputs = []
             for part in calls_of(region, mine, None, mask_of(region, mask, mine.heads, heads), causal):
@@ -193,8 +194,23 @@ class AttentionMode(TorchFunctionMode):
                 own = part.lower_right() if causal and not part.is_square else part.mask
                 outputs.append(func(*part.of(q, k, v), own, **options))
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+=======
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
+            own = _mask_of(region, mask, mine, heads)
+            grouped = (
+                call.get("enable_gqa", False) and q.shape[1] != k.shape[1]
+            )  # one key head may be broadcast instead
+            out: Tensor = func(q, k, v, own, **call | {"enable_gqa": grouped})
+            return out
+>>>>>>> census
 
         return attend(region, query, key, value, attention)
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Whether a module of transformers in a module calls torch's attention itself, as those of Falcon do."""
+    codes = [getattr(inspect.unwrap(type(part).forward), "__code__", None) for part in module.modules()]
+    return any(code is not None and "scaled_dot_product_attention" in code.co_names for code in codes)
 
 
 def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

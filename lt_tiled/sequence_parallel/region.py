@@ -57,7 +57,7 @@ class Region:
     ends_with_loss: bool = False
     """Whether a region that begins with the first block ends with the loss of the model, and not with the last one."""
     mode: AbstractContextManager[Any] | None = None
-    """The torch function mode that finds the attention of hand-written models."""
+    """The torch function mode that finds attention in models that call torch's function themselves."""
     position_ids: Tensor | None = None
     """Of all tokens."""
     own_position_ids: Tensor | None = None

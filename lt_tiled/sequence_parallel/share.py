@@ -15,8 +15,12 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
+<<<<<<< HEAD
 from lt_tiled.sequence_parallel.attention import AttentionMode, eager_files, share_interface
 from lt_tiled.sequence_parallel.cross_attention import share_cross_attention
+=======
+from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, eager_files, share_interface
+>>>>>>> census
 from lt_tiled.sequence_parallel.decoder import share_decoder
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
@@ -57,6 +61,7 @@ class Shared:
         """Share the sequences until ``undo`` is closed."""
         sharing, blocks = self.sharing, [block for chain in self.chains for block in chain]
         if sharing.policy.head_tiles > 1:
+<<<<<<< HEAD
             tile_heads(find_attention(blocks, sharing.policy.head_tiles), undo)
         share_states(blocks, undo)
         for chain in self.chains:
@@ -67,6 +72,16 @@ class Shared:
             share_interface([block for _, block in blocks], undo)
             share_cross_attention(blocks, undo)
         roots = [block for _, block in blocks] if self.caller is None else [self.caller]
+=======
+            tile_heads(find_attention(self.blocks, sharing.policy.head_tiles), undo)
+        share_states(self.blocks, undo)
+        for index, (path, block) in enumerate(self.blocks):
+            set_patch(block, SharedBlock(sharing, path, index == 0, index == last))
+            undo.callback(remove_patches, block, SharedBlock)
+        if not sharing.hand_written:
+            share_interface([block for _, block in self.blocks], undo)
+        roots = [block for _, block in self.blocks] if self.caller is None else [self.caller]
+>>>>>>> census
         rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
         share_positions(rotary, undo)
         if self.caller is not None:
@@ -106,6 +121,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     def shared(path: str, module: nn.Module, caller: nn.Module | None, *chains: list[tuple[str, nn.Module]]) -> Shared:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
+<<<<<<< HEAD
             return Shared(Sharing(owner, policy, group, AttentionMode()), caller, chains)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
         two = len(chains) > 1
@@ -116,6 +132,13 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
         lengths, positions = switches(config if two else config.get_text_config())
         sharing = Sharing(owner, policy, group, lengths=lengths, positions=positions, in_model_only=two)
         return Shared(sharing, caller, chains)
+=======
+            return Shared(Sharing(owner, policy, group, AttentionMode(), hand_written=True), caller, blocks)
+        config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
+        lengths, positions = switches(config.get_text_config())
+        mode = AttentionMode() if calls_attention(module) else None
+        return Shared(Sharing(owner, policy, group, mode, lengths=lengths, positions=positions), caller, blocks)
+>>>>>>> census
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")

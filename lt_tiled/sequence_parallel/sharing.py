@@ -29,7 +29,9 @@ class Sharing:
     policy: SequenceParallel
     group: dist.ProcessGroup | None
     mode: AttentionMode | None = None
-    """Finds the attention of models that are not of transformers."""
+    """Finds attention in models that call ``F.scaled_dot_product_attention`` themselves."""
+    hand_written: bool = False
+    """Whether the model is not one of transformers."""
     lengths: Sequence[int] = UNNAMED
     """Numbers of tokens above which the model may compute otherwise."""
     positions: Sequence[int] = ()

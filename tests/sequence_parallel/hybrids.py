@@ -86,13 +86,19 @@ class _Wide:
 def wide(model: nn.Module) -> Iterator[None]:
     """Let a model's own code compute in float64 what it computes in float32, as its states."""
     files = {sys.modules[type(part).__module__] for part in model.modules() if "transformers" in type(part).__module__}
-    narrow = Tensor.float
+    narrow, typed = Tensor.float, Tensor.type
+
+    def widened(tensor: Tensor, dtype: Any = None, **options: Any) -> Any:
+        return typed(tensor, torch.float64 if dtype == torch.float32 else dtype, **options)
+
     for file in files:
         file.torch = _Wide()  # type: ignore[attr-defined]
     Tensor.float = Tensor.double  # type: ignore[method-assign]
+    Tensor.type = widened  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         Tensor.float = narrow  # type: ignore[method-assign]
+        Tensor.type = typed  # type: ignore[method-assign]
         for file in files:
             file.torch = torch  # type: ignore[attr-defined]

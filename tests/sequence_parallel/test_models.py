@@ -29,7 +29,6 @@ REFUSED = {
     "DeBERTa V2": _NONE,
     "Doge": _UNSEEN,
     "FNet": _NONE,
-    "Falcon": _UNSEEN,
     "GPT-J": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "GPT-Neo": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "Hiera": _NONE,
@@ -55,7 +54,11 @@ def shared(name: str) -> tuple[float, int, str]:
     return against_whole(model, architecture.feed(model))
 
 
+<<<<<<< HEAD
 @pytest.mark.table("Llama|GPT-2|BART|BERT|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
+=======
+@pytest.mark.table("Llama|GPT-2|BERT|Falcon|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
+>>>>>>> census
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 def test_shared(name: str, world: World) -> None:
     """The loss and all gradients of two ranks are those of one, and attention exchanged heads for tokens."""
@@ -65,7 +68,11 @@ def test_shared(name: str, world: World) -> None:
         assert error < max(NEAR, ARCHITECTURES[name].error)
 
 
+<<<<<<< HEAD
 @pytest.mark.table("T5|BLOOM|Swin|Falcon|Qwen 3-VL|wav2vec.*")
+=======
+@pytest.mark.table("T5|BLOOM|Swin|Doge|Qwen 3-VL|Llama 3.2.*|wav2vec.*")
+>>>>>>> census
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""
@@ -88,6 +95,27 @@ def padded_encoder(padded: bool) -> tuple[float, int, str]:
 def test_encoder(padded: bool, world: World) -> None:
     """A bidirectional encoder attends to all tokens of all ranks but padding."""
     for error, exchanges, message in world(padded_encoder, padded):
+        assert message == ""
+        assert exchanges == 2
+        assert error < 1e-12
+
+
+def falcon(padded: bool) -> tuple[float, int, str]:
+    """Falcon with alibi, which its masks hold as a bias for each head."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    torch.manual_seed(0)
+    model = FalconForCausalLM(FalconConfig(**sizes, alibi=True, hidden_dropout=0.0, attention_dropout=0.0)).double()
+    mask = torch.ones_like(x := ids(2, 37))
+    mask[0, :10] = not padded
+    return against_whole(model, {"input_ids": x, "attention_mask": mask, "labels": x.where(mask.bool(), -100)})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_bias_of_each_head(padded: bool, world: World) -> None:
+    """Where blocks call torch's attention themselves, each rank's heads get their part of a mask for each head."""
+    for error, exchanges, message in world(falcon, padded):
         assert message == ""
         assert exchanges == 2
         assert error < 1e-12
