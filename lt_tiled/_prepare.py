@@ -110,10 +110,10 @@ class Prepared(AbstractContextManager["Prepared"]):
                     patch_tiled(tileable, tiling, needs or EngineNeeds(), owner)
             if loss is not None:
                 patch_losses(losses, loss, owner)
-            hand_written = reach_attention(model, unpatched, undo) if keep else set()
+            call_torch = reach_attention(model, unpatched, undo) if keep else set()
             for path, block in unpatched:
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
-                patch_block(block, offload, keep, AttentionMode() if block in hand_written else None)
+                patch_block(block, offload, keep, AttentionMode() if block in call_torch else None)
                 undo.callback(remove_patches, block, BlockPatch)
             for module in patch_models(model) if unpatched else ():
                 undo.callback(remove_patches, module, CachePatch)

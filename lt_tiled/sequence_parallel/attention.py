@@ -186,23 +186,16 @@ class AttentionMode(TorchFunctionMode):
         if mask is not None and mask.dim() == 2:
             mask = mask[None]  # of queries and keys, where transformers means padding
 
-<<<<<<< HEAD
+        grouped = call.pop("enable_gqa", False)  # one key head may be broadcast instead
+
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
             outputs = []
             for part in calls_of(region, mine, None, mask_of(region, mask, mine.heads, heads), causal):
-                options = call | {"enable_gqa": q.shape[1] != k.shape[1], "is_causal": causal and part.is_square}
+                options = call | {"is_causal": causal and part.is_square}
+                options["enable_gqa"] = grouped and q.shape[1] != k.shape[1]
                 own = part.lower_right() if causal and not part.is_square else part.mask
                 outputs.append(func(*part.of(q, k, v), own, **options))
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-=======
-        def attention(q: Tensor, k: Tensor, v: Tensor, mine: slice) -> Tensor:
-            own = _mask_of(region, mask, mine, heads)
-            grouped = (
-                call.get("enable_gqa", False) and q.shape[1] != k.shape[1]
-            )  # one key head may be broadcast instead
-            out: Tensor = func(q, k, v, own, **call | {"enable_gqa": grouped})
-            return out
->>>>>>> census
 
         return attend(region, query, key, value, attention)
 

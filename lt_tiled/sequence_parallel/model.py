@@ -36,13 +36,8 @@ class SharedModel(SharedPart):
 
     def share(self, call: Call) -> Any:
         """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
-<<<<<<< HEAD
         sharing, compares, fills_cache = self.sharing, False, False
-        if sharing.mode is not None:  # a hand-written model, whose first block compares the batches
-=======
-        sharing, compares = self.sharing, False
         if sharing.hand_written:  # its first block compares the batches
->>>>>>> census
             self._check_around(call)
         else:
             if sharing.size > 1:  # otherwise there are head tiles alone

@@ -15,12 +15,8 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk, walk_all
 from lt_tiled.modules.patch import remove_patches, set_patch
 from lt_tiled.policies import SequenceParallel
-<<<<<<< HEAD
-from lt_tiled.sequence_parallel.attention import AttentionMode, eager_files, share_interface
-from lt_tiled.sequence_parallel.cross_attention import share_cross_attention
-=======
 from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, eager_files, share_interface
->>>>>>> census
+from lt_tiled.sequence_parallel.cross_attention import share_cross_attention
 from lt_tiled.sequence_parallel.decoder import share_decoder
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
@@ -61,27 +57,16 @@ class Shared:
         """Share the sequences until ``undo`` is closed."""
         sharing, blocks = self.sharing, [block for chain in self.chains for block in chain]
         if sharing.policy.head_tiles > 1:
-<<<<<<< HEAD
             tile_heads(find_attention(blocks, sharing.policy.head_tiles), undo)
         share_states(blocks, undo)
         for chain in self.chains:
             for path, block in chain:
                 set_patch(block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
                 undo.callback(remove_patches, block, SharedBlock)
-        if sharing.mode is None:
+        if not sharing.hand_written:
             share_interface([block for _, block in blocks], undo)
             share_cross_attention(blocks, undo)
         roots = [block for _, block in blocks] if self.caller is None else [self.caller]
-=======
-            tile_heads(find_attention(self.blocks, sharing.policy.head_tiles), undo)
-        share_states(self.blocks, undo)
-        for index, (path, block) in enumerate(self.blocks):
-            set_patch(block, SharedBlock(sharing, path, index == 0, index == last))
-            undo.callback(remove_patches, block, SharedBlock)
-        if not sharing.hand_written:
-            share_interface([block for _, block in self.blocks], undo)
-        roots = [block for _, block in self.blocks] if self.caller is None else [self.caller]
->>>>>>> census
         rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
         share_positions(rotary, undo)
         if self.caller is not None:
@@ -91,13 +76,16 @@ class Shared:
 
 
 def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:
-    """Let blocks of transformers find attention that they keep, until ``undo`` is closed, and return the others."""
+    """Let blocks find attention that they keep, until ``undo`` is closed.
+
+    Return those that call torch's attention themselves, as hand-written ones do: they need a mode that finds it.
+    """
     inside = _of_transformers(model)
     known = [(path, block) for path, block in blocks if block in inside]
     if known:
         replace_functions(known, undo)
         share_interface([block for _, block in known], undo)
-    return {block for _, block in blocks} - inside
+    return {block for _, block in blocks if block not in inside or calls_attention(block)}
 
 
 def _of_transformers(model: nn.Module) -> set[nn.Module]:
@@ -121,8 +109,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     def shared(path: str, module: nn.Module, caller: nn.Module | None, *chains: list[tuple[str, nn.Module]]) -> Shared:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
-<<<<<<< HEAD
-            return Shared(Sharing(owner, policy, group, AttentionMode()), caller, chains)
+            return Shared(Sharing(owner, policy, group, AttentionMode(), hand_written=True), caller, chains)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
         two = len(chains) > 1
         if two and policy.head_tiles > 1:
@@ -130,15 +117,9 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
                 f"{owner} has an encoder and a decoder, which head tiles do not support: set head_tiles=1."
             )
         lengths, positions = switches(config if two else config.get_text_config())
-        sharing = Sharing(owner, policy, group, lengths=lengths, positions=positions, in_model_only=two)
-        return Shared(sharing, caller, chains)
-=======
-            return Shared(Sharing(owner, policy, group, AttentionMode(), hand_written=True), caller, blocks)
-        config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
-        lengths, positions = switches(config.get_text_config())
         mode = AttentionMode() if calls_attention(module) else None
-        return Shared(Sharing(owner, policy, group, mode, lengths=lengths, positions=positions), caller, blocks)
->>>>>>> census
+        sharing = Sharing(owner, policy, group, mode, lengths=lengths, positions=positions, in_model_only=two)
+        return Shared(sharing, caller, chains)
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")

@@ -54,11 +54,7 @@ def shared(name: str) -> tuple[float, int, str]:
     return against_whole(model, architecture.feed(model))
 
 
-<<<<<<< HEAD
-@pytest.mark.table("Llama|GPT-2|BART|BERT|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
-=======
-@pytest.mark.table("Llama|GPT-2|BERT|Falcon|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
->>>>>>> census
+@pytest.mark.table("Llama|GPT-2|BART|BERT|Falcon|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 def test_shared(name: str, world: World) -> None:
     """The loss and all gradients of two ranks are those of one, and attention exchanged heads for tokens."""
@@ -68,11 +64,7 @@ def test_shared(name: str, world: World) -> None:
         assert error < max(NEAR, ARCHITECTURES[name].error)
 
 
-<<<<<<< HEAD
-@pytest.mark.table("T5|BLOOM|Swin|Falcon|Qwen 3-VL|wav2vec.*")
-=======
-@pytest.mark.table("T5|BLOOM|Swin|Doge|Qwen 3-VL|Llama 3.2.*|wav2vec.*")
->>>>>>> census
+@pytest.mark.table("T5|BLOOM|Swin|Doge|Qwen 3-VL|wav2vec.*")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""
