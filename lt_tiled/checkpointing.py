@@ -47,6 +47,7 @@ from lt_tiled.sequence_parallel.region import Region, current, entered, is_backw
 from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
 from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint
+from lt_tiled.tiling.untiled import is_transformed
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class BlockPatch(Patch):
         """Run a block, and recompute it in the backward pass if one may follow."""
         compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
         due = None if compiled else self.runs.begin()
-        if _checkpoints_itself(module) or (not compiled and _is_recomputed_by_others(module)):
+        if _checkpoints_itself(module) or (not compiled and (_is_recomputed_by_others(module) or is_transformed())):
             return self.inner(module, *args, **kwargs)
         args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():

@@ -6,9 +6,10 @@ The weights are inputs of the autograd Function and their gradients are returned
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,14 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, each_tile, tile_bounds
-from lt_tiled.tiling.recompute import Precision, RandomState, hidden_from_checkpoints, random_state_kept
+from lt_tiled.tiling.recompute import (
+    Precision,
+    RandomState,
+    hidden_from_checkpoints,
+    random_state_kept,
+    version_of,
+)
+from lt_tiled.tiling.untiled import differentiate_with_graph, is_transformed, output_behind, wants_graph
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -108,15 +116,25 @@ class LossTiles:
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(wide_dtype(hidden))
-        autocast = Precision.now(hidden.device)
-        places = loss_places(self.num_shards, flat.detach(), self.kind.counted(flat_labels))
-        call = _LossCall(self, head, places, flat_labels, divisor, autocast, torch.is_grad_enabled())
         try:
-            loss: Tensor = _TiledLoss.apply(call, flat, *weights)
+            loss = self._loss(head, flat, flat_labels, weights, divisor, Source(hidden, *weights))
         except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
             self._name_wrong_label(labels, vocab_size, error)
             raise
         return loss.view(labels.shape) if self.reduction == "none" else loss
+
+    def _loss(
+        self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor, source: Source
+    ) -> Tensor:
+        """Return the loss of hidden states ``[T, H]``, in tiles unless a transform is around."""
+        if is_transformed():
+            losses = self.kind.of(head(hidden, weights), labels)
+            return losses if self.reduction == "none" else losses.sum() / divisor
+        places = loss_places(self.num_shards, hidden.detach(), self.kind.counted(labels))
+        wants = [torch.is_grad_enabled() and t.requires_grad for t in (hidden, *weights)]
+        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants, source)
+        loss: Tensor = _TiledLoss.apply(call, hidden, *weights)
+        return loss
 
     def _name_wrong_label(self, labels: Tensor, vocab_size: int, error: Exception) -> None:
         if labels.device.type != "cpu":
@@ -139,6 +157,40 @@ class LossTiles:
         return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
 
 
+class Source:
+    """The hidden states and weights of a loss, which it does not keep alive for the backward pass.
+
+    Args:
+        tensors: They.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
+        self._numel = tensors[0].numel()
+
+    def get(self, node: Any) -> list[Tensor]:
+        """Return them. Hidden states that a tiled norm returned are computed again.
+
+        Args:
+            node: That of the hidden states ``[T, H]``.
+
+        Raises:
+            RuntimeError: If another one is freed, or was changed in place.
+        """
+        found = [reference() for reference in self._references]
+        versions = [version if t is None else version_of(t) for t, version in zip(found, self._versions, strict=True)]
+        if found[0] is None:
+            found[0] = output_behind(node, self._numel)
+        if any(tensor is None for tensor in found) or versions != self._versions:
+            raise RuntimeError(
+                "A backward pass with create_graph=True computes a loss in tiles once more, and its hidden states or"
+                " weights were freed or changed in place. Keep them as they are until then, or compute the loss from"
+                " full logits (loss=False)."
+            )
+        return cast("list[Tensor]", found)
+
+
 @dataclass
 class _LossCall:
     """What the forward and the backward pass of one loss share."""
@@ -149,9 +201,11 @@ class _LossCall:
     labels: Tensor
     divisor: Tensor
     autocast: Precision
-    grad: bool
+    wants: list[bool]
+    """Whether the hidden states, and each weight, want a gradient."""
+    source: Source
     random: RandomState | None = None
-    """The generators' state before the forward pass."""
+    """The generators' state before the forward pass, if it drew random numbers."""
 
     def scales(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return what each token's gradient is multiplied by before it is rounded, and in the backward pass."""
@@ -200,42 +254,63 @@ class _LossCall:
             tile.close()
 
 
+    def gradients_with_graph(
+        self, hidden: Tensor, weights: Sequence[Tensor], incoming: Tensor
+    ) -> list[Tensor | None]:
+        """Return the gradients of hidden states and weights with a graph: see NOTE [Second derivatives]."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        rows, leaves = flat.view_as(flat), [weight.view_as(weight) for weight in weights]
+        roots = []
+        with self.autocast.context(), random_state_kept(hidden.device, self.random):
+            for place in [slice(None)] if self.random is None else self.places:
+                losses = self.tiles.kind.of(self.head(rows[place], leaves), self.labels[place])
+                if self.tiles.reduction == "none":
+                    roots.append((losses, incoming[place]))
+                else:
+                    roots.append((losses.sum() / self.divisor, incoming))
+            with self.autocast.disabled():
+                return differentiate_with_graph("a loss in tiles", roots, [rows, *leaves])
+
+
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.call, ctx.wants = call, [call.grad and wanted for wanted in ctx.needs_input_grad[1:]]
+        ctx.call = call
+        start = None if call.head is linear else RandomState.now(hidden.device)
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
-            call.random = RandomState.now(hidden.device) if any(ctx.wants) else None
-            return call.run(hidden, weights, [False] * len(ctx.wants))[0]
-        scale, ctx.factor = call.scales(hidden)
-        loss, gradients = call.run(hidden, weights, ctx.wants, scale.expand(len(call.labels)))
-        ctx.dtypes = [t.dtype for t in (hidden, *weights)]
-        # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range for it.
-        for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
-            if gradient is not None and dtype == torch.bfloat16:
-                gradients[index] = gradient.to(dtype)
-        ctx.save_for_backward(*gradients)
-        return loss / call.divisor
+            loss = call.run(hidden, weights, [False] * len(call.wants))[0]
+        else:
+            scale, ctx.factor = call.scales(hidden)
+            loss, gradients = call.run(hidden, weights, call.wants, scale.expand(len(call.labels)))
+            loss = loss / call.divisor
+            ctx.dtypes = [t.dtype for t in (hidden, *weights)]
+            # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
+            for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
+                if gradient is not None and dtype == torch.bfloat16:
+                    gradients[index] = gradient.to(dtype)
+            ctx.save_for_backward(*gradients)
+        if start is not None and not start.same_as(RandomState.now(hidden.device)):
+            call.random = start
+        return loss
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         call: _LossCall = ctx.call
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "A loss in tiles has no second derivative, and this backward pass was called with create_graph=True."
-                " Call it without, or compute the loss from full logits."
-            )
+        saved = ctx.saved_tensors
+        if wants_graph():
+            hidden, *weights = (saved[0], *saved[2:]) if call.tiles.reduction == "none" else call.source.get(ctx.next_functions[0][0])
+            return (None, *call.gradients_with_graph(hidden, weights, incoming))
         if call.tiles.reduction == "none":
-            hidden, _, *weights = ctx.saved_tensors
+            hidden, _, *weights = saved
             with call.autocast.context(), random_state_kept(hidden.device, call.random):
-                gradients = call.run(hidden, weights, ctx.wants, incoming)[1]
+                gradients = call.run(hidden, weights, call.wants, incoming)[1]
             pairs = zip(gradients, (hidden, *weights), strict=True)
             return (None, *(None if g is None else g.to(t.dtype) for g, t in pairs))
         scaled = (
             None if g is None else _scaled(g, incoming * ctx.factor, dtype)
-            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for g, dtype in zip(saved, ctx.dtypes, strict=True)
         )
         return (None, *scaled)
 

@@ -199,9 +199,16 @@ def paired(weights: Sequence[Weight], leaves: Sequence[T]) -> list[tuple[Tensor,
     return pairs
 
 
-def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -> set[Any]:
-    """Return the nodes of the graph behind these, and refuse leaves that are not known by their ids."""
-    todo, nodes = list(ends), set[Any]()
+def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str, begins: Iterable[Any] = ()) -> set[Any]:
+    """Return the nodes of the graph behind these, and refuse leaves that are not known by their ids.
+
+    Args:
+        ends: The nodes at the end.
+        known: The ids of the leaves; ``None`` for any.
+        name: The name in messages.
+        begins: Nodes behind which nobody looks.
+    """
+    todo, nodes = list(ends), set(begins)
     while todo:
         node = todo.pop()
         if node in nodes:
