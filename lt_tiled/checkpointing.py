@@ -46,8 +46,7 @@ from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
-from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint
-from lt_tiled.tiling.untiled import is_transformed
+from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint, is_transformed
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,11 @@ class BlockPatch(Patch):
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
             if next(runs) > 0:
+                if is_transformed():
+                    raise RuntimeError(
+                        f"{type(module).__name__} is recomputed under torch.func or forward-mode differentiation, and"
+                        " its forward pass was not: run that under it too, or set activation_checkpointing=False."
+                    )
                 with _in_region(region, keeps), _repeated(observed, modes):
                     return self.inner(module, *inner_args, **inner_kwargs)
             with _in_region(region, keeps), nullcontext() if compared is None else compared.forward():

@@ -24,10 +24,12 @@ from lt_tiled.tiling.recompute import (
     Precision,
     RandomState,
     hidden_from_checkpoints,
+    is_transformed,
     random_state_kept,
     version_of,
+    wants_graph,
 )
-from lt_tiled.tiling.untiled import differentiate_with_graph, is_transformed, output_behind, wants_graph
+from lt_tiled.tiling.untiled import differentiate_with_graph, output_behind, viewed
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -253,15 +255,11 @@ class _LossCall:
         finally:
             tile.close()
 
-
-    def gradients_with_graph(
-        self, hidden: Tensor, weights: Sequence[Tensor], incoming: Tensor
-    ) -> list[Tensor | None]:
+    def gradients_with_graph(self, hidden: Tensor, weights: Sequence[Tensor], incoming: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden states and weights with a graph: see NOTE [Second derivatives]."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        rows, leaves = flat.view_as(flat), [weight.view_as(weight) for weight in weights]
-        roots = []
-        with self.autocast.context(), random_state_kept(hidden.device, self.random):
+        create_graph, (rows, *leaves), roots = torch.is_grad_enabled(), viewed([flat, *weights]), []
+        with self.autocast.context(), random_state_kept(hidden.device, self.random), torch.enable_grad():
             for place in [slice(None)] if self.random is None else self.places:
                 losses = self.tiles.kind.of(self.head(rows[place], leaves), self.labels[place])
                 if self.tiles.reduction == "none":
@@ -269,7 +267,7 @@ class _LossCall:
                 else:
                     roots.append((losses.sum() / self.divisor, incoming))
             with self.autocast.disabled():
-                return differentiate_with_graph("a loss in tiles", roots, [rows, *leaves])
+                return differentiate_with_graph("a loss in tiles", roots, [rows, *leaves], create_graph)
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -299,8 +297,9 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         call: _LossCall = ctx.call
         saved = ctx.saved_tensors
-        if wants_graph():
-            hidden, *weights = (saved[0], *saved[2:]) if call.tiles.reduction == "none" else call.source.get(ctx.next_functions[0][0])
+        if wants_graph([incoming]):
+            node = ctx.next_functions[0][0]
+            hidden, *weights = call.source.get(node) if call.tiles.reduction != "none" else (saved[0], *saved[2:])
             return (None, *call.gradients_with_graph(hidden, weights, incoming))
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved

@@ -26,7 +26,7 @@ from lt_tiled.modules.cache import by_name
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, get_patch, get_patches, is_of, remove_patch, set_patch
 from lt_tiled.policies import LossShards
-from lt_tiled.tiling.untiled import is_transformed
+from lt_tiled.tiling.recompute import is_transformed
 
 
 class AbsentLogits:

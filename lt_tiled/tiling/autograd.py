@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.tiling.deferred import DeferredCall
+from lt_tiled.tiling.recompute import wants_graph
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
-from lt_tiled.tiling.untiled import backward_with_graph, wants_graph
+from lt_tiled.tiling.untiled import backward_with_graph
 
 
 class Anchor(torch.autograd.Function):
@@ -74,7 +75,7 @@ class TiledFunction(torch.autograd.Function):
             ) from error
         trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
         link = [] if any(call.wants_grad) else [None]
-        run = backward_with_graph if wants_graph() else TiledCall.backward
+        run = backward_with_graph if wants_graph(gradients) else TiledCall.backward
         found = run(call, trace, inputs, gradients)
         call.refuse_hooks_without_gradient(found)
         return (None, None, None, None, *link, *found)

@@ -19,10 +19,10 @@ from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
+from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Tiled
 from lt_tiled.tiling.tiled_call import TiledCall
-from lt_tiled.tiling.untiled import is_transformed
 from lt_tiled.tiling.weights import Work, weight_bytes
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]
