@@ -183,6 +183,10 @@ def patch_block(module: nn.Module, offload: BlockOffload | None = None) -> None:
     Raises:
         ValueError: If ``select`` names no argument of the block.
     """
+    own = vars(module).get("forward")
+    if getattr(getattr(own, "func", own), "__module__", "").startswith("fairscale."):  # its checkpoint_wrapper
+        _leave_to_others(type(module).__name__)
+        return
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
@@ -225,13 +229,16 @@ def _is_recomputed_by_others(block: nn.Module) -> bool:
     """Whether code around a block recomputes it: torch's checkpoint, or in its backward pass another Function."""
     if not (in_checkpoint() or (is_backward() and torch.is_grad_enabled() and not is_recomputing())):
         return False
-    kind = type(block).__name__
+    _leave_to_others(type(block).__name__)
+    return True
+
+
+def _leave_to_others(kind: str) -> None:
     inform(
         f"{kind} is left to the activation checkpointing that its model applies itself: lt_tiled neither recomputes nor"
         " offloads it. Turn the model's own off to use lt_tiled's.",
         once=f"own checkpointing {kind}",
     )
-    return True
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

@@ -119,14 +119,14 @@ class LossTiles:
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(wide_dtype(hidden))
         try:
-            loss = self._loss(head, flat, flat_labels, weights, divisor, Source(hidden, *weights))
+            loss = self._loss(head, flat, flat_labels, weights, divisor, _Kept(hidden, weights))
         except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
             self._name_wrong_label(labels, vocab_size, error)
             raise
         return loss.view(labels.shape) if self.reduction == "none" else loss
 
     def _loss(
-        self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor, source: Source
+        self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor, kept: _Kept
     ) -> Tensor:
         """Return the loss of hidden states ``[T, H]``, in tiles unless a transform is around."""
         if is_transformed():
@@ -134,7 +134,7 @@ class LossTiles:
             return losses if self.reduction == "none" else losses.sum() / divisor
         places = loss_places(self.num_shards, hidden.detach(), self.kind.counted(labels))
         wants = [torch.is_grad_enabled() and t.requires_grad for t in (hidden, *weights)]
-        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants, source)
+        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants, kept)
         loss: Tensor = _TiledLoss.apply(call, hidden, *weights)
         return loss
 
@@ -159,32 +159,23 @@ class LossTiles:
         return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
 
 
-class Source:
-    """The hidden states and weights of a loss, which it does not keep alive for the backward pass.
+class _Kept:
+    """The hidden states and weights of a loss, which it does not keep alive for the backward pass."""
 
-    Args:
-        tensors: They.
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._references = [weakref.ref(tensor) for tensor in tensors]
-        self._versions = [version_of(tensor) for tensor in tensors]
-        self._numel = tensors[0].numel()
+    def __init__(self, hidden: Tensor, weights: Sequence[Tensor]) -> None:
+        self.numel = hidden.numel()
+        self.tensors = [(weakref.ref(tensor), version_of(tensor)) for tensor in (hidden, *weights)]
 
     def get(self, node: Any) -> list[Tensor]:
-        """Return them. Hidden states that a tiled norm returned are computed again.
-
-        Args:
-            node: That of the hidden states ``[T, H]``.
+        """Return them; ``node`` is that of the hidden states, which are computed again if a tiled norm made them.
 
         Raises:
-            RuntimeError: If another one is freed, or was changed in place.
+            RuntimeError: If one is freed, or was changed in place.
         """
-        found = [reference() for reference in self._references]
-        versions = [version if t is None else version_of(t) for t, version in zip(found, self._versions, strict=True)]
-        if found[0] is None:
-            found[0] = output_behind(node, self._numel)
-        if any(tensor is None for tensor in found) or versions != self._versions:
+        found = [reference() for reference, _ in self.tensors]
+        same = all(t is None or version_of(t) == version for t, (_, version) in zip(found, self.tensors, strict=True))
+        found[0] = output_behind(node, self.numel) if found[0] is None else found[0]
+        if not same or any(tensor is None for tensor in found):
             raise RuntimeError(
                 "A backward pass with create_graph=True computes a loss in tiles once more, and its hidden states or"
                 " weights were freed or changed in place. Keep them as they are until then, or compute the loss from"
@@ -205,7 +196,7 @@ class _LossCall:
     autocast: Precision
     wants: list[bool]
     """Whether the hidden states, and each weight, want a gradient."""
-    source: Source
+    kept: _Kept
     random: RandomState | None = None
     """The generators' state before the forward pass, if it drew random numbers."""
 
@@ -299,7 +290,7 @@ class _TiledLoss(torch.autograd.Function):
         saved = ctx.saved_tensors
         if wants_graph([incoming]):
             node = ctx.next_functions[0][0]
-            hidden, *weights = call.source.get(node) if call.tiles.reduction != "none" else (saved[0], *saved[2:])
+            hidden, *weights = call.kept.get(node) if call.tiles.reduction != "none" else (saved[0], *saved[2:])
             return (None, *call.gradients_with_graph(hidden, weights, incoming))
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved
