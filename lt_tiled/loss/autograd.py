@@ -29,7 +29,7 @@ from lt_tiled.tiling.recompute import (
     version_of,
     wants_graph,
 )
-from lt_tiled.tiling.untiled import differentiate_with_graph, output_behind, viewed
+from lt_tiled.tiling.untiled import differentiate, output_behind, viewed
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -119,7 +119,7 @@ class LossTiles:
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(wide_dtype(hidden))
         try:
-            loss = self._loss(head, flat, flat_labels, weights, divisor, _Kept(hidden, weights))
+            loss = self._loss(head, flat, flat_labels, weights, divisor, _Kept(hidden, flat_labels, weights))
         except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
             self._name_wrong_label(labels, vocab_size, error)
             raise
@@ -155,16 +155,16 @@ class LossTiles:
                 dist.all_reduce(counted)
                 counted /= dist.get_world_size()
             return counted
-        given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
+        given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().clone().view(())
         return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
 
 
 class _Kept:
-    """The hidden states and weights of a loss, which it does not keep alive for the backward pass."""
+    """Hidden states, labels and weights of a loss, which it does not keep alive for the backward pass."""
 
-    def __init__(self, hidden: Tensor, weights: Sequence[Tensor]) -> None:
+    def __init__(self, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor]) -> None:
         self.numel = hidden.numel()
-        self.tensors = [(weakref.ref(tensor), version_of(tensor)) for tensor in (hidden, *weights)]
+        self.tensors = [(weakref.ref(tensor), version_of(tensor)) for tensor in (hidden, labels, *weights)]
 
     def get(self, node: Any) -> list[Tensor]:
         """Return them; ``node`` is that of the hidden states, which are computed again if a tiled norm made them.
@@ -177,9 +177,9 @@ class _Kept:
         found[0] = output_behind(node, self.numel) if found[0] is None else found[0]
         if not same or any(tensor is None for tensor in found):
             raise RuntimeError(
-                "A backward pass with create_graph=True computes a loss in tiles once more, and its hidden states or"
-                " weights were freed or changed in place. Keep them as they are until then, or compute the loss from"
-                " full logits (loss=False)."
+                "A backward pass with create_graph=True computes a loss in tiles once more, and its hidden states,"
+                " labels or weights were freed or changed in place. Keep them as they are until then, or compute the"
+                " loss from full logits (loss=False)."
             )
         return cast("list[Tensor]", found)
 
@@ -248,8 +248,7 @@ class _LossCall:
 
     def gradients_with_graph(self, hidden: Tensor, weights: Sequence[Tensor], incoming: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden states and weights with a graph: see NOTE [Second derivatives]."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        create_graph, (rows, *leaves), roots = torch.is_grad_enabled(), viewed([flat, *weights]), []
+        (rows, *leaves), roots = viewed([hidden.reshape(-1, hidden.shape[-1]), *weights]), []
         with self.autocast.context(), random_state_kept(hidden.device, self.random), torch.enable_grad():
             for place in [slice(None)] if self.random is None else self.places:
                 losses = self.tiles.kind.of(self.head(rows[place], leaves), self.labels[place])
@@ -257,8 +256,7 @@ class _LossCall:
                     roots.append((losses, incoming[place]))
                 else:
                     roots.append((losses.sum() / self.divisor, incoming))
-            with self.autocast.disabled():
-                return differentiate_with_graph("a loss in tiles", roots, [rows, *leaves], create_graph)
+        return differentiate("a loss in tiles", roots, [rows, *leaves])
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -289,8 +287,8 @@ class _TiledLoss(torch.autograd.Function):
         call: _LossCall = ctx.call
         saved = ctx.saved_tensors
         if wants_graph([incoming]):
-            node = ctx.next_functions[0][0]
-            hidden, *weights = call.kept.get(node) if call.tiles.reduction != "none" else (saved[0], *saved[2:])
+            is_saved = call.tiles.reduction == "none"
+            hidden, _, *weights = saved if is_saved else call.kept.get(ctx.next_functions[0][0])
             return (None, *call.gradients_with_graph(hidden, weights, incoming))
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved

@@ -209,9 +209,8 @@ class DeferredLogits(Deferred):
                 return tiles.loss(linear, hidden, target, plain, vocab_size)
             work = Work(head.forward, (head,))
             weights = trainable_weights(work.parts) if torch.is_grad_enabled() else []
-            remedy, later = "turn the tiled loss off with loss=False", reduction == "none"  # in the backward pass
-            state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True) if later else None
-
+            remedy = "turn the tiled loss off with loss=False"
+            state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True)
             tiles_run = count()
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
