@@ -47,7 +47,7 @@ from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
-from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint
+from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint, is_transformed
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class BlockPatch(Patch):
         """Run a block, and recompute it in the backward pass if one may follow."""
         compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
         due = None if compiled else self.runs.begin()
-        if _checkpoints_itself(module) or (not compiled and _is_recomputed_by_others(module)):
+        if _checkpoints_itself(module) or (not compiled and (_is_recomputed_by_others(module) or is_transformed())):
             return self.inner(module, *args, **kwargs)
         args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():
@@ -121,6 +121,11 @@ class BlockPatch(Patch):
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
             if next(runs) > 0:
+                if is_transformed():
+                    raise RuntimeError(
+                        f"{type(module).__name__} is recomputed under torch.func or forward-mode differentiation, and"
+                        " its forward pass was not: run that under it too, or set activation_checkpointing=False."
+                    )
                 with self.inside(region, keeps), _repeated(observed, modes):
                     return self.inner(module, *inner_args, **inner_kwargs)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
@@ -192,6 +197,10 @@ def patch_block(
     Raises:
         ValueError: If ``select`` names no argument of the block.
     """
+    own = vars(module).get("forward")
+    if getattr(getattr(own, "func", own), "__module__", "").startswith("fairscale."):  # its checkpoint_wrapper
+        _leave_to_others(type(module).__name__)
+        return
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
@@ -234,13 +243,16 @@ def _is_recomputed_by_others(block: nn.Module) -> bool:
     """Whether code around a block recomputes it: torch's checkpoint, or in its backward pass another Function."""
     if not (in_checkpoint() or (is_backward() and torch.is_grad_enabled() and not is_recomputing())):
         return False
-    kind = type(block).__name__
+    _leave_to_others(type(block).__name__)
+    return True
+
+
+def _leave_to_others(kind: str) -> None:
     inform(
         f"{kind} is left to the activation checkpointing that its model applies itself: lt_tiled neither recomputes nor"
         " offloads it. Turn the model's own off to use lt_tiled's.",
         once=f"own checkpointing {kind}",
     )
-    return True
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
@@ -116,6 +118,63 @@ def test_a_model_that_recomputes_its_blocks(reentrant: bool, caplog: pytest.LogC
         assert flops(net, x) == own
         assert worst(gradients(net, x), true) < EXACT
     assert caplog.text.count("Layer is left to the activation checkpointing that its model applies itself") == 1
+
+
+def _torchs_wrapper() -> nn.Module:
+    return Stack(*(checkpoint_wrapper(Layer(GatedMLP())) for _ in range(2)))
+
+
+def _fairscales_wrapper() -> nn.Module:
+    """As fairscale's, it sets a function of its own on each instance."""
+    net = Stack(Layer(GatedMLP()), Layer(GatedMLP()))
+
+    def forward(module: nn.Module, x: Tensor) -> Any:
+        return Recomputed.apply(partial(type(module).forward, module), x)
+
+    forward.__module__ = "fairscale.nn.checkpoint.checkpoint_activations"
+    for layer in net:
+        layer.forward = partial(forward, layer)
+    return net
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs a function without a graph, and again with one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        output: Tensor = run(x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+class Segmented(Recomputes):
+    """Recomputes both blocks together, as timm's ``checkpoint_seq`` does with a segment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super(Recomputes, self).forward, x, use_reentrant=False)
+        return output
+
+
+@pytest.mark.parametrize(
+    "build", [_torchs_wrapper, _fairscales_wrapper, lambda: Segmented(Layer(GatedMLP()), Layer(GatedMLP()))]
+)
+def test_blocks_that_are_wrapped(build: Any) -> None:
+    """Blocks in a wrapper that recomputes them, or in a segment that is recomputed, cost what they cost without us."""
+    torch.manual_seed(0)
+    net, x = build(), randn(2, 32, H).requires_grad_()
+    own, true = flops(net, x), gradients(net, x)
+    with prepare(net, tiling=False, activation_checkpointing=ActivationCheckpointing()):
+        assert flops(net, x) == own
+        assert worst(gradients(net, x), true) < EXACT
 
 
 def peak(net: nn.Module, x: Tensor) -> tuple[int, int]:

@@ -6,9 +6,10 @@ The weights are inputs of the autograd Function and their gradients are returned
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,16 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, each_tile, tile_bounds
-from lt_tiled.tiling.recompute import Precision, RandomState, hidden_from_checkpoints, random_state_kept
+from lt_tiled.tiling.recompute import (
+    Precision,
+    RandomState,
+    hidden_from_checkpoints,
+    is_transformed,
+    random_state_kept,
+    version_of,
+    wants_graph,
+)
+from lt_tiled.tiling.untiled import differentiate, output_behind, viewed
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -108,15 +118,25 @@ class LossTiles:
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(wide_dtype(hidden))
-        autocast = Precision.now(hidden.device)
-        places = loss_places(self.num_shards, flat.detach(), self.kind.counted(flat_labels))
-        call = _LossCall(self, head, places, flat_labels, divisor, autocast, torch.is_grad_enabled())
         try:
-            loss: Tensor = _TiledLoss.apply(call, flat, *weights)
+            loss = self._loss(head, flat, flat_labels, weights, divisor, _Kept(hidden, flat_labels, weights))
         except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
             self._name_wrong_label(labels, vocab_size, error)
             raise
         return loss.view(labels.shape) if self.reduction == "none" else loss
+
+    def _loss(
+        self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor, kept: _Kept
+    ) -> Tensor:
+        """Return the loss of hidden states ``[T, H]``, in tiles unless a transform is around."""
+        if is_transformed():
+            losses = self.kind.of(head(hidden, weights), labels)
+            return losses if self.reduction == "none" else losses.sum() / divisor
+        places = loss_places(self.num_shards, hidden.detach(), self.kind.counted(labels))
+        wants = [torch.is_grad_enabled() and t.requires_grad for t in (hidden, *weights)]
+        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants, kept)
+        loss: Tensor = _TiledLoss.apply(call, hidden, *weights)
+        return loss
 
     def _name_wrong_label(self, labels: Tensor, vocab_size: int, error: Exception) -> None:
         if labels.device.type != "cpu":
@@ -135,8 +155,33 @@ class LossTiles:
                 dist.all_reduce(counted)
                 counted /= dist.get_world_size()
             return counted
-        given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
+        given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().clone().view(())
         return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
+
+
+class _Kept:
+    """Hidden states, labels and weights of a loss, which it does not keep alive for the backward pass."""
+
+    def __init__(self, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor]) -> None:
+        self.numel = hidden.numel()
+        self.tensors = [(weakref.ref(tensor), version_of(tensor)) for tensor in (hidden, labels, *weights)]
+
+    def get(self, node: Any) -> list[Tensor]:
+        """Return them; ``node`` is that of the hidden states, which are computed again if a tiled norm made them.
+
+        Raises:
+            RuntimeError: If one is freed, or was changed in place.
+        """
+        found = [reference() for reference, _ in self.tensors]
+        same = all(t is None or version_of(t) == version for t, (_, version) in zip(found, self.tensors, strict=True))
+        found[0] = output_behind(node, self.numel) if found[0] is None else found[0]
+        if not same or any(tensor is None for tensor in found):
+            raise RuntimeError(
+                "A backward pass with create_graph=True computes a loss in tiles once more, and its hidden states,"
+                " labels or weights were freed or changed in place. Keep them as they are until then, or compute the"
+                " loss from full logits (loss=False)."
+            )
+        return cast("list[Tensor]", found)
 
 
 @dataclass
@@ -149,9 +194,11 @@ class _LossCall:
     labels: Tensor
     divisor: Tensor
     autocast: Precision
-    grad: bool
+    wants: list[bool]
+    """Whether the hidden states, and each weight, want a gradient."""
+    kept: _Kept
     random: RandomState | None = None
-    """The generators' state before the forward pass."""
+    """The generators' state before the forward pass, if it drew random numbers."""
 
     def scales(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return what each token's gradient is multiplied by before it is rounded, and in the backward pass."""
@@ -199,43 +246,59 @@ class _LossCall:
         finally:
             tile.close()
 
+    def gradients_with_graph(self, hidden: Tensor, weights: Sequence[Tensor], incoming: Tensor) -> list[Tensor | None]:
+        """Return the gradients of hidden states and weights with a graph: see NOTE [Second derivatives]."""
+        (rows, *leaves), roots = viewed([hidden.reshape(-1, hidden.shape[-1]), *weights]), []
+        with self.autocast.context(), random_state_kept(hidden.device, self.random), torch.enable_grad():
+            for place in [slice(None)] if self.random is None else self.places:
+                losses = self.tiles.kind.of(self.head(rows[place], leaves), self.labels[place])
+                if self.tiles.reduction == "none":
+                    roots.append((losses, incoming[place]))
+                else:
+                    roots.append((losses.sum() / self.divisor, incoming))
+        return differentiate("a loss in tiles", roots, [rows, *leaves])
+
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.call, ctx.wants = call, [call.grad and wanted for wanted in ctx.needs_input_grad[1:]]
+        ctx.call = call
+        start = None if call.head is linear else RandomState.now(hidden.device)
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
-            call.random = RandomState.now(hidden.device) if any(ctx.wants) else None
-            return call.run(hidden, weights, [False] * len(ctx.wants))[0]
-        scale, ctx.factor = call.scales(hidden)
-        loss, gradients = call.run(hidden, weights, ctx.wants, scale.expand(len(call.labels)))
-        ctx.dtypes = [t.dtype for t in (hidden, *weights)]
-        # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range for it.
-        for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
-            if gradient is not None and dtype == torch.bfloat16:
-                gradients[index] = gradient.to(dtype)
-        ctx.save_for_backward(*gradients)
-        return loss / call.divisor
+            loss = call.run(hidden, weights, [False] * len(call.wants))[0]
+        else:
+            scale, ctx.factor = call.scales(hidden)
+            loss, gradients = call.run(hidden, weights, call.wants, scale.expand(len(call.labels)))
+            loss = loss / call.divisor
+            ctx.dtypes = [t.dtype for t in (hidden, *weights)]
+            # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
+            for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
+                if gradient is not None and dtype == torch.bfloat16:
+                    gradients[index] = gradient.to(dtype)
+            ctx.save_for_backward(*gradients)
+        if start is not None and not start.same_as(RandomState.now(hidden.device)):
+            call.random = start
+        return loss
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         call: _LossCall = ctx.call
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "A loss in tiles has no second derivative, and this backward pass was called with create_graph=True."
-                " Call it without, or compute the loss from full logits."
-            )
+        saved = ctx.saved_tensors
+        if wants_graph([incoming]):
+            is_saved = call.tiles.reduction == "none"
+            hidden, _, *weights = saved if is_saved else call.kept.get(ctx.next_functions[0][0])
+            return (None, *call.gradients_with_graph(hidden, weights, incoming))
         if call.tiles.reduction == "none":
-            hidden, _, *weights = ctx.saved_tensors
+            hidden, _, *weights = saved
             with call.autocast.context(), random_state_kept(hidden.device, call.random):
-                gradients = call.run(hidden, weights, ctx.wants, incoming)[1]
+                gradients = call.run(hidden, weights, call.wants, incoming)[1]
             pairs = zip(gradients, (hidden, *weights), strict=True)
             return (None, *(None if g is None else g.to(t.dtype) for g, t in pairs))
         scaled = (
             None if g is None else _scaled(g, incoming * ctx.factor, dtype)
-            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for g, dtype in zip(saved, ctx.dtypes, strict=True)
         )
         return (None, *scaled)
 

@@ -206,12 +206,11 @@ class DeferredLogits(Deferred):
             tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             if patch.plain(head) and not steps and reduction != "none":
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
-                return tiles.loss(linear, rows, target, plain, vocab_size)
+                return tiles.loss(linear, hidden, target, plain, vocab_size)
             work = Work(head.forward, (head,))
             weights = trainable_weights(work.parts) if torch.is_grad_enabled() else []
-            remedy, later = "turn the tiled loss off with loss=False", reduction == "none"  # in the backward pass
-            state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True) if later else None
-
+            remedy = "turn the tiled loss off with loss=False"
+            state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True)
             tiles_run = count()
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
@@ -224,7 +223,7 @@ class DeferredLogits(Deferred):
                     check_closed(found, known, work, before, f"the head of {patch.name}")
                 return found
 
-            return tiles.loss(logits, rows, target, [w.tensor for w in weights], vocab_size)
+            return tiles.loss(logits, hidden, target, [w.tensor for w in weights], vocab_size)
 
         with torch.set_grad_enabled(self.grad_mode and torch.is_grad_enabled()):
             return self.call.run(compute)

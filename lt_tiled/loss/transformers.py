@@ -26,6 +26,7 @@ from lt_tiled.modules.cache import by_name
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, get_patch, get_patches, is_of, remove_patch, set_patch
 from lt_tiled.policies import LossShards
+from lt_tiled.tiling.recompute import is_transformed
 
 
 class AbsentLogits:
@@ -106,7 +107,7 @@ class HeadPatch(TiledHead):
             return args[1].function(module, args[0])
         self.called = True
         call = _running.get().get(self)
-        plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+        plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling() and not is_transformed()
         # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
         if call is None or call.grad_mode != torch.is_grad_enabled() or not plain:
             return self.inner(module, *args, **kwargs)

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.tiling.deferred import DeferredCall
+from lt_tiled.tiling.recompute import wants_graph
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
+from lt_tiled.tiling.untiled import backward_with_graph
 
 
 class Anchor(torch.autograd.Function):
@@ -61,11 +63,6 @@ class TiledFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: TiledCall = ctx.call
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{call.patch.name}: a tiled module has no second derivative, and this backward pass was called with"
-                " create_graph=True. Call it without, or lt_tiled.untile() the module."
-            )
         try:
             inputs = ctx.anchor.saved_tensors[-len(call.wants_grad) :]
         except RuntimeError as error:
@@ -78,7 +75,8 @@ class TiledFunction(torch.autograd.Function):
             ) from error
         trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
         link = [] if any(call.wants_grad) else [None]
-        found = call.backward(trace, inputs, gradients)
+        run = backward_with_graph if wants_graph(gradients) else TiledCall.backward
+        found = run(call, trace, inputs, gradients)
         call.refuse_hooks_without_gradient(found)
         return (None, None, None, None, *link, *found)
 

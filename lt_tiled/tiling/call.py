@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
@@ -204,15 +202,6 @@ class Call:
         """Whether a backward pass may follow."""
         return torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
 
-    def refuse_transforms(self) -> None:
-        """Raise where autograd Functions need rules: under ``torch.func``, and in forward-mode differentiation."""
-        if torch._C._are_functorch_transforms_active():
-            raise not_through_tiles(self.patch.name, "torch.func (vmap, jvp, grad)")
-        if parametrize._cache_enabled and any(parametrize.is_parametrized(part) for part in self.work.parts):
-            raise not_through_tiles(self.patch.name, "torch.nn.utils.parametrize.cached()")
-        if forward_ad._current_level >= 0:
-            raise not_through_tiles(self.patch.name, "forward-mode differentiation")
-
     @property
     def token_dimensions(self) -> list[int | None]:
         """The dimension of each argument of a tile that counts its tokens."""
@@ -290,11 +279,11 @@ class Call:
             for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True)
         ]
 
-    def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the tensors of each tile, as the module sees them."""
+    def tiles(self, tensors: Sequence[Tensor], bounds: Sequence[Bounds] | None = None) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the tensors of each tile, as the module sees them; ``bounds`` are others than those of the call."""
         columns: list[Iterable[Tensor]] = []
         for tensor, per_token in zip(tensors, self.per_token, strict=True):
-            columns.append(self.shape.tiles(tensor, self.bounds) if per_token else repeat(tensor))
+            columns.append(self.shape.tiles(tensor, bounds or self.bounds) if per_token else repeat(tensor))
         return zip(*columns)  # noqa: B905
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -321,11 +310,6 @@ class Call:
             outputs = self.probe(inputs, 2), self.probe(inputs, 3)
             layouts[key] = compare_outputs(outputs, (2, 3), self.shape, reductions, self.patch.name)
         return layouts[key]
-
-
-def not_through_tiles(name: str, what: str) -> RuntimeError:
-    """Return the error for code that a tiled module cannot run in."""
-    return RuntimeError(f"{name} is tiled, and {what} cannot go through its tiles: call lt_tiled.untile() on it first.")
 
 
 def _switches(part: nn.Module) -> tuple[Hashable, ...]:

@@ -157,7 +157,7 @@ class DeferredCall(Deferred):
         """Run the call, once, and return its output with the graph that it had when it was called."""
         if self._value is None:
             with torch.inference_mode(False), torch.enable_grad():
-                self._value, self.has_value = _Value.apply(self), True
+                self._value, self.has_value = Value.apply(self), True
                 self._node = self._value.grad_fn
         elif not torch.is_grad_enabled():
             self._refuse_if_changed()
@@ -240,7 +240,7 @@ def _run_both(
     return second(first(*own), *args, **kwargs)
 
 
-class _Value(torch.autograd.Function):
+class Value(torch.autograd.Function):
     """The plain tensor of a deferred one."""
 
     @staticmethod

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import ceil, prod
 from typing import Any, Literal, TypeVar
 
@@ -304,7 +304,14 @@ def tile_views(whole: Any, kind: Kind, shape: TokenShape, bounds: Sequence[Bound
     return whole.split(sizes_of(bounds)) if kind == "flat" else [whole] * len(bounds)
 
 
-def tile_gradients(whole: Tensor, kind: Kind, shape: TokenShape, bounds: Sequence[Bounds]) -> Iterable[Tensor]:
-    """Yield for each tile the gradient of its output, given that of the output."""
-    views = tile_views(whole, kind, shape, bounds)
-    return views if kind != "mean" else (g * (n / shape.tokens) for g, n in zip(views, sizes_of(bounds), strict=True))
+def gradients_of_tiles(
+    gradients: Sequence[Tensor | None], layout: OutputLayout, shape: TokenShape, bounds: Sequence[Bounds]
+) -> list[Iterable[Tensor | None]]:
+    """Return for each leaf of an output the gradients of the tiles, given that of the whole."""
+    found: list[Iterable[Tensor | None]] = []
+    for whole, kind in zip(gradients, layout.kinds, strict=True):
+        views: Iterable[Any] = repeat(None) if whole is None else tile_views(whole, kind, shape, bounds)
+        if whole is not None and kind == "mean":
+            views = (g * (n / shape.tokens) for g, n in zip(views, sizes_of(bounds), strict=True))
+        found.append(views)
+    return found

@@ -12,10 +12,11 @@ one object, made before the forward pass, knows what that is:
   others of up to 64 MiB, and shows which change; later calls copy those, and small ones until the forward pass ends. A
   torch function mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm
   and ``.data`` change tensors without a new version, so the first call compares values.
-* Weights and tensors without a copy. They are compared by identity, version and storage, and a recompute that would
-  read other values is refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3
-  may be elsewhere and are recognized by the attribute that the engine sets (``ds_id``, ``_fsdp_flattened``). ZeRO-3's
-  own attributes of modules are ignored. All other changes by an engine are refused.
+* Weights and tensors without a copy. A weight that was replaced, as ``torch.func.functional_call`` does, is put in its
+  place. They are compared by version and storage, and a recompute that would read other values is refused. Weights that
+  FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3 may be elsewhere and are recognized by the
+  attribute that the engine sets (``ds_id``, ``_fsdp_flattened``). ZeRO-3's own attributes of modules are ignored. All
+  other changes by an engine are refused.
 * The generators of Python, of NumPy and of the modules, if a block drew from them.
 
 Finding all this takes longer than seeing that nothing changed. So what a call found (``Reachable``) serves the next
@@ -245,22 +246,30 @@ class Observation:
         return None if index in self._copies else self._changed(index)
 
     @_without_function_modes
-    def check(self, until: str) -> None:
+    def check(self, until: str) -> list[HeldTensor]:
         """Refuse to compute with other values than those observed, unless :meth:`restored` restores them.
 
         Args:
             until: What is about to read the values again.
 
+        Returns:
+            The weights in whose places are others, as after ``torch.func.functional_call``.
+
         Raises:
             RuntimeError: If a value changed.
         """
-        for index in range(len(self._tensors)):
+        replaced = []
+        for index, held in enumerate(self._tensors):
             if change := self._lost(index, self._substituted):
+                if held.is_kept and self._changed(index) is None:
+                    replaced.append(held)
+                    continue
                 raise RuntimeError(
                     f"{self.name}: {' '.join(change)} between the forward pass and {until}, which would"
                     f" compute with other values. Make the change after the backward pass, such as the optimizer's"
                     f" step, or {self.remedy}."
                 )
+        return replaced
 
     @contextmanager
     def restored(self, until: str) -> Iterator[None]:
@@ -269,18 +278,21 @@ class Observation:
         Raises:
             RuntimeError: If a weight changed, or a tensor of which there is no copy.
         """
-        self.check(until)
+        replaced = self.check(until)
         copies = [(self._tensors[index], copy) for index, copy in self._copies.items()]
         mode = Substituted([(held.tensor, copy.clone().requires_grad_(held.requires_grad)) for held, copy in copies])
         with ExitStack() as after:
-            self._restore(after)
+            self._restore(after, replaced)
             after.callback(mode.end)
             with mode if mode else nullcontext():
                 yield
 
     @_without_function_modes
-    def _restore(self, after: ExitStack) -> None:
+    def _restore(self, after: ExitStack, replaced: Sequence[HeldTensor]) -> None:
         """Restore what was observed, and add to ``after`` what puts back what is there now."""
+        for held in replaced:
+            after.callback(held.holder.__setitem__, held.key, entry(held.holder, held.key))
+            held.holder[held.key] = held.tensor
         differs = {*changed(self._places), *(place for place in self._places if place.has_graphs)}
         before = {place: place.read() for place in differs}
 

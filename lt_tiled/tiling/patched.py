@@ -18,8 +18,8 @@ from lt_tiled.modules.norms import is_one_kernel
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
-from lt_tiled.tiling.call import not_through_tiles
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
+from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Tiled
 from lt_tiled.tiling.tiled_call import TiledCall
@@ -112,7 +112,10 @@ class TiledPatch(Tiled, Patch):
         if self.learned.untiled or (self.found.guessed and torch.compiler.is_compiling()):
             return self.inner(module, *args, **kwargs)  # the compiler fuses a norm anyway
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            raise not_through_tiles(self.name, "torch.export and torch.jit")
+            raise RuntimeError(
+                f"{self.name} is tiled, and torch.export and torch.jit cannot go through its tiles: call"
+                " lt_tiled.untile() on it first."
+            )
         return _call(module, self, args, kwargs)
 
 
@@ -141,18 +144,16 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
 class Untiled:
     """Why a call of a tiled module does not run in tiles."""
 
-    reason: Literal["one tile", "hook", "recorded", "self-check", "neighbor"]
+    reason: Literal["transform", "one tile", "hook", "recorded", "self-check", "neighbor"]
     what: str = ""
     """The module with the hook, what transformers records, or the message of the self-check."""
     error: Exception | None = None
 
 
 def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
-    """Return the call to run in tiles, or the reason why the module runs untiled.
-
-    Raises:
-        RuntimeError: If the code around the call cannot go through tiles.
-    """
+    """Return the call to run in tiles, or the reason why the module runs untiled."""
+    if is_transformed(work.parts):  # by the model's code, so on all ranks
+        return Untiled("transform")
     if hooked := work.hooked():
         return Untiled("hook", hooked)
     # What nobody named is checked in the first step, and not in the first one that is long enough to tile.
@@ -165,7 +166,6 @@ def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, An
         return Untiled("one tile")
     if recorded := work.recorded():
         return Untiled("recorded", ", ".join(recorded))
-    made[0].refuse_transforms()
     checks = _is_real(made) if patch.found.guessed else patch.tiling.self_check
     if checks and not made[0].checked:
         try:
@@ -185,9 +185,8 @@ def decide_with_neighbor(made: CallWithInputs) -> Untiled | None:
         Why the call may not run, or ``None``.
     """
     call = made[0]
-    if call.work.recorded() or call.work.hooked():
+    if is_transformed(call.work.parts) or call.work.recorded() or call.work.hooked():
         return Untiled("neighbor")
-    call.refuse_transforms()
     try:
         if _is_real(made) and not call.checked:
             check_position_wise(*made)

@@ -242,7 +242,8 @@ class GeneratorState(Place):
 def _without_graph(value: Any) -> Any:
     """Return a value without its graph, which would keep the step alive that made it, and through it the one before."""
     if isinstance(value, Tensor) and not is_weight(value) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
+        with torch.enable_grad():
+            return value.detach().requires_grad_().view_as(value)  # no leaf, which would be taken for a weight
     if type(value) is tuple and not ATOMS.issuperset(map(type, value)):  # the state of a generator has 625 numbers
         inside = tuple(map(_without_graph, value))
         return value if all(map(is_, inside, value)) else inside

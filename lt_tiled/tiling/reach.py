@@ -71,6 +71,11 @@ class HeldTensor:
         self.is_weight, self.requires_grad = is_weight, tensor.requires_grad
         self.storage = None if storage_of(tensor) is None else StorageWeakRef(tensor.untyped_storage())
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether this is a weight whose memory no engine can have freed."""
+        return self.is_weight and self.storage is not None and self.tensor.untyped_storage().nbytes() > 0
+
     def __str__(self) -> str:
         return f"{self.name} of shape {list(self.tensor.shape)}"
 

@@ -15,16 +15,19 @@ which is when others change what it reads, and else in calls that get rarer, bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from lt_tiled._log import inform
 from lt_tiled.tiling.places import storage_of
 
 
@@ -155,6 +158,36 @@ def in_checkpoint() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
+
+
+def is_transformed(parts: Iterable[nn.Module] = ()) -> bool:
+    """Whether this code is run by what autograd Functions and torch's checkpoint cannot follow, which is logged once.
+
+    Args:
+        parts: The modules whose code it is.
+    """
+    if torch._C._are_functorch_transforms_active():
+        transform = "torch.func"
+    elif forward_ad._current_level >= 0:
+        transform = "forward-mode differentiation"
+    elif parametrize._cache_enabled and any(parametrize.is_parametrized(part) for part in parts):
+        transform = "torch.nn.utils.parametrize.cached()"  # whose cache the first tile would fill, without a graph
+    else:
+        return False
+    inform(f"under {transform} nothing runs in tiles or with lt_tiled's activation checkpointing", once=transform)
+    return True
+
+
+def wants_graph(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether the backward pass that runs this is itself differentiated, transformed or batched.
+
+    Args:
+        gradients: What it was given.
+    """
+    if torch.is_grad_enabled() or is_transformed():
+        return True
+    is_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched=True; no public name
+    return any(map(is_batched, filter(torch.is_tensor, gradients)))
 
 
 def entry(holder: Any, name: str) -> Any:

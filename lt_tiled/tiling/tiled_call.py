@@ -18,7 +18,7 @@ from lt_tiled._log import warn
 from lt_tiled.tiling.call import Call
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, each_tile, tile_gradients
+from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, each_tile, gradients_of_tiles
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
 from lt_tiled.tiling.recompute import (
     RandomState,
@@ -184,6 +184,32 @@ class TiledCall(Call):
             arguments = [next(parts) if per_token else next(totals) for wants, per_token in pairs if wants]
             return [*arguments, *(s.take(self.patch.needs.zeros_for_unused) for s in sums)]
 
+    def compare(self, trace: Trace, inputs: Sequence[Tensor], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees].
+
+        Args:
+            trace: What the forward pass left.
+            inputs: The tensors of the call's arguments.
+            pairs: Each weight and what is to be seen in its place.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        given, returned = trace.samples
+        if any(map(differ, given, samples_of(list(inputs)))):
+            return
+        with (
+            hidden_from_modes(inputs[0]),
+            random_state_kept(self.device),
+            torch.no_grad(),
+            SavedCounter(),
+            Substituted(pairs),
+        ):
+            output = self.run_views(next(self.tiles([t.detach() for t in inputs])))
+        if any(map(differ, returned, samples_of(output))):
+            assert trace.modules is not None
+            raise other_values(self.patch.name, "its output", trace.modules.remedy)
+
     def refuse_hooks_without_gradient(self, gradients: Sequence[Tensor | None]) -> None:
         """Refuse to end a backward pass in which the hook of an unused weight would be called with ``None``.
 
@@ -278,16 +304,13 @@ class Backward:
         Returns:
             A gradient for each tensor argument that is per token and wants one.
         """
-        call, bounds, kinds = self.call, self.call.bounds, self.trace.layout.kinds
+        call, bounds = self.call, self.call.bounds
         results = [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in self._wanted]
         parts = [call.shape.tiles(result, bounds) for result in results]
-        given = [
-            repeat(None) if gradient is None else tile_gradients(gradient, kind, call.shape, bounds)
-            for gradient, kind in zip(gradients, kinds, strict=True)
-        ]
+        given = gradients_of_tiles(gradients, self.trace.layout, call.shape, bounds)
         # The compiler may compile a tile twice, with other rounding.
-        if self.trace.samples[1] and self._compiled is None and self.call.due():
-            self._compare(inputs)
+        if self.trace.samples[1] and self._compiled is None and call.due():
+            call.compare(self.trace, inputs, self._pairs)
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
@@ -295,28 +318,11 @@ class Backward:
                 held = [t for part in call.work.parts for t in (*part._parameters.values(), *part._buffers.values())]
                 self._known = {id(t) for t in (*leaves, *self._targets, *held)}
                 tiles = call.tiles(leaves)
-                for tile, own, into in each_tile(zip(tiles, _rows(given), _rows(parts))):  # noqa: B905
+                for tile, own, into in each_tile(zip(tiles, rows_of(given), rows_of(parts))):  # noqa: B905
                     self._tile(tile, list(own), into)
         finally:
             self._mode.end()
         return results
-
-    def _compare(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees]."""
-        call, given, returned = self.call, *self.trace.samples
-        if any(map(differ, given, samples_of(list(inputs)))):
-            return
-        with (
-            hidden_from_modes(inputs[0]),
-            random_state_kept(call.device),
-            torch.no_grad(),
-            SavedCounter(),
-            Substituted(self._pairs),
-        ):
-            output = call.run_views(next(call.tiles([t.detach() for t in inputs])))
-        if any(map(differ, returned, samples_of(output))):
-            assert self.trace.modules is not None
-            raise other_values(call.patch.name, "its output", self.trace.modules.remedy)
 
     def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
         """Recompute a tile and differentiate it.
@@ -421,6 +427,6 @@ class Backward:
         return True
 
 
-def _rows(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
+def rows_of(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:
     """Yield the entries of all columns for one tile after the other."""
     return zip(*columns) if columns else repeat(())  # noqa: B905  # some repeat one entry

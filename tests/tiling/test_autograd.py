@@ -391,14 +391,6 @@ def test_retain_graph_twice(checkpointed: bool) -> None:
         assert worst({"loss": value, "input 0": x.grad / times, **found}, true) < EXACT
 
 
-def test_create_graph_is_refused() -> None:
-    """A second derivative is refused with the module's name and the remedy, not given wrong."""
-    module = tile(GatedMLP(), num_shards=3)
-    x = randn(1, 9, H)
-    with pytest.raises(RuntimeError, match=r"GatedMLP.*create_graph=True.*untile"):
-        torch.autograd.grad(module(x).sum(), x, create_graph=True)
-
-
 def test_input_changed_before_the_backward_is_refused() -> None:
     """An input that was changed in place between forward and backward is torch's usual error."""
     module = tile(GatedMLP(), num_shards=3)

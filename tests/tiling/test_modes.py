@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
@@ -112,55 +111,21 @@ def test_deterministic(device: str) -> None:
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*found, strict=True))
 
 
-def _jvp(m: nn.Module, x: Tensor) -> Any:
-    with torch.no_grad():
-        return torch.func.jvp(m, (x,), (x,))
-
-
-def _dual(m: nn.Module, x: Tensor) -> Any:
-    with forward_ad.dual_level():
-        return m(forward_ad.make_dual(x, x))
-
-
-def _dual_weight(m: nn.Module, x: Tensor) -> Any:
-    with forward_ad.dual_level():
-        given = {name: forward_ad.make_dual(p.detach(), p.detach()) for name, p in m.named_parameters()}
-        return torch.func.functional_call(m, given, x)
-
-
-TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "jvp": _jvp,
-    "jacfwd": lambda m, x: torch.func.jacfwd(m)(x),
-    "dual numbers": _dual,
-    "dual weights": _dual_weight,
-    "vmap": lambda m, x: torch.func.vmap(m)(torch.stack([x, x])),
-    "grad": lambda m, x: torch.func.grad(lambda t: m(t).sum())(x),
+EXPORTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "export": lambda m, x: torch.export.export(m, (x,)),
     "export, not strict": lambda m, x: torch.export.export(m, (x,), strict=False),
     "trace": lambda m, x: torch.jit.trace(m, (x,)),
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", EXPORTS)
 def test_what_cannot_go_through_tiles(name: str) -> None:
-    """Forward-mode differentiation, ``vmap``, ``torch.export`` and ``torch.jit`` raise with the module's name, and work
-    when it is untiled.
-    """
+    """``torch.export`` and ``torch.jit`` raise with the module's name, and work when it is untiled."""
     m, x = tile(GatedMLP(), num_shards=4), randn(1, 40, H)
     with pytest.raises(RuntimeError, match=r"GatedMLP is tiled, and .* cannot go through its tiles.*untile"):
-        TRANSFORMS[name](m, x)
+        EXPORTS[name](m, x)
     untile(m)
-    TRANSFORMS[name](m, x)
-
-
-def test_cached_parametrizations() -> None:
-    """A parametrization that torch caches for a while raises: the first tile would fill the cache without a graph."""
-    m, x = GatedMLP(), randn(1, 40, H)
-    nn.utils.parametrizations.weight_norm(m.up)
-    tile(m, num_shards=4)
-    m(x).sum().backward()
-    with nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match=r"cached.* cannot go through its tiles"):
-        m(x)
+    EXPORTS[name](m, x)
 
 
 @pytest.mark.self_checks
