@@ -286,13 +286,25 @@ def _names(module: nn.Module) -> frozenset[str]:
     return frozenset() if code is None else frozenset(code.co_names) & {CONVOLUTION, *RULES}
 
 
+def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the contents of the files in which the layers of a model find such functions, and their names there."""
+    return _tables(find_mixers([("", model)]))
+
+
+def _tables(mixers: Sequence[tuple[str, nn.Module]]) -> list[tuple[dict[str, Any], list[str]]]:
+    tables: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+    for _, module in mixers:
+        table = inspect.unwrap(type(module).forward).__globals__
+        names = tables.setdefault(id(table), (table, {}))[1]
+        names.update((name, None) for name in sorted(_names(module)) + list(FUSED) if name in table)
+    return [(table, list(names)) for table, names in tables.values()]
+
+
 def share_states(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
     """Let layers that mix tokens by a state or a convolution share sequences, until ``undo`` is closed."""
+    for table, names in _tables(find_mixers(modules)):
+        for name in names:
+            replace(table, name, partial(SharedFunction, name), undo)
     for path, module in find_mixers(modules):
-        names = _names(module)
-        table = inspect.unwrap(type(module).forward).__globals__
-        for name in [*names, *FUSED]:
-            if name in table:
-                replace(table, name, partial(SharedFunction, name), undo)
-        set_patch(module, MixerPatch(path, names))
+        set_patch(module, MixerPatch(path, _names(module)))
         undo.callback(remove_patches, module, MixerPatch)
