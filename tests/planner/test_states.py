@@ -91,7 +91,7 @@ def test_a_million_tokens(model: str, size: int) -> None:
     made = TiledModelParallelStrategy(tiling=TILES, activation_checkpointing=True, sequence_parallel=policy)
     job = make_job(module, TextFiles(seq_len=512), {"strategy": made, "accelerator": "gpu", "devices": 8})
     short, long = (plan(job, tokens, replace(job.settings, loss=3)).simulation for tokens in (2**16, 2**20))
-    assert len(long.allocations) < 1.1 * len(short.allocations)  # tiles of a second size
+    assert len(long.allocations) < 1.2 * len(short.allocations)  # tiles of a second size
     assert long.peak == pytest.approx(16 * short.peak, rel=0.05)
     assert long.flops > 16 * short.flops  # attention
 
