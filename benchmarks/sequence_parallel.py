@@ -92,6 +92,21 @@ def _last_labels(ids: Tensor) -> Batch:
     return {"labels": ids.where(torch.arange(ids.shape[1]) >= ids.shape[1] - 6, -100)}
 
 
+_MAMBA_2: dict[str, Any] = {
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+_MAMBA_2 |= {"attn_layer_indices": [1]}
+_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_DELTA |= {"layer_types": ["linear_attention", "full_attention"]}
 CASES = {
     "causal": Case(),
     "sliding window": Case(kind="mistral", fields={"sliding_window": 6}),
@@ -101,6 +116,9 @@ CASES = {
     "labels on the last rank only": Case(given=_last_labels),
     "a length that is no multiple": Case(tokens=47),
     "three key-value heads": Case(fields={"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "Mamba 2 and attention": Case(kind="bamba", fields=_MAMBA_2),
+    "gated delta rule and attention": Case(kind="qwen3_5_text", fields=_DELTA),
+    "short convolution and attention": Case(kind="lfm2", fields={"layer_types": ["conv", "full_attention"]}),
 }
 
 
@@ -393,7 +411,7 @@ def _cell(found: Any) -> Cell:
     if error < CLOSE:
         return Cell(f"{error:.0e}", True)
     only_scaled = abs(error - abs(scale - 1)) < CLOSE
-    return Cell(f"x{scale:.2f}" if only_scaled else f"wrong by {error:.0%}", False)
+    return Cell(f"x{scale:.2f}" if only_scaled else f"wrong by {error:{'.0%' if error > 0.005 else '.0e'}}", False)
 
 
 def exact_costs(worlds: Worlds, size: Size, sizes: tuple[int, ...] = (2, 4)) -> Sheet:

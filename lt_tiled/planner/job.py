@@ -14,12 +14,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lt_tiled._log import warn
+from lt_tiled._log import inform, warn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from lt_tiled.sequence_parallel.groups import check_size
+from lt_tiled.sequence_parallel.states import functions_of
 from lt_tiled.training_step.step import first_batch, length_of, silence, to_meta, training_loss, with_length
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -109,6 +110,11 @@ def make_job(
         batch = first_batch(module, datamodule)
         _warn_of_packed(batch)
         batch = to_meta(batch)
+    if settings.gpu and functions_of(module):
+        inform(
+            "Layers with a state are planned with the kernels of flash-linear-attention, mamba_ssm and causal_conv1d,"
+            " which the run needs: without them transformers computes in torch, with more memory."
+        )
     return Job(module, batch, settings)
 
 
@@ -165,7 +171,7 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
         autocast=autocast,
         accumulate=int(trainer.get("accumulate_grad_batches") or 1),
         clip=bool(trainer.get("gradient_clip_val")),
-        foreach=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
+        gpu=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
     )
 
 

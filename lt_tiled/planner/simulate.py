@@ -20,6 +20,7 @@ from lt_tiled._prepare import Prepared
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.kernels import with_kernels
 from lt_tiled.planner.ledger import Allocation, Ledger
 from lt_tiled.planner.repeats import Repeats
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
@@ -42,7 +43,8 @@ class Settings:
         autocast: The dtype of mixed precision.
         accumulate: Batches per optimizer step.
         clip: Whether gradients are clipped by their norm.
-        foreach: Whether the optimizer updates all weights at once, as torch's optimizers do on a GPU.
+        gpu: Whether the device is a GPU, where the optimizer updates all weights at once, and layers with a state have
+            kernels.
     """
 
     tiling: Tiling | None = None
@@ -54,7 +56,7 @@ class Settings:
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip: bool = False
-    foreach: bool = False
+    gpu: bool = False
 
     @property
     def sharing(self) -> int:
@@ -134,10 +136,12 @@ def _simulate(
 ) -> Simulation:
     phases: dict[str, int] = {}
     with quiet(), without_memory(model) as ledger, ExitStack() as stack:
+        if settings.gpu:
+            stack.enter_context(with_kernels(model, ledger))
         prepared = stack.enter_context(_prepare(model, settings, ledger))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:
-            if settings.foreach and group.get("foreach", True) is None:
+            if settings.gpu and group.get("foreach", True) is None:
                 group["foreach"] = True
         memory = stack.enter_context(MEMORY[settings.engine.name](settings.engine, model, optimizer, ledger))
         ledger.begin("optimizer")

@@ -27,7 +27,7 @@ from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
 from lt_tiled.sequence_parallel.kept import keeping, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
-from lt_tiled.sequence_parallel.states import find_mixers
+from lt_tiled.sequence_parallel.states import find_mixers, has_heads
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.layout import each_tile
 from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, random_state_kept, saves_elsewhere
@@ -312,19 +312,20 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
     """Return the attention modules in these, whose heads can be computed in parts.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are none, and no layers whose state has heads.
     """
     found, others = [], set()
-    mixers = {module for _, module in find_mixers(modules)}
+    state_layers = find_mixers(modules)
+    mixers = {module for _, module in state_layers}
     for block_path, block in modules:
         for path, module in [(block_path, block), *walk(block, block_path)]:
             kinds = {type(module._modules.get(name)) for name in _PROJECTIONS}
             if type(None) in kinds or module in mixers:
                 continue
             others |= kinds - {nn.Linear}
-            if kinds == {nn.Linear} and isinstance(getattr(module, "head_dim", None), int):
+            if kinds == {nn.Linear} and isinstance(getattr(module, "head_dim", None), int) and not _gated(module):
                 found.append((path, module))
-    if not found:
+    if not found and not has_heads(state_layers):
         layers = " and ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in others))
         remedy = f"put nn.Linear in place of {layers} (LoRA: choose other target_modules), or " if others else ""
         raise ValueError(
@@ -333,6 +334,11 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
             f" {remedy}set head_tiles=1."
         )
     return found
+
+
+def _gated(module: Any) -> bool:
+    """Whether queries have a gate beside them in one projection, as in Qwen3-Next, which makes their rows wider."""
+    return bool(module.q_proj.out_features != module.o_proj.in_features)
 
 
 def tile_heads(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:

@@ -25,7 +25,7 @@ from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather, all_to_all
-from lt_tiled.sequence_parallel.exchange import Share, over_heads
+from lt_tiled.sequence_parallel.exchange import Share, over_heads, shares_of
 from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
 
@@ -125,12 +125,26 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
     by_heads = [name for name in tensors if "h" in rule.dims[name]]
     by_groups = [name for name in tensors if "h" not in rule.dims[name]]
 
-    def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    def run(queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         own = dict(zip(vectors, parts, strict=True))
         for name, tensor in zip(by_heads + by_groups, [*queries, *keys], strict=True):
             own[name] = _as(rule.dims[name], tensor)
         found = function(*(own[name] for name in list(rule.dims)[: len(args)]), **kwargs | _without(own, rule, args))
         return _by_heads(rule.dims[rule.output], found[0] if isinstance(found, tuple) else found)
+
+    def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+        heads = queries[0].shape[1]
+        tiles = min(region.head_tiles, heads)
+        if tiles == 1:
+            return run(queries, keys, parts)
+        outputs = []  # what a kernel allocates, as states of its chunks, is there for a part of the heads
+        for share in shares_of(heads, keys[0].shape[1] if keys else heads, tiles, region.total):
+            groups = [key[:, share.keys.heads] for key in keys]
+            if share.uneven:
+                place = torch.tensor(share.key_of, device=queries[0].device)
+                groups = [group.index_select(1, place) for group in groups]
+            outputs.append(run([q[:, share.heads] for q in queries], groups, [p[share.heads] for p in parts]))
+        return torch.cat(outputs, 1)
 
     queries, keys = ([_by_heads(rule.dims[n], arguments[n]) for n in names] for names in (by_heads, by_groups))
     if (heads := queries[0].shape[1]) < region.size:
@@ -307,13 +321,30 @@ def _names(module: nn.Module) -> frozenset[str]:
     return frozenset() if code is None else frozenset(code.co_names) & {CONVOLUTION, *RULES}
 
 
+def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the contents of the files in which the layers of a model find such functions, and their names there."""
+    return _tables(find_mixers([("", model)]))
+
+
+def _tables(mixers: Sequence[tuple[str, nn.Module]]) -> list[tuple[dict[str, Any], list[str]]]:
+    tables: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+    for _, module in mixers:
+        table = inspect.unwrap(type(module).forward).__globals__
+        names = tables.setdefault(id(table), (table, {}))[1]
+        names.update((name, None) for name in sorted(_names(module)) + list(FUSED) if name in table)
+    return [(table, list(names)) for table, names in tables.values()]
+
+
+def has_heads(mixers: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Whether one of these layers has a state with heads or channels, which can be computed a few at a time."""
+    return any(_names(module) & RULES.keys() for _, module in mixers)
+
+
 def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
     """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed."""
-    for _, module in find_mixers(modules):
-        table = inspect.unwrap(type(module).forward).__globals__
-        for name in [*_names(module), *FUSED]:
-            if name in table:
-                replace(table, name, partial(SharedFunction, name), undo)
+    for table, names in _tables(find_mixers(modules)):
+        for name in names:
+            replace(table, name, partial(SharedFunction, name), undo)
 
 
 def share_states(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:

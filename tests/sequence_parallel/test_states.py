@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 import lt_tiled
+<<<<<<< ours
 from lt_tiled import ActivationCheckpointing, SequenceParallel
+=======
+from lt_tiled import SequenceParallel
+from lt_tiled.sequence_parallel import states
+>>>>>>> theirs
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.sequence_parallel.states import RULES, find_mixers
 from tests.sequence_parallel.hybrids import HYBRIDS, hybrid, wide
@@ -31,7 +36,18 @@ def with_labels(x: Tensor) -> dict[str, Any]:
     return {"input_ids": x, "labels": x}
 
 
+def documents(x: Tensor) -> dict[str, Any]:
+    """Two documents in one row, also for kernels."""
+    ends = torch.tensor([0, 15, x.shape[1]], dtype=torch.int32)
+    lengths = ends.diff().tolist()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    seq_idx = torch.repeat_interleave(torch.arange(2, dtype=torch.int32), torch.tensor(lengths))[None]
+    named = {"position_ids": positions, "cu_seq_lens_q": ends, "seq_idx": seq_idx}
+    return {"input_ids": x[:1], "labels": x[:1], "use_cache": False, **named}
+
+
 INPUTS = {"labels": with_labels, "no labels": no_labels, "padded left": padded(True), "padded right": padded(False)}
+INPUTS["documents"] = documents
 
 
 def error(
@@ -69,7 +85,7 @@ def test_family(name: str, world: World) -> None:
 
 @pytest.mark.table("(no labels|padded left)-(qwen3_next|mamba2)|padded left-(bamba|lfm2|nemotron_h)")
 @pytest.mark.parametrize("name", [*EACH_KIND, "nemotron_h", "falcon_h1", "zamba", "mamba", "mamba2"])
-@pytest.mark.parametrize("inputs", [name for name in INPUTS if name != "labels"])
+@pytest.mark.parametrize("inputs", ["no labels", "padded left", "padded right"])
 def test_inputs(inputs: str, name: str, world: World) -> None:
     """Without labels, and with padding, which has no part in a state."""
     for found in world(error, name, inputs):
@@ -159,6 +175,71 @@ def test_collectives(keep: str | None, times: int, world: World) -> None:
     """A layer with a state sends its inputs, its outputs and the halo of its convolution; each has a backward pass."""
     for found in world(collectives, "bamba", keep):
         assert found == {"all_to_all": times * (3 + 2), "all_gather": 0, "reduce_scatter": 0, "group_mean": 1}
+
+
+SENT = {"qwen3_next": 3 + 2, "bamba": 3 + 2, "lfm2": 1 + 2, "jamba": 3 + 2, "mamba2": 2 * 3}
+"""The all-to-alls of a forward pass of two layers: those of the layer with a state and its halo, and of attention."""
+HALOS = {"qwen3_next": 3 * (2 * 16 + 32), "bamba": 3 * (64 + 2 * 16), "lfm2": 2 * 32, "jamba": 3 * 64, "mamba2": 3 * 96}
+"""Tokens before a rank's own times channels, for each sequence."""
+
+
+def sent(name: str) -> tuple[int, list[int]]:
+    """The all-to-alls of a step of two ranks, and the sizes of what the convolutions of rank 0 send."""
+    sizes: list[int] = []
+    original = states.all_to_all
+
+    def sending(packed: Tensor, *args: Any) -> Tensor:
+        sizes.append(packed.numel())
+        return original(packed, *args)
+
+    fields = {} if name != "lfm2" else {"conv_L_cache": 3}
+    model, x = hybrid(name, **fields), ids(2, 37)
+    policy = SequenceParallel(2, self_check=False, batch="trust")
+    with pytest.MonkeyPatch.context() as patch, lt_tiled.prepare(model, sequence_parallel=policy, loss=True):
+        patch.setattr(states, "all_to_all", sending)
+        with Counts() as counts:
+            model(input_ids=x, labels=x).loss.backward()
+    return counts.found["all_to_all"], sizes
+
+
+@pytest.mark.table("bamba|lfm2")
+@pytest.mark.parametrize("name", SENT)
+def test_sent(name: str, world: World) -> None:
+    """Each kind of layer makes its all-to-alls in the forward pass and as many in the backward pass, and a convolution
+    sends the last tokens alone.
+    """
+    (count, forth), (_, back) = world(sent, name)
+    layers = 2 if name == "mamba2" else 1
+    assert count == 2 * SENT[name]
+    assert forth == [2 * HALOS[name]] * layers + [0] * layers
+    assert back == [0] * layers + [2 * HALOS[name]] * layers
+
+
+@pytest.mark.table("bamba-fields0")
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("bamba", {}), ("bamba", FEW_GROUPS), ("qwen3_next", {}), ("qwen3_next", UNEVEN), ("jamba", {}), ("mamba2", {})],
+)
+def test_head_tiles(name: str, fields: dict[str, Any], world: World) -> None:
+    """A few heads of a state, or channels, are computed at a time, with as many groups as belong to them."""
+    policies = {"activation_checkpointing": True}
+    for found in world(error, name, "labels", 2, 37, fields, {"head_tiles": 3}, policies):
+        assert isinstance(found, float), found
+        assert found < 1e-12
+
+
+def test_head_tiles_without_heads() -> None:
+    """A model with convolutions and without attention whose heads can be computed in parts is refused by name."""
+    with pytest.raises(ValueError, match=r"head_tiles=2 needs attention modules .* none in model.layers.0"):
+        lt_tiled.prepare(hybrid("lfm2"), sequence_parallel=SequenceParallel(head_tiles=2))
+
+
+def test_documents_without_kernels(world: World) -> None:
+    """Where torch computes a rule, documents have the values of a run without sequence parallelism."""
+    for name in ("qwen3_next", "bamba"):
+        for found in world(error, name, "documents"):
+            assert isinstance(found, float), found
+            assert found < 1e-12
 
 
 def kernel_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
