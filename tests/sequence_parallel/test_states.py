@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 import lt_tiled
-<<<<<<< ours
 from lt_tiled import ActivationCheckpointing, SequenceParallel
-=======
-from lt_tiled import SequenceParallel
 from lt_tiled.sequence_parallel import states
->>>>>>> theirs
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.sequence_parallel.states import RULES, find_mixers
 from tests.sequence_parallel.hybrids import HYBRIDS, hybrid, wide
