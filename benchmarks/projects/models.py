@@ -57,7 +57,9 @@ def gmlp() -> tuple[Any, list[Any]]:
 def torchvision_swin() -> tuple[Any, list[Any]]:
     from torchvision.models import SwinTransformer
 
-    return Supervised(SwinTransformer([4, 4], 24, [2, 2, 4, 2], [2, 4, 4, 4], [7, 7], stochastic_depth_prob=0.0)), _images(224)
+    return Supervised(
+        SwinTransformer([4, 4], 24, [2, 2, 4, 2], [2, 4, 4, 4], [7, 7], stochastic_depth_prob=0.0)
+    ), _images(224)
 
 
 def torchvision_vit() -> tuple[Any, list[Any]]:
@@ -114,7 +116,9 @@ def patchtst() -> tuple[Any, list[Any]]:
 def itransformer() -> tuple[Any, list[Any]]:
     from neuralforecast.models import iTransformer
 
-    return _series(iTransformer(96, 512, n_series=256, hidden_size=64, d_ff=256, dropout=0.0, windows_batch_size=4), 256)
+    return _series(
+        iTransformer(96, 512, n_series=256, hidden_size=64, d_ff=256, dropout=0.0, windows_batch_size=4), 256
+    )
 
 
 def neuralforecast_lstm() -> tuple[Any, list[Any]]:
