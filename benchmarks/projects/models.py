@@ -158,8 +158,8 @@ class Trunk(nn.Module):
 
     def __init__(self, checkpointing: bool) -> None:
         super().__init__()
-        from boltz.model.modules.trunkv2 import MSAModule
         from boltz.model.layers.pairformer import PairformerModule
+        from boltz.model.modules.trunkv2 import MSAModule
 
         self.msa = MSAModule(
             32, 64, 32, msa_blocks=2, msa_dropout=0.0, z_dropout=0.0, activation_checkpointing=checkpointing
