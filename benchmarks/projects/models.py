@@ -50,7 +50,9 @@ def gmlp() -> tuple[Any, list[Any]]:
     from timm.layers import GatedMlp
     from timm.models.mlp_mixer import MlpMixer, SpatialGatingBlock
 
-    model = MlpMixer(10, 384, num_blocks=3, embed_dim=64, block_layer=SpatialGatingBlock, mlp_layer=GatedMlp)
+    model = MlpMixer(
+        10, 384, num_blocks=3, embed_dim=64, mlp_ratio=6, block_layer=SpatialGatingBlock, mlp_layer=GatedMlp
+    )
     return Supervised(model), _images(384)
 
 
@@ -147,10 +149,10 @@ def simclr() -> tuple[Any, list[Any]]:
 
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0, img_size=224, depth=2, dynamic_img_size=True)
     embedding = EmbeddingModel(TIMMModelWrapper(model))
-    module = SimCLR(SimCLRArgs(hidden_dim=64), SimCLRSGDArgs(), embedding, global_batch_size=4, num_input_channels=3)
+    module = SimCLR(SimCLRArgs(hidden_dim=64), SimCLRSGDArgs(), embedding, global_batch_size=6, num_input_channels=3)
     module._log_example_views = lambda train_batch: None  # it writes pictures
-    views = [[torch.randn(4, 3, 224, 224) for _ in range(2)] for _ in range(STEPS)]
-    return module, [{"views": pair, "filename": ["a"] * 4} for pair in views]
+    views = [[torch.randn(6, 3, 224, 224) for _ in range(2)] for _ in range(STEPS)]
+    return module, [{"views": pair, "filename": ["a"] * 6} for pair in views]
 
 
 class Trunk(nn.Module):
