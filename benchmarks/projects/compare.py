@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch
 import pytorch_lightning
@@ -57,7 +57,7 @@ class Trained:
     """lt_tiled's warnings, and what it leaves to the model's own activation checkpointing."""
 
 
-class Meter(lightning.pytorch.Callback, pytorch_lightning.Callback):  # type: ignore[misc]
+class Meter(lightning.pytorch.Callback, pytorch_lightning.Callback):
     """Record the losses, the peak of live bytes of the second step, and the FLOPs of the third.
 
     Not of one step: the hooks of torch's counter keep what checkpointing frees.
@@ -106,10 +106,11 @@ def train(module: Any, batches: list[Any], strategy: Any = "auto", **policies: A
         policies: The arguments of that class.
     """
     module, meter = copy.deepcopy(module), Meter()
-    ours, theirs = (lt_tiled, lightning.pytorch)
+    namespaces: tuple[Any, Any] = (lt_tiled, lightning.pytorch)
     if not isinstance(module, lightning.pytorch.LightningModule):
         assert is_a(module, "LightningModule"), type(module)
-        ours, theirs = (lt_tiled.pytorch_lightning, pytorch_lightning)
+        namespaces = (lt_tiled.pytorch_lightning, pytorch_lightning)
+    ours, theirs = namespaces
     # Not the module's own optimizer: Adam makes whole steps of rounding where a gradient is zero.
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     with _messages(meter.trained.said):
@@ -125,7 +126,7 @@ def train(module: Any, batches: list[Any], strategy: Any = "auto", **policies: A
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, DataLoader(batches, batch_size=None))
+        trainer.fit(module, DataLoader(cast(Any, batches), batch_size=None))
     meter.trained.flops, meter.trained.peak = meter.flops.get_total_flops(), meter.live.peak
     meter.trained.weights = [weight.detach() for weight in module.parameters()]
     return meter.trained

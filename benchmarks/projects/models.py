@@ -174,7 +174,8 @@ class Trunk(nn.Module):
         mask = features["token_pad_mask"]
         pairs = pairs + self.msa(pairs, tokens, features)
         tokens, pairs = self.pairformer(tokens, pairs, mask, mask[:, :, None] * mask[:, None, :])
-        return self.bins(pairs).movedim(-1, 1) + 0 * tokens.sum()
+        logits: Tensor = self.bins(pairs).movedim(-1, 1) + 0 * tokens.sum()
+        return logits
 
 
 def boltz(checkpointing: bool = False) -> tuple[Any, list[Any]]:
