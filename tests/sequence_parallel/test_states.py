@@ -173,6 +173,31 @@ def test_collectives(keep: str | None, times: int, world: World) -> None:
         assert found == {"all_to_all": times * (3 + 2), "all_gather": 0, "reduce_scatter": 0, "group_mean": 1}
 
 
+def error_with_lora(name: str) -> float:
+    """The error of a checkpointed step of two ranks, of LoRA on the projections of states and of attention."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    projections = ["q_proj", "in_proj", "in_proj_qkvz", "out_proj", "x_proj"]
+    model: Any = get_peft_model(hybrid(name), LoraConfig(target_modules=projections, init_lora_weights=False))
+    model, given = model.double(), with_labels(ids(2, 37))
+    reference = copy.deepcopy(model)
+    with wide(model):
+        with lt_tiled.prepare(reference, loss=True):
+            true = step(reference, given)
+        policies = {"activation_checkpointing": ActivationCheckpointing(keep="attention_output"), "loss": True}
+        with lt_tiled.prepare(model, sequence_parallel=2, **policies):
+            return worst(step(model, given), true)
+
+
+@pytest.mark.table("bamba|lfm2")
+@pytest.mark.parametrize("name", EACH_KIND)
+def test_lora(name: str, world: World) -> None:
+    """Adapters on the projections of a state have the gradients of one rank."""
+    for found in world(error_with_lora, name):
+        assert found < 1e-12
+
+
 SENT = {"qwen3_next": 3 + 2, "bamba": 3 + 2, "lfm2": 1 + 2, "jamba": 3 + 2, "mamba2": 2 * 3}
 """The all-to-alls of a forward pass of two layers: those of the layer with a state and its halo, and of attention."""
 HALOS = {"qwen3_next": 3 * (2 * 16 + 32), "bamba": 3 * (64 + 2 * 16), "lfm2": 2 * 32, "jamba": 3 * 64, "mamba2": 3 * 96}
