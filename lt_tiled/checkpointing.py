@@ -75,7 +75,7 @@ class BlockPatch(Patch):
     def __init__(self, offload: BlockOffload | None, keep: Keep | None, mode: AttentionMode | None) -> None:
         self.offload, self.keep = offload, keep
         self.mode = mode
-        """Finds attention to keep in blocks that are not of transformers."""
+        """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
         self.history, self.runs = History(), CallCounter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
@@ -160,12 +160,12 @@ class BlockPatch(Patch):
 
     @contextmanager
     def inside(self, region: Region | None, keeps: Kept | None) -> Iterator[None]:
-        """Compute a block in the region in which its forward pass was, and keep there what it keeps."""
-        finds = keeps is not None and (region is None or region.mode is None)
+        """Run a block in the region of its forward pass, with what it keeps, in both passes."""
+        needs_mode = keeps is not None and (region is None or region.mode is None)
         with ExitStack() as stack:
             if region is not None:
                 stack.enter_context(entered(region))
-            if self.mode is not None and finds:
+            if self.mode is not None and needs_mode:
                 stack.enter_context(self.mode)
             if keeps is not None:
                 stack.enter_context(keeps.begun())
@@ -197,10 +197,6 @@ def patch_block(
     Raises:
         ValueError: If ``select`` names no argument of the block.
     """
-    own = vars(module).get("forward")
-    if getattr(getattr(own, "func", own), "__module__", "").startswith("fairscale."):  # its checkpoint_wrapper
-        _leave_to_others(type(module).__name__)
-        return
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
@@ -243,16 +239,13 @@ def _is_recomputed_by_others(block: nn.Module) -> bool:
     """Whether code around a block recomputes it: torch's checkpoint, or in its backward pass another Function."""
     if not (in_checkpoint() or (is_backward() and torch.is_grad_enabled() and not is_recomputing())):
         return False
-    _leave_to_others(type(block).__name__)
-    return True
-
-
-def _leave_to_others(kind: str) -> None:
+    kind = type(block).__name__
     inform(
         f"{kind} is left to the activation checkpointing that its model applies itself: lt_tiled neither recomputes nor"
         " offloads it. Turn the model's own off to use lt_tiled's.",
         once=f"own checkpointing {kind}",
     )
+    return True
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

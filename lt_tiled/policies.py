@@ -115,9 +115,9 @@ class ActivationCheckpointing:
     """``"all"`` recomputes nothing and offloads every large tensor that a block saves. Use it for models with few
     blocks and a fast link."""
     keep: Keep | None = None
-    """What a block keeps for its recompute, beside its input. ``"attention"`` keeps attention's saved tensors, and the
-    recompute skips attention. ``"attention_output"`` keeps those of them that are not queries, keys and values, which
-    are recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
+    """What a block keeps for its recompute, besides its input. ``"attention"`` keeps attention's saved tensors, and the
+    recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
+    recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
     inputs."""
 
     def __post_init__(self) -> None:
@@ -181,7 +181,8 @@ class SequenceParallel:
     head_tiles: PositiveInt = 1
     """Attention modules compute this many parts of their heads one after the other, from their projections on, and
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
-    time. Useful with one rank, too. At most the number of key-value heads."""
+    time. Useful with one rank, too. At most the number of key-value heads. Layers with a state run their rule for one
+    part of the heads at a time."""
     batch: Literal["check", "trust"] = "check"
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
     differ."""

@@ -136,7 +136,7 @@ def with_kernels(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 
 
 def _none(*args: Any, **kwargs: Any) -> None:
-    """Stand for a kernel of a whole layer, which shared sequences do not use."""
+    """Stand for the kernel of a whole layer: with ``None`` the layer calls the functions that are counted here."""
 
 
 def _run(name: str, ledger: Ledger, *args: Any, **kwargs: Any) -> Any:

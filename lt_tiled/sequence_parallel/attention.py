@@ -171,8 +171,8 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         region, kwargs = current(), kwargs or {}
         if region is None:
-            with_mode = func is F.scaled_dot_product_attention and keeps_attention()
-            return attended_alone(func, *args, **kwargs) if with_mode else func(*args, **kwargs)
+            is_attention = func is F.scaled_dot_product_attention
+            return attended_alone(func, *args, **kwargs) if is_attention else func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise ValueError(
                 f"{region.owner} uses nn.MultiheadAttention, whose projections and attention are one function. With"

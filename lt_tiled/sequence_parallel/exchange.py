@@ -1,9 +1,9 @@
 """The exchange around what mixes tokens: from all heads of a rank's tokens to all tokens of a rank's heads, and back.
 
 This is DeepSpeed-Ulysses (arXiv:2309.14509) with one all-to-all for queries, keys and values together, for any number
-of heads, any number of key-value heads and any lengths. Where there are fewer query heads than ranks, several ranks
-have the same heads, of which each gets the queries of some tokens, and the keys and values of all of them. A rank takes
-one run of tokens near the begin and one near the end, so that causal attention is as much work on each.
+of heads and key-value heads and any lengths. With fewer query heads than ranks, several ranks have the same heads: each
+gets the queries of some tokens, and all keys and values. A rank takes one run of tokens near the beginning and one near
+the end, so that causal attention costs the same on each.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def shares_of(queries: int, keys: int, size: int, total: int) -> list[Share]:
 
 
 def _runs(total: int, ranks: int, rank: int) -> list[slice]:
-    """Return the tokens whose queries a rank has: two of ``2 * ranks`` runs, as far from the begin as from the end."""
+    """Return the tokens whose queries a rank has: of ``2 * ranks`` runs one, and one as far from the end."""
     each, more = divmod(total, 2 * ranks)
     early, late = (
         slice(i * each + min(i, more), (i + 1) * each + min(i + 1, more)) for i in (rank, 2 * ranks - 1 - rank)

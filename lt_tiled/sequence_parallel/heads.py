@@ -30,7 +30,14 @@ from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.states import find_mixers, has_heads
 from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.layout import each_tile
-from lt_tiled.tiling.recompute import Precision, RandomState, SavedCounter, random_state_kept, saves_elsewhere
+from lt_tiled.tiling.recompute import (
+    Precision,
+    RandomState,
+    SavedCounter,
+    random_state_kept,
+    saves_elsewhere,
+    wants_graph,
+)
 from lt_tiled.tiling.weights import Substituted, Weight, Work, paired, trainable_weights
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -209,16 +216,17 @@ class _HeadTiles(torch.autograd.Function):
             assert whole is not None
             return whole, call.output
 
-        output, call.output = kept_or("attention", compute)
+        output, call.output = kept_or(None, compute)  # keep="exchange" is refused with head tiles
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         call: _Call = ctx.call
-        if torch.is_grad_enabled():
+        if wants_graph([gradient]):
             raise RuntimeError(
-                f"{call.patch.path}: attention in head tiles has no second derivative, and this backward pass was"
-                " called with create_graph=True. Call it without, or set head_tiles=1."
+                f"{call.patch.path}: attention in head tiles has no second derivative, and this backward pass is"
+                " differentiated (create_graph=True) or batched (is_grads_batched=True). Call it"
+                " without, or set head_tiles=1."
             )
         (hidden,) = ctx.saved_tensors
         gradients = _Gradients(call, hidden, ctx.needs_input_grad[1])

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import RandomState
+from lt_tiled.tiling.recompute import RandomState, wants_graph
 
 T = TypeVar("T")
 
@@ -134,9 +134,10 @@ def keeps_attention() -> bool:
 
 def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Return what an attention function returns where no ranks share its tokens, and keep it as the block asks."""
-    kept, (leaves, form) = _kept.get(), pytree.tree_flatten((args, kwargs))
-    if kept is None or kept.what == "exchange":
+    if not keeps_attention():
         return function(*args, **kwargs)
+    kept, (leaves, form) = _kept.get(), pytree.tree_flatten((args, kwargs))
+    assert kept is not None
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def compute(*inputs: Tensor) -> Tensor:
@@ -235,10 +236,11 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():
+        if wants_graph([gradient]):
             raise RuntimeError(
-                "Attention that a block keeps has no second derivative, and this backward pass was called with"
-                " create_graph=True. Call it without, or leave keep out of ActivationCheckpointing."
+                "Attention that a block keeps has no second derivative, and this backward pass is differentiated"
+                " (create_graph=True) or batched (is_grads_batched=True). Call it without, or leave keep out of"
+                " ActivationCheckpointing."
             )
         starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
         wanted = [start for start in starts if start is not None]

@@ -1,8 +1,9 @@
 """Layers that pass on a state from token to token, and causal convolutions, where ranks share a sequence.
 
-Models call module-level functions for both. These are replaced in the module that the layer's code belongs to, without
-an effect outside of a region: a rule over all tokens (a scan, a delta rule) runs on a part of the heads or channels, as
-attention does, and a convolution gets the last tokens of the ranks before.
+Models call module-level functions for both. These are replaced in the module that the layer's code belongs to. In a
+region, a rule over all tokens (a scan, a delta rule) runs on a part of the heads or channels, as attention does, and a
+convolution gets the last tokens of the ranks before. Outside of a region they compute as before, and a block with
+``keep`` saves what they compute.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class SharedFunction(Replacement):
         return scanned(region, self.function, RULES[self.name], args, kwargs)
 
     def _alone(self, args: Any, kwargs: Any) -> Any:
-        """Run the function on the tokens of this rank, and keep what it is for attention."""
+        """Run the function where no ranks share its tokens, and let the block keep its result as it keeps attention."""
         if self.name in FUSED:
             return None
         if self.name == CONVOLUTION:

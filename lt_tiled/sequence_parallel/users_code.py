@@ -70,7 +70,10 @@ def kept_values(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged_in_place(module: nn.Module) -> Iterator[None]:
-    """Undo what code inside changes in place of the tensors that a module and those in it hold beside their weights."""
+    """Undo in-place changes of tensors that are no weights, in a module and those in it.
+
+    :class:`Observation` restores what a second pass would read, and has no copies before a first one.
+    """
     copies = []
     for _, _, value in _values_in(module):
         if isinstance(value, Tensor) and storage_of(value) is not None and value.untyped_storage().nbytes():

@@ -107,12 +107,12 @@ class TiledStrategy(Base):
 
     @property
     def data_world_size(self) -> int:
-        """The number of ranks, or of groups that read the same data, that read different data."""
+        """The number of ranks, or of groups that read the same data, among which the data is divided."""
         return self._data_place["num_replicas"]
 
     @property
     def _data_place(self) -> dict[str, int]:
-        """The arguments of Lightning's sampler, which a single device has not."""
+        """The arguments of Lightning's sampler; a single device has none."""
         return getattr(self, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
 
     def prepare_once(self, model: nn.Module) -> None:
@@ -259,7 +259,12 @@ def log_step(trainer: pl.Trainer, steps: int, metrics: dict[str, float], step: i
 
 
 def register(registry: Any, strategies: Mapping[str, Any]) -> None:
-    """Make strategies known by name to the Trainer or Fabric that this registry belongs to."""
+    """Make strategies known by name to the Trainer or Fabric that this registry belongs to.
+
+    Args:
+        registry: Lightning's.
+        strategies: The strategy classes by name, as in ``globals()`` of the module that defines them.
+    """
 
     def add(name: str, strategy: str, description: str, **arguments: Any) -> None:
         registry.register(

@@ -68,7 +68,7 @@ def test_adapters_on_projections() -> None:
         lt_tiled.prepare(module, sequence_parallel=SequenceParallel(1, head_tiles=2))
 
 
-@pytest.mark.parametrize("keep", [None, "attention"])
+@pytest.mark.parametrize("keep", [None, "attention", "attention_output"])
 def test_blocks_that_are_attention(keep: Any) -> None:
     """A block that is the attention module itself has both head tiles and activation checkpointing."""
     torch.manual_seed(0)
