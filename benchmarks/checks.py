@@ -21,7 +21,7 @@ from lt_tiled.determinism import BlockSamples
 from lt_tiled.tiling import call, observe, patched, tiled_call
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.places import Place
-from lt_tiled.tiling.tiled_call import Backward
+from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work
 
 _EVERY_STEP = [
@@ -32,7 +32,7 @@ _EVERY_STEP = [
     (observe, "changed"),
     (Place, "restore"),
     (BlockSamples, "sample"),
-    (Backward, "_compare"),
+    (TiledCall, "compare"),
     (tiled_call, "samples_of"),
     (Work, "hooked"),
     (Work, "recorded"),
