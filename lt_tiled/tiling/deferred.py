@@ -181,7 +181,8 @@ class DeferredCall(Deferred):
     def computed(self) -> Tensor:
         """Run the call, once."""
         if self._data is None:
-            self.call.patch.note_alone(self.call.work.key)
+            if self.call.patch.needs.same_order:
+                self.call.patch.note_alone(self.call.work.key)
             self._check_inputs()
             with torch.inference_mode(False), restored(self.modules, _USE):
                 leaves, trace = self.call.forward(self.inputs, learn=True, observed=self.modules)
@@ -207,7 +208,7 @@ class DeferredCall(Deferred):
             not same
             or self._data is not None
             or not torch.is_grad_enabled()
-            or patch.must_run_alone(self.call.work.key)
+            or (patch.needs.same_order and patch.must_run_alone(self.call.work.key))
             or (self.runs_in_neighbor and not self.may_repeat)
         ):
             return False

@@ -51,7 +51,7 @@ class Learned:
     refused: set[Hashable] = field(default_factory=set)
     """The keys of works that are not tiled together with a neighbor."""
     alone: set[Hashable] = field(default_factory=set)
-    """Those of neighbors whose output something else used first, as a hook, so that they ran alone."""
+    """The keys of neighbors that ran alone, because something else, such as a hook, used their output first."""
     layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
@@ -118,19 +118,19 @@ class Tiled:
         self.learned = Learned()
 
     def note_alone(self, key: Hashable) -> None:
-        """Note that a neighbor ran alone, because something else used its output first.
+        """Note, where all ranks need the same order of gradients, that a neighbor ran alone.
 
         Raises:
-            RuntimeError: If the engine needs the same order of gradients on all ranks, which agreed on another one.
+            RuntimeError: If the ranks agreed on another order.
         """
-        if self.needs.same_order and self.needs.agreed and key not in self.learned.alone:
+        if self.needs.agreed and key not in self.learned.alone:
             raise RuntimeError(
-                f"{self.name}: something new, as a hook, uses the output of what is next to it, which then runs apart."
-                " The engine needs the same order of gradients on all ranks: set hooks on all of them and before the"
-                " first step, or name the modules to tile, as in Tiling(targets=...)."
+                f"{self.name}: something, such as a new hook, used the output of its neighbor first, so the two do not"
+                " run in the same tiles. The engine needs the same order of gradients on all ranks: set hooks on all"
+                " ranks and before the first step, or name the modules to tile, as in Tiling(targets=...)."
             )
         self.learned.alone.add(key)
 
     def must_run_alone(self, key: Hashable) -> bool:
         """Whether all ranks agreed that a neighbor runs alone."""
-        return self.needs.same_order and self.needs.agreed and key in self.learned.alone
+        return self.needs.agreed and key in self.learned.alone
