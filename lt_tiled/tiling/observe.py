@@ -12,8 +12,8 @@ one object, made before the forward pass, knows what that is:
   others of up to 64 MiB, and shows which change; later calls copy those, and small ones until the forward pass ends. A
   torch function mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm
   and ``.data`` change tensors without a new version, so the first call compares values.
-* Weights and tensors without a copy. A weight that was replaced, as ``torch.func.functional_call`` does, is put in its
-  place. They are compared by version and storage, and a recompute that would read other values is refused. Weights that
+* Weights and tensors without a copy. A weight that was replaced, as by ``torch.func.functional_call``, is put back for
+  the recompute. All of them are compared by version and storage, and a recompute that would read other values is refused. Weights that
   FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3 may be elsewhere and are recognized by the
   attribute that the engine sets (``ds_id``, ``_fsdp_flattened``). ZeRO-3's own attributes of modules are ignored. All
   other changes by an engine are refused.
@@ -253,7 +253,7 @@ class Observation:
             until: What is about to read the values again.
 
         Returns:
-            The weights in whose places are others, as after ``torch.func.functional_call``.
+            The weights that were replaced since, as by ``torch.func.functional_call``.
 
         Raises:
             RuntimeError: If a value changed.
