@@ -13,10 +13,10 @@ one object, made before the forward pass, knows what that is:
   torch function mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm
   and ``.data`` change tensors without a new version, so the first call compares values.
 * Weights and tensors without a copy. A weight that was replaced, as by ``torch.func.functional_call``, is put back for
-  the recompute. All of them are compared by version and storage, and a recompute that would read other values is refused. Weights that
-  FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3 may be elsewhere and are recognized by the
-  attribute that the engine sets (``ds_id``, ``_fsdp_flattened``). ZeRO-3's own attributes of modules are ignored. All
-  other changes by an engine are refused.
+  the recompute. All of them are compared by version and storage, and a recompute that would read other values is
+  refused. Weights that FSDP2 gathered again are in the storage of before. Those of FSDP and ZeRO-3 may be elsewhere and
+  are recognized by the attribute that the engine sets (``ds_id``, ``_fsdp_flattened``). ZeRO-3's own attributes of
+  modules are ignored. All other changes by an engine are refused.
 * The generators of Python, of NumPy and of the modules, if a block drew from them.
 
 Finding all this takes longer than seeing that nothing changed. So what a call found (``Reachable``) serves the next
