@@ -130,7 +130,7 @@ class BlockPatch(Patch):
                     return self.inner(module, *inner_args, **inner_kwargs)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
-            if keeps is not None and not keeps.found:
+            if keeps is not None and not keeps.found and any(t.requires_grad for t in tensors):
                 kind = type(module).__name__
                 inform(f"{kind} has no {self.keep} to keep, so all of it is recomputed", once=f"nothing kept {kind}")
             if observed is not None:

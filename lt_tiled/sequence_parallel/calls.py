@@ -23,6 +23,8 @@ from lt_tiled.sequence_parallel.region import Region
 
 TELL_DOCUMENTS = (*DOCUMENTS, "position_ids")
 """How arguments begin from which flash attention finds packed documents."""
+_ALL_OR_NONE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Those that transformers reads only together."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class LowerRight:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return NotImplemented
+        device = args[0].device.type
+        if torch.is_autocast_enabled(device):  # which casts what a kernel is given, and not what this function is
+            dtype = torch.get_autocast_dtype(device)
+            args = (*(t.to(dtype) if t.is_floating_point() else t for t in args[:3]), *args[3:])
         return CausalBias._dispatch(*args, **kwargs or {})
 
 
@@ -102,11 +108,14 @@ def calls_of(
 
 
 def documents_told(arguments: Mapping[str, Any]) -> list[int] | None:
-    """Return the lengths of the documents in a row, as arguments of flash attention tell them."""
+    """Return the lengths of the documents in a row, as flash attention of transformers reads them in its arguments."""
     ends, positions = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
-    if isinstance(ends, Tensor):
+    if isinstance(ends, Tensor) and all(arguments.get(name) is not None for name in _ALL_OR_NONE):
         return list(map(int, ends.diff()))
-    return documents_of(positions) if isinstance(positions, Tensor) and len(positions) == 1 else None
+    if not isinstance(positions, Tensor) or len(positions) > 1 or len(documents_of(positions)) == 1:
+        return None
+    starts = (positions[0] == positions.min()).nonzero().flatten().tolist()  # a gap alone begins none
+    return [high - low for low, high in pairwise([*dict.fromkeys([0, *starts]), positions.shape[-1]])]
 
 
 def mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:

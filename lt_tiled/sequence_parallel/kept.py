@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from lt_tiled._log import inform
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
 from lt_tiled.tiling.recompute import RandomState, wants_graph
@@ -73,6 +74,11 @@ class Kept:
             self._values.append((packed, form, None if before.same_as(after) else after))
             return found
         index, self._next = self._next, self._next + 1
+        if self._values[index] is None:
+            raise RuntimeError(
+                "A second backward pass needs what a block kept, and the first one freed it: call that with"
+                " retain_graph=True, or leave keep out of ActivationCheckpointing."
+            )
         packed, form, random = self._values[index]
         if random is not None:
             random.set()
@@ -108,22 +114,43 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
     """Return attention of queries, keys and values, or what it was in the forward pass of the block, with its graph.
 
     Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once. Where it keeps the
-    output, they do but for the inputs, which the recompute computes again.
+    output, they do but for the inputs, which the recompute computes again. Attention that reads something else that
+    wants a gradient, as a learned bias, is not kept: its graph would end there.
     """
     kept = _kept.get()
     if kept is None or kept.what != what or not any(t.requires_grad for t in inputs):  # as in frozen blocks
         return compute(*inputs)
 
-    def run() -> tuple[_Graph, Tensor]:
+    def run() -> tuple[_Graph | None, Tensor | None]:
         recomputed = _Recomputed(kept, inputs if what == "attention_output" else ())
         with torch.enable_grad(), saved_tensors_hooks(recomputed.pack, recomputed.unpack):
             link = torch.empty(0, device=inputs[0].device, requires_grad=True)
             begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
             output = compute(*begun)
+        if _reads_others(output):
+            return None, None
         starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
         return _Graph(starts, get_gradient_edge(output), recomputed), output.detach()
 
-    return _Attended.apply(*kept.value(run), *inputs)  # type: ignore[no-any-return]
+    graph, output = kept.value(run)
+    if graph is None:
+        inform("attention that reads a learned bias, or another weight, is not kept: it is recomputed", once="not kept")
+        return compute(*inputs)
+    return _Attended.apply(graph, output, *inputs)  # type: ignore[no-any-return]
+
+
+def _reads_others(output: Tensor) -> bool:
+    """Whether the graph of an output has leaves besides those at which a run of attention begins."""
+    nodes, seen = [output.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node.name() == "_BeginBackward":
+            continue
+        seen.add(node)
+        if not node.next_functions:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def keeps_attention() -> bool:
@@ -172,7 +199,7 @@ class _Recomputed:
 
     def pack(self, tensor: Tensor) -> Any:
         place = self._places.get(storage_key(tensor))
-        if place is None:
+        if place is None or tensor.dtype != self._layouts[place][0] or tensor.is_conj() or tensor.is_neg():
             return self._kept.pack(tensor)
         return _View(place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 

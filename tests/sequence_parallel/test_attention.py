@@ -58,9 +58,8 @@ def varlen_like(
 def errors_of_flash(name: str, fields: dict[str, Any], given: str) -> float | str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
-    inputs = {"packed": packed, "left": padded(True), "right": padded(False)}[given](
-        ids(2 if given != "packed" else 1, 37)
-    )
+    make = {"packed": packed, "gap": gap, "left": padded(True), "right": padded(False)}[given]
+    inputs = make(ids(1 if given in ("packed", "gap") else 2, 37))
     TABLE["flash_attention_2"] = varlen_like
     try:
         models = [causal(name, **fields)() for _ in range(2)]
@@ -96,6 +95,19 @@ def test_flash_attention_with_few_heads(name: str, fields: dict[str, Any], four_
     with each packed document apart.
     """
     for error in four_ranks(errors_of_flash, name, fields, "packed"):
+        assert isinstance(error, float), error
+        assert error < 1e-12
+
+
+def gap(x: Tensor) -> dict[str, Any]:
+    """Positions with a gap, where flash attention sees one document."""
+    positions = torch.cat([torch.arange(20), torch.arange(50, 50 + x.shape[1] - 20)])[None]
+    return {"input_ids": x, "labels": x, "position_ids": positions, "use_cache": False}
+
+
+def test_gaps_with_few_heads(four_ranks: World) -> None:
+    """Position ids with a gap are those of one document, as transformers reads them for flash attention."""
+    for error in four_ranks(errors_of_flash, "llama", _FEW, "gap"):
         assert isinstance(error, float), error
         assert error < 1e-12
 

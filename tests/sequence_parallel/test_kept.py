@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling
-from tests.sequence_parallel.models import CASES, causal, gpt
+from lt_tiled.sequence_parallel.groups import Groups
+from tests.sequence_parallel.models import CASES, HeadsOnly, causal, gpt
 from tests.sequence_parallel.runs import Counts, collectives, errors, reads, step, twice, value_of, worst
 from tests.world import World
 
@@ -107,6 +110,99 @@ def test_one_rank_exchanges_nothing(shared: SequenceParallel | None, message: st
     policy = ActivationCheckpointing(keep="exchange")
     with pytest.raises(ValueError, match=message):
         lt_tiled.prepare(gpt()(), activation_checkpointing=policy, sequence_parallel=shared)
+
+
+class LearnedBias(HeadsOnly):
+    """Attention with a learned bias, which is its mask, and a learned temperature, which its function reads."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.bias, self.temperature = nn.Parameter(torch.randn(4, 64)), nn.Parameter(torch.ones(()))
+        attention = lt_tiled.shared_attention(self.attend)
+        for block in self.blocks:
+            block.attention = attention
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = query @ key.mT * self.temperature + mask[..., : query.shape[1], :, :].mean(-3, keepdim=True)
+        return scores.softmax(-1) @ value
+
+    def forward(self, x: Tensor) -> Tensor:
+        distance = (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()
+        mask = self.bias[:, distance].mean(0, keepdim=True)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def error_of_learned_bias(size: int, keep: Any) -> float:
+    torch.manual_seed(0)
+    model, x = LearnedBias().double(), {"x": torch.randn(2, 13, 32, dtype=torch.float64)}
+    reference, group = copy.deepcopy(model), Groups.of_size(size).group
+    for block in reference.blocks:
+        block.attention = lt_tiled.shared_attention(reference.attend)
+    for name in ("bias", "temperature"):
+        assert getattr(model, name) is not getattr(reference, name)
+    true = step(reference, x)
+    policies = {"activation_checkpointing": ActivationCheckpointing(keep=keep), "sequence_parallel": size}
+    with lt_tiled.prepare(model, group=group, **policies):
+        return worst(step(model, x), true)
+
+
+@pytest.mark.parametrize("keep", ["attention", "attention_output"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_learned_bias(size: int, keep: Any, world: World) -> None:
+    """What attention reads besides its inputs has its gradient: such attention is computed again."""
+    for error in world(error_of_learned_bias, size, keep):
+        assert error < 1e-12
+
+
+class ComplexRope(HeadsOnly):
+    """Rotates queries inside of its attention, by way of complex numbers with learned frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.turn = nn.Parameter(torch.randn(4))
+        for block in self.blocks:
+            block.attention = lt_tiled.shared_attention(self.attend)
+
+    @staticmethod
+    def attend(query: Tensor, key: Tensor, value: Tensor, turn: Tensor) -> Tensor:
+        turned = torch.view_as_complex(query.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
+            torch.ones_like(turn), turn
+        )
+        return F.scaled_dot_product_attention(torch.view_as_real(turned).flatten(-2), key, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.turn)
+        return x
+
+
+@pytest.mark.parametrize("keep", ["attention", "attention_output"])
+def test_complex_views(keep: Any) -> None:
+    """A saved tensor that is another dtype's view of an input is kept, and not taken from the recomputed input."""
+    torch.manual_seed(0)
+    model, x = ComplexRope().double(), torch.randn(2, 13, 32, dtype=torch.float64)
+    true = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+        found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, true)
+
+
+def error_in_autocast() -> float:
+    """The relative error of a loss in bfloat16, where two ranks have one head."""
+    model, inputs, found = CASES["few heads, 2/1"].build().float(), CASES["few heads, 2/1"].inputs(), []
+    for size in (1, 4):
+        policies: dict[str, Any] = {"sequence_parallel": size} if size > 1 else {}
+        with torch.autocast("cpu", torch.bfloat16), lt_tiled.prepare(model, loss=True, **policies):
+            found.append(float(model(**inputs).loss))
+    return abs(found[1] / found[0] - 1)
+
+
+def test_few_heads_in_autocast(four_ranks: World) -> None:
+    """Autocast reaches attention with the causal mask of some of the queries."""
+    for error in four_ranks(error_in_autocast):
+        assert error < 0.01
 
 
 class NoAttention(nn.Module):
