@@ -116,6 +116,7 @@ class BlockPatch(Patch):
             rounded = offload is not None and offload.offloader.policy.compress
             compared = None if rounded else BlockSamples(observed, hidden, due)
         modes = [Precision.now(t.device) for t in tensors[:1]]
+        has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()
 
         def block(*given: Tensor) -> Any:
@@ -130,7 +131,7 @@ class BlockPatch(Patch):
                     return self.inner(module, *inner_args, **inner_kwargs)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
-            if keeps is not None and not keeps.found and any(t.requires_grad for t in tensors):
+            if keeps is not None and not keeps.found and has_gradient:
                 kind = type(module).__name__
                 inform(f"{kind} has no {self.keep} to keep, so all of it is recomputed", once=f"nothing kept {kind}")
             if observed is not None:
