@@ -144,7 +144,7 @@ def _reads_others(output: Tensor) -> bool:
     nodes, seen = [output.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node.name() == "_BeginBackward":
+        if node is None or node in seen or node.name() == f"{_Begin.__name__}Backward":
             continue
         seen.add(node)
         if not node.next_functions:
