@@ -12,8 +12,8 @@ the device:
 * tensors smaller than ``min_bytes``, and the last ``keep_last`` ones that were saved;
 * with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
 
-A tensor that several blocks save is stored once. What a block keeps for its recompute (``keep``) goes
-through the same offloader.
+A tensor that several blocks save is stored once. What a block keeps for its recompute (``keep``) goes through the same
+offloader.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lt_tiled.sequence_parallel.arguments import DOCUMENTS
 from lt_tiled.sequence_parallel.exchange import Share
-from lt_tiled.sequence_parallel.positions import documents_of
+from lt_tiled.sequence_parallel.positions import documents_of, lengths_of
 from lt_tiled.sequence_parallel.region import Region
 
 TELL_DOCUMENTS = (*DOCUMENTS, "position_ids")
@@ -115,7 +115,7 @@ def documents_told(arguments: Mapping[str, Any]) -> list[int] | None:
     if not isinstance(positions, Tensor) or len(positions) > 1 or len(documents_of(positions)) == 1:
         return None
     starts = (positions[0] == positions.min()).nonzero().flatten().tolist()  # a gap alone begins none
-    return [high - low for low, high in pairwise([*dict.fromkeys([0, *starts]), positions.shape[-1]])]
+    return lengths_of(starts, positions.shape[-1])
 
 
 def mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:

@@ -65,6 +65,12 @@ class Share:
         heads, keys = len(self.key_of), self.keys.heads.stop - self.keys.heads.start
         return heads % keys != 0 or self.key_of != tuple(head * keys // heads for head in range(heads))
 
+    def matched(self, keys: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors of the key-value heads ``[B, k, S, ...]``, one for each query head where they are uneven."""
+        if not self.uneven:
+            return list(keys)
+        return [key.index_select(1, torch.tensor(self.key_of, device=key.device)) for key in keys]
+
 
 def shares_of(queries: int, keys: int, size: int, total: int) -> list[Share]:
     """Return what each of ``size`` ranks attends with, of ``queries`` heads on ``keys`` key-value heads."""
@@ -165,9 +171,7 @@ def over_heads(
         own_queries, own_keys = exchanged[: len(queries)], exchanged[len(queries) :]
         if record is not None:
             record.append((mine, *own_queries, *own_keys))
-        if mine.uneven:
-            index = torch.tensor(mine.key_of, device=own_queries[0].device)
-            own_keys = [key.index_select(1, index) for key in own_keys]
+        own_keys = mine.matched(own_keys)
         with entered(None):  # attention may call another one that is exchanged, which has all tokens already
             parts = [vector[mine.heads] for vector in inputs[len(of_ranks) :]]
             out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts)
@@ -251,5 +255,6 @@ def _arrived(region: Region, parts: Parts, to_heads: bool, tensors: Sequence[Ten
 
 def _size(part: Part, region: Region, rank: int) -> int:
     """Return how many vectors of a rank's tokens are in a part."""
-    tokens = sum(len(range(own.start, own.stop)) for own, _ in part.runs(region, rank))
-    return tokens * len(range(part.heads.start, part.heads.stop))
+    tokens: int = sum(own.stop - own.start for own, _ in part.runs(region, rank))
+    heads: int = part.heads.stop - part.heads.start
+    return tokens * heads

@@ -103,9 +103,7 @@ class SharedFunction(Replacement):
             return self.function(*args, **kwargs)
 
         def rule(*own_args: Any, **own_kwargs: Any) -> Tensor:
-            found = self.function(*own_args, **own_kwargs)
-            output: Tensor = found[0] if isinstance(found, tuple) else found
-            return output
+            return _output(self.function(*own_args, **own_kwargs))
 
         output = attended_alone(rule, *args, **kwargs)
         return (output, None) if RULES[self.name].with_state else output
@@ -131,7 +129,7 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
         for name, tensor in zip(by_heads + by_groups, [*queries, *keys], strict=True):
             own[name] = _as(rule.dims[name], tensor)
         found = function(*(own[name] for name in list(rule.dims)[: len(args)]), **kwargs | _without(own, rule, args))
-        return _by_heads(rule.dims[rule.output], found[0] if isinstance(found, tuple) else found)
+        return _by_heads(rule.dims[rule.output], _output(found))
 
     def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         heads = queries[0].shape[1]
@@ -140,10 +138,7 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
             return run(queries, keys, parts)
         outputs = []  # what a kernel allocates, as states of its chunks, is there for a part of the heads
         for share in shares_of(heads, keys[0].shape[1] if keys else heads, tiles, region.total):
-            groups = [key[:, share.keys.heads] for key in keys]
-            if share.uneven:
-                place = torch.tensor(share.key_of, device=queries[0].device)
-                groups = [group.index_select(1, place) for group in groups]
+            groups = share.matched([key[:, share.keys.heads] for key in keys])
             outputs.append(run([q[:, share.heads] for q in queries], groups, [p[share.heads] for p in parts]))
         return torch.cat(outputs, 1)
 
@@ -156,6 +151,12 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
     output = over_heads(region, queries, keys, [arguments[n] for n in vectors], compute)
     output = _as(rule.dims[rule.output], output).contiguous()  # models may call view on it
     return (output, None) if rule.with_state else output
+
+
+def _output(found: Any) -> Tensor:
+    """Return what a rule computed, without the last state that some return beside it."""
+    output: Tensor = found[0] if isinstance(found, tuple) else found
+    return output
 
 
 def _without(own: dict[str, Tensor], rule: Rule, args: Sequence[Any]) -> dict[str, Tensor]:
