@@ -73,6 +73,20 @@ def checkpoint_hook() -> bool:
     return names[0].startswith("_checkpoint_hook") and names[1].startswith("_recomputation_hook")
 
 
+def forward_gradients_are_off_in_functions_alone() -> bool:
+    found = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            found.append(torch._C._is_fwd_grad_enabled())
+            return x
+
+    Look.apply(torch.ones(1))
+    with torch.no_grad():
+        return [*found, torch._C._is_fwd_grad_enabled()] == [False, True]
+
+
 def loss_function() -> bool:
     """Whether transformers keeps the loss function that is set on a model under this name."""
     model = tiny_llama()
@@ -297,6 +311,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_data_parallel_size": sets(ModelParallelStrategy, "_data_parallel_size"),
     "_data_source": loops("_data_source"),
     "_ddp_kwargs": lambda: DDPStrategy(bucket_cap_mb=1)._ddp_kwargs == {"bucket_cap_mb": 1},
+    "_is_fwd_grad_enabled": forward_gradients_are_off_in_functions_alone,
     "_distributed_is_initialized": imports("lightning.fabric.utilities.distributed", "_distributed_is_initialized"),
     "_dump_config": sets(LightningCLI, "_dump_config"),
     "_fsdp_kwargs": lambda: "limit_all_gathers" in FabricFSDP(limit_all_gathers=False)._fsdp_kwargs,

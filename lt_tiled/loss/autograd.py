@@ -84,6 +84,8 @@ class LossTiles:
     reduction: Reduction = "mean"
     num_shards: int | Literal["auto"] = "auto"
     accumulate: Literal["float32", "param"] = "float32"
+    holder: weakref.ref[Any] | None = None
+    """What holds the hidden states as ``hidden`` until the backward pass, which needs their memory."""
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
@@ -290,6 +292,8 @@ class _TiledLoss(torch.autograd.Function):
             is_saved = call.tiles.reduction == "none"
             hidden, _, *weights = saved if is_saved else call.kept.get(ctx.next_functions[0][0])
             return (None, *call.gradients_with_graph(hidden, weights, incoming))
+        if call.tiles.holder is not None and (holder := call.tiles.holder()) is not None:
+            holder.hidden = None
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved
             with call.autocast.context(), random_state_kept(hidden.device, call.random):

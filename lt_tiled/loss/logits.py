@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -21,7 +22,7 @@ from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.patch import SharedPatch
 from lt_tiled.policies import LossShards
-from lt_tiled.tiling.deferred import Deferred
+from lt_tiled.tiling.deferred import READS, Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision, version_of
@@ -67,11 +68,25 @@ class LossCall:
     over: bool = False
 
 
+_optimizer_steps = [0]
+
+
+def _count_step(*_: Any) -> None:
+    _optimizer_steps[0] += 1
+
+
+register_optimizer_step_pre_hook(
+    _count_step
+)  # engines that shard weights gather new ones under the versions of the old
+
+
 class HeadCall:
     """One call of a head, which runs when its logits are used."""
 
     def __init__(self, head: nn.Module, patch: TiledHead, hidden: Tensor, model: LossCall) -> None:
-        self.head, self.patch, self.hidden, self.model = head, patch, hidden, model
+        self.head, self.patch, self.model = head, patch, model
+        self.hidden: Tensor | None = hidden
+        self.device = hidden.device
         self.autocast = Precision.now(hidden.device)
         self.versions = self._versions()
         self.logits: list[weakref.ref[DeferredLogits]] = []
@@ -83,25 +98,34 @@ class HeadCall:
         Raises:
             RuntimeError: If the hidden states or the weights may no longer be those of the call.
         """
-        if self.model.over:
+        name, hidden = self.patch.name, self.hidden
+        if hidden is None:
             raise RuntimeError(
-                f"{self.patch.name} computed its loss in tiles, so its logits are unavailable after its forward pass."
-                " Use them in it, call it without labels for logits, or turn this off with loss=False."
+                f"The logits of {name} are computed when they are used, and the hidden states were freed when the"
+                " backward pass of its loss began. Use the logits before, or turn the tiled loss off with loss=False."
             )
 
         def checked(head: nn.Module, hidden: Tensor) -> Tensor:
-            if self._versions() != self.versions:  # only here have engines all-gathered the weights
+            found = self._versions()  # only here have engines all-gathered the weights
+            if [kind for kind, _ in found] != [kind for kind, _ in self.versions]:
                 raise RuntimeError(
-                    f"{self.patch.name}: the hidden states or weights of its head were changed in place before their"
-                    " logits were used. Make the change out of place, or turn the tiled loss off with loss=False."
+                    f"{name}: FSDP has sharded the weights of its head since its forward pass, so its logits cannot be"
+                    " computed. Make the head an FSDP unit of its own with auto_wrap_policy, use FSDP2, or turn the"
+                    " tiled loss off with loss=False."
+                )
+            if found != self.versions:
+                raise RuntimeError(
+                    f"{name}: the hidden states or weights of its head were changed before its logits were used. Use"
+                    " them before, or turn the tiled loss off with loss=False."
                 )
             return function(head, hidden)
 
         with self.autocast.context():
-            return self.head(self.hidden, OnHead(checked))
+            return self.head(hidden, OnHead(checked))
 
-    def _versions(self) -> list[int]:
-        return [version_of(t) for t in (self.hidden, *self.head.parameters())]
+    def _versions(self) -> list[tuple[Any, int]]:
+        tensors = (cast("Tensor", self.hidden), *self.head.parameters())
+        return [(None, _optimizer_steps[0]), *(((type(t), t.shape), version_of(t)) for t in tensors)]
 
 
 class DeferredLogits(Deferred):
@@ -123,7 +147,7 @@ class DeferredLogits(Deferred):
         """Return deferred logits of a call."""
         with torch._C.DisableTorchFunctionSubclass():
             link = torch.empty(0, requires_grad=True)
-            name, device = call.patch.name, call.hidden.device
+            name, device = call.patch.name, call.device
             logits: DeferredLogits = _OnlyFull.apply(name, tuple(meta.shape), meta.dtype, device, link)
         logits.call, logits.meta, logits.grad_mode, logits.full = call, meta, grad_mode, None
         logits.source, logits.steps = source, steps
@@ -134,9 +158,9 @@ class DeferredLogits(Deferred):
         """Return the full logits with the graph that they had when the head was called."""
         if self.full is None:
             name = self.call.patch.name
-            inform(
-                f"the loss of {name} is not tiled: its code uses full logits ({because})", once=f"full logits {name}"
-            )
+            if not self.call.model.over:
+                message = f"the loss of {name} is not tiled: its code uses full logits ({because})"
+                inform(message, once=f"full logits {name}")
             for reference in self.call.logits:  # all, because this use may change memory that others share
                 if (logits := reference()) is not None:
                     logits._compute()
@@ -159,6 +183,9 @@ class DeferredLogits(Deferred):
         others = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not self]
         if self.full is not None or any(isinstance(t, Deferred) for t in others):
             return NotImplemented
+        if func in READS and not self.grad_mode:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func is F.cross_entropy:
             given = _CROSS_ENTROPY.bind(*args, **kwargs)
             given.apply_defaults()
@@ -179,7 +206,7 @@ class DeferredLogits(Deferred):
         else:
             kept = meta.shape == self.meta.shape and meta.is_floating_point()
             steps = (*steps, (step, func in (Tensor.float, Tensor.to) and meta.dtype == torch.float32))
-        grad_mode = self.grad_mode and (meta is self.meta or torch.is_grad_enabled())
+        grad_mode = self.grad_mode and (meta is self.meta or torch.is_grad_enabled()) and func is not Tensor.detach
         return DeferredLogits.of(self.call, meta, grad_mode, (self, step), steps) if kept else NotImplemented
 
     def _loss(
@@ -203,7 +230,8 @@ class DeferredLogits(Deferred):
             rows = hidden.reshape(-1, hidden.shape[-1])
             bounds = loss_bounds(patch.num_shards, *rows.shape)
             patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
-            tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
+            kind, holder = CrossEntropy(ignore_index, label_smoothing), weakref.ref(self.call)
+            tiles = LossTiles(kind, reduction, patch.num_shards, holder=holder)
             if patch.plain(head) and not steps and reduction != "none":
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
                 return tiles.loss(linear, hidden, target, plain, vocab_size)
@@ -256,7 +284,7 @@ class _OnlyFull(torch.autograd.Function):
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-_ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}
+_ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.detach, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}
 _ENTRYWISE |= {
     Tensor.mul,
     Tensor.div,

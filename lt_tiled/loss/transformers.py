@@ -3,7 +3,7 @@
 While a causal model runs with labels its head computes nothing and returns deferred logits. What the model does to them
 before its loss (a scale, a cap, a cast, a view) joins, and ``F.cross_entropy`` of them runs in tiles: the head, what
 joined, and the loss. The head is called once more for that, through its hooks, so that engines gather its weights. Any
-other use gets the full logits.
+other use gets the full logits, also after the forward pass, until the backward pass of the loss begins.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,33 +30,72 @@ from lt_tiled.policies import LossShards
 from lt_tiled.tiling.recompute import is_transformed
 
 
-class AbsentLogits:
-    """Stands in an output where the full logits were never computed, and raises when it is used."""
+class OutputLogits:
+    """Stands for logits in an output, and computes them when they are used.
 
-    def __init__(self, name: str, because: str = "computed its loss in tiles") -> None:
-        self._name, self._because = name, because
+    It is no tensor, because engines put hooks of their own on each tensor of an output, and that is a use.
 
-    def _refuse(self, *_: Any) -> Any:
-        raise AttributeError(
-            f"{self._name} {self._because}, so its logits are unavailable. Call it without labels for logits,"
-            " use lt_tiled.metrics, or turn this off with loss=False."
-        )
+    Args:
+        read: Returns the deferred logits, or raises.
+    """
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copying and pickling ask for what an object may lack
+        if name.startswith("__") or name == "_read":  # copying and pickling ask for what an object may lack
             raise AttributeError(name)
-        self._refuse()
+        if name in _OF_THEIR_GRADIENT:
+            raise AttributeError(
+                f"{name}: the loss was computed in tiles, without a gradient of all logits: use loss=False."
+            )
+        found = getattr(self._read(), name)
+        if not callable(found):
+            return self._again(found)
+        return lambda *args, **kwargs: self._again(found(*args, **kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.clone(self._read()).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
+        args, kwargs = pytree.tree_map_only(cls, lambda logits: logits._read(), (args, kwargs or {}))
+        return cls._again(func(*args, **kwargs))
+
+    @classmethod
+    def _again(cls, result: Any) -> Any:
+        return output_logits(result) if isinstance(result, DeferredLogits) else result
 
 
-_KEPT = set(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-for _name in set(dir(Tensor)) - _KEPT - {"__torch_function__", "__deepcopy__", "__setstate__"}:
-    if _name.startswith("__") and callable(getattr(Tensor, _name)):
-        setattr(AbsentLogits, _name, AbsentLogits._refuse)
+def output_logits(logits: DeferredLogits) -> Any:
+    """Return what stands for logits in an output: themselves, where hooks of engines do not use them."""
+    if logits.full is not None:
+        return logits.full
+    return OutputLogits(partial(_read, logits)) if logits.grad_mode else logits
 
+
+def _read(logits: DeferredLogits) -> DeferredLogits:
+    in_function = not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+    if in_function:
+        raise RuntimeError(
+            f"{logits.call.patch.name}: a custom autograd Function uses its logits, which would get no gradient from"
+            " it: give it output.logits.clone(), or turn the tiled loss off with loss=False."
+        )
+    return logits
+
+
+_OF_THEIR_GRADIENT = ("grad", "register_hook", "retain_grad", "register_post_accumulate_grad_hook")
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: self._again(getattr(self._read(), name)(*args))
+
+
+_OPERATORS = {n for n in dir(Tensor) if n.startswith("__") and callable(getattr(Tensor, n))} - set(dir(object))
+_OPERATORS |= {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+for _name in _OPERATORS - {"__torch_function__", "__torch_dispatch__", "__deepcopy__", "__setstate__"}:
+    setattr(OutputLogits, _name, _operator(_name))
+OutputLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 _ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
 """Packages whose hooks on a head gather weights alone. Those of tensor parallelism change its input and output."""
@@ -90,7 +130,7 @@ class LossPatch(SharedPatch):
                 " lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False to silence this warning.",
                 once=f"head {self.name}",
             )
-        return _without_logits(output, self.name)
+        return _with_output_logits(output)
 
 
 class HeadPatch(TiledHead):
@@ -137,17 +177,17 @@ class HeadPatch(TiledHead):
         return logits.call  # past the hooks of engines, which would compute a tensor
 
 
-def _without_logits(output: Any, name: str) -> Any:
+def _with_output_logits(output: Any) -> Any:
     if isinstance(output, DeferredLogits):
-        return AbsentLogits(name) if output.full is None else output.full
+        return output_logits(output)
     if isinstance(output, dict | list):  # in place: transformers' ModelOutput, which others may be in
         for key, value in list(output.items() if isinstance(output, dict) else enumerate(output)):
-            if (instead := _without_logits(value, name)) is not value:
+            if (instead := _with_output_logits(value)) is not value:
                 output[key] = instead
     elif is_dataclass(output):
-        _without_logits(getattr(output, "__dict__", None), name)
+        _with_output_logits(getattr(output, "__dict__", None))
     elif isinstance(output, tuple) and not pytree.tree_is_leaf(output):
-        return pytree.tree_map(lambda value: _without_logits(value, name), output, is_leaf=lambda v: v is not output)
+        return pytree.tree_map(_with_output_logits, output, is_leaf=lambda v: v is not output)
     return output
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.loss.transformers import AbsentLogits
+from lt_tiled.loss.transformers import OutputLogits
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
@@ -106,8 +107,8 @@ class SharedModel(SharedPart):
             output = self.inner(call.module, **own)
         output["loss"] = region.mean(output["loss"])
         region.check_exchanged()
-        if isinstance(output.get("logits"), Tensor):
-            output["logits"] = AbsentLogits(sharing.owner, "has the logits of this rank's tokens only")
+        if output.get("logits") is not None:
+            output["logits"] = OutputLogits(partial(_refuse_logits, sharing.owner))
         return output.to_tuple() if as_tuple else output
 
     def _check_to_loss(self, call: Call, tokens: Tensor) -> None:
@@ -185,6 +186,12 @@ class SharedModel(SharedPart):
             return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
 
         self.check(call, run, tokens, blocks=False)
+
+
+def _refuse_logits(name: str) -> Any:
+    raise AttributeError(
+        f"{name} has the logits of this rank's tokens only. Call it without labels for logits, or use lt_tiled.metrics."
+    )
 
 
 def _outside_blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,7 +8,6 @@ import inspect
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lt_tiled import ActivationCheckpointing, Tiling, _log, prepare
 from lt_tiled.loss.logits import DeferredLogits
-from lt_tiled.loss.transformers import AbsentLogits
+from lt_tiled.loss.transformers import OutputLogits
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
@@ -55,8 +54,8 @@ HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"
 @pytest.mark.table("Llama|GPT-2|Gemma 2|BERT|T5|Mixtral|DeepSeek V3|Cohere|Jamba|Mamba|Whisper|LLaVA")
 @pytest.mark.parametrize("name", [name for name, a in ARCHITECTURES.items() if a.model.endswith(HEADS)])
 def test_architectures(name: str) -> None:
-    """Loss and gradients are those of whole logits, which the model itself casts to float32; whole logits are absent,
-    or used and right.
+    """Loss and gradients are those of whole logits, which the model itself casts to float32; logits of the output are
+    right.
     """
     architecture = ARCHITECTURES[name]
     model = architecture.build()
@@ -88,38 +87,120 @@ def test_costs_no_more_flops_and_less_memory() -> None:
     assert costs[0][1] - costs[1][1] >= 4 * 1024 * 4096
 
 
-def test_absent_logits_say_why() -> None:
-    """Logits that are used say why they are not there; without labels they are there."""
+def test_logits_of_an_output() -> None:
+    """Logits of an output are those of whole logits in whatever a metric or a second loss does with them, and their
+    gradients add to those of the loss.
+    """
+    model = tiny_llama().double()
+
+    def step() -> tuple[Any, dict[str, Tensor]]:
+        output = model(input_ids=IDS, labels=IDS)
+        logits = output.logits
+        second = (logits.tanh() ** 2).mean() + torch.log_softmax(logits[..., :-1, :], -1)[..., 3].mean()
+        (output.loss + second + (1 - logits).mean()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return output, gradients
+
+    def read(logits: Any) -> list[Any]:
+        with torch.no_grad():
+            rows = torch.stack(list(logits))
+            return [
+                logits.argmax(-1),
+                logits[:, 0],
+                rows,
+                logits == rows,
+                torch.cat([rows, logits]),
+                logits.cpu().numpy(),
+            ]
+
+    output, true = step()
+    uses = read(output.logits)
+    with prepare(model, **LOSS):
+        found = step()[1]
+        assert worst(found, true) <= 1e-6  # the model's own loss is in float32
+        logits = model(input_ids=IDS, labels=IDS).logits
+        assert not isinstance(logits, Tensor)  # hooks of engines are put on each tensor of an output
+        torch.testing.assert_close(read(logits), uses)
+        torch.testing.assert_close(pickle.loads(pickle.dumps(logits)).detach(), output.logits.detach())
+
+
+def test_logits_of_an_output_without_gradients() -> None:
+    """Where no gradient is wanted, logits of an output are a tensor, which is computed when it is read first."""
+    model = tiny_llama().double()
+    with prepare(model, **LOSS), torch.no_grad():
+        true = model(input_ids=IDS).logits
+        with Ledger() as counter:
+            output = model(input_ids=IDS, labels=IDS)
+            logits = output.logits.detach().float()
+            assert (logits.shape, logits.dtype, logits.requires_grad) == (true.shape, torch.float32, False)
+            before = counter.flops
+            torch.testing.assert_close(logits + 0, true.float())
+            assert counter.flops - before == 2 * true.numel() * model.config.hidden_size
+
+
+def test_unused_logits_cost_nothing() -> None:
+    """Logits of an output that nobody reads take no FLOPs, and their hidden states are freed when the backward pass
+    begins.
+    """
+    model, seen = tiny_llama(), []
+    with prepare(model, **LOSS):
+        handle = model.model.norm.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+        flops = []
+        for keep in (False, True):
+            with Ledger() as counter:
+                output = model(input_ids=IDS, labels=IDS)
+                loss, output = output.loss, output if keep else None
+                loss.backward()
+                flops.append(counter.flops)
+                gc.collect()
+                assert seen[-1]() is None
+        handle.remove()
+    assert flops[0] == flops[1]
+
+
+@pytest.mark.parametrize("change", ["backward pass", "weight", "optimizer"])
+def test_logits_of_another_time_are_refused(change: str) -> None:
+    """Logits that are read after the backward pass, or after the weights changed, say why they cannot be computed."""
     model = tiny_llama()
     with prepare(model, **LOSS):
         output = model(input_ids=IDS, labels=IDS)
-        uses: list[Callable[[Any], Any]] = [
-            lambda logits: logits.shape,
-            lambda logits: logits[:, 0],
-            list,
-            lambda logits: 1 - logits,
-            lambda logits: logits == 1,
-            lambda logits: torch.argmax(logits, -1),
-        ]
-        for use in uses:
-            with pytest.raises(
-                AttributeError, match=r"LlamaForCausalLM computed its loss in tiles.*without labels.*loss=False"
-            ):
-                use(output.logits)
-        assert isinstance(copy.deepcopy(output.logits), AbsentLogits)
-        assert model(input_ids=IDS).logits.shape == (2, 48, 64)
-
-
-def test_hidden_states_are_freed_after_the_forward_pass() -> None:
-    """What waits for the backward pass is the gradient of the hidden states, and not the hidden states too."""
-    for name in ("Llama", "Gemma 2"):
-        model, seen = ARCHITECTURES[name].build(torch.float32), []
-        with prepare(model, **LOSS):
-            model.model.norm.register_forward_hook(lambda m, args, output, seen=seen: seen.append(weakref.ref(output)))
-            output = model(**ARCHITECTURES[name].feed(model))
-            gc.collect()
-            assert [reference() for reference in seen] == [None]
+        if change == "backward pass":
             output.loss.backward()
+        elif change == "weight":
+            with torch.no_grad():
+                model.lm_head.weight.mul_(2)
+        else:
+            other = nn.Parameter(torch.ones(1))
+            other.grad = torch.ones(1)
+            torch.optim.SGD([other], 0.1).step()
+        with pytest.raises(RuntimeError, match=r"backward pass of its loss began|changed before its logits were used"):
+            output.logits.argmax(-1)
+
+
+class Doubled(torch.autograd.Function):
+    """A custom autograd Function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_gradients_of_logits_are_never_lost() -> None:
+    """What would miss a gradient of logits is refused: hooks on them, ``retain_grad``, a custom autograd Function."""
+    model = tiny_llama()
+    with prepare(model, **LOSS):
+        logits = model(input_ids=IDS, labels=IDS).logits
+        for name in ("retain_grad", "register_hook", "grad"):
+            with pytest.raises(AttributeError, match=r"without a gradient of all logits.*loss=False"):
+                getattr(logits, name)
+        with pytest.raises(RuntimeError, match=r"custom autograd Function.*output.logits.clone"):
+            Doubled.apply(logits)
+        assert Doubled.apply(logits.clone()).requires_grad
 
 
 class ByUse(LlamaForCausalLM):
@@ -265,7 +346,7 @@ def test_changed_logits_in_the_output() -> None:
     with prepare(model, loss=5):
         torch.testing.assert_close(model(input_ids=IDS, labels=IDS).logits, true)
         model.change = False
-        assert isinstance(model(input_ids=IDS, labels=IDS).logits, AbsentLogits)
+        assert isinstance(model(input_ids=IDS, labels=IDS).logits, OutputLogits)
 
 
 def test_a_cross_entropy_over_the_second_dimension() -> None:
@@ -459,7 +540,7 @@ class Result:
     ],
 )
 def test_kinds_of_outputs(kind: Any, get: Any) -> None:
-    """Logits are absent in whatever the model returns."""
+    """Logits are computed on use in whatever the model returns."""
 
     def forward(self: Any, input_ids: Tensor, labels: Tensor) -> Any:
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
@@ -467,23 +548,7 @@ def test_kinds_of_outputs(kind: Any, get: Any) -> None:
 
     model = type("Returning", (ByUse,), {"forward": forward})(tiny_llama().config)
     with prepare(model, loss=5):
-        assert isinstance(get(model(input_ids=IDS, labels=IDS)), AbsentLogits)
-
-
-def test_logits_that_outlive_their_model_call() -> None:
-    """Logits that the model keeps cannot be computed after its forward pass, when weights may have changed."""
-
-    def use(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        kept.append(head(x))
-        return cross_entropy(kept[-1], labels)
-
-    kept: list[Tensor] = []
-    model = ByUse(tiny_llama().config)
-    model.use = lambda *args: use(*args)
-    with prepare(model, loss=5):
-        model(input_ids=IDS, labels=IDS)
-        with pytest.raises(RuntimeError, match=r"ByUse computed its loss in tiles.*after its forward pass.*loss=False"):
-            kept[0].sum()
+        assert isinstance(get(model(input_ids=IDS, labels=IDS)), OutputLogits)
 
 
 @pytest.mark.parametrize("changed", ["hidden", "weight"])
@@ -738,7 +803,7 @@ def test_threads_with_and_without_labels() -> None:
             found = {labelled: pool.submit(call, labelled) for labelled in (first, not first)}
             torch.testing.assert_close(found[False].result().logits, true[False].logits)
             torch.testing.assert_close(found[True].result().loss, true[True].loss)
-            assert isinstance(found[True].result().logits, AbsentLogits)
+            assert isinstance(found[True].result().logits, OutputLogits)
 
 
 @pytest.mark.parametrize("case", ["trained", "frozen", "hooks"])
@@ -845,16 +910,6 @@ def test_operators_on_logits() -> None:
         true = run(model, {"input_ids": IDS, "labels": IDS})
         with prepare(model, **LOSS):
             assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
-
-
-def test_absent_logits_can_be_copied() -> None:
-    """An output whose logits are absent can be copied and pickled."""
-    model = tiny_llama()
-    with prepare(model, **LOSS):
-        logits = model(input_ids=IDS, labels=IDS).logits
-    for copied in (copy.copy(logits), copy.deepcopy(logits), pickle.loads(pickle.dumps(logits))):
-        with pytest.raises(AttributeError, match="computed its loss in tiles"):
-            copied.shape  # noqa: B018
 
 
 def test_models_without_a_loss_are_not_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
