@@ -42,7 +42,7 @@ from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.share import find_shared, reach_attention
 from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
-from lt_tiled.tiling.state import EngineNeeds
+from lt_tiled.tiling.state import EngineNeeds, Owner
 
 Found = TypeVar("Found")
 
@@ -89,7 +89,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             warn(f"{' '.join(map(str, missing))} It trains {how}.")
         self.model = model
         self.offloader: Offloader | None = None
-        owner = object()
+        owner = Owner()
         unpatched = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
         with ExitStack() as undo:
             if activation_checkpointing is not None and activation_checkpointing.offload is not None:

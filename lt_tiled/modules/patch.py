@@ -70,7 +70,7 @@ class Patch:
     below: Patch | Callable[..., Any] | None = None
     """What runs next: a patch, a method that was set on the instance before (Liger, kernels), or the class's own."""
     active = True
-    owner: object = None
+    owner: Any = None
     """The object that set the patch and removes it."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -208,14 +208,14 @@ class Call:
         return [self.shape.token_dimension("tokens") if per_token else None for per_token in self.per_token]
 
     @cached_property
-    def key(self) -> Hashable:
+    def key(self) -> tuple[Hashable, ...]:
         """Identifies the code that a tile runs."""
         switches = tuple(map(_switches, self.work.parts))
         kinds = (*self.wants_grad, *self.other_shapes)
         return self.work.key, self.arguments.tree, switches, kinds, self.autocast
 
     @property
-    def mode(self) -> Hashable:
+    def mode(self) -> tuple[Any, ...]:
         """Identifies a case that needs a self-check of its own.
 
         Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen

@@ -21,14 +21,14 @@ from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.self_check import check_position_wise
-from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Tiled
+from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Owner, Tiled
 from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work, weight_bytes
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 
 
-def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TiledPatch:
+def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: Owner | None) -> TiledPatch:
     """Tile what was found, for its owner to undo.
 
     Raises:
@@ -68,7 +68,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     return patch
 
 
-def restore_tiled(model: nn.Module, owner: object) -> None:
+def restore_tiled(model: nn.Module, owner: Owner | None) -> None:
     """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
     for _, module in walk_all(model):
         for patch in get_patches(module, Patch):
@@ -263,7 +263,7 @@ class NeighborPatch(Patch):
 
     order = Order.NEIGHBOR
 
-    def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: object, alone: bool) -> None:
+    def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: Owner | None, alone: bool) -> None:
         self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
         self.alone = alone
         """Whether it runs in tiles of its own where it cannot share its neighbor's."""
@@ -286,7 +286,7 @@ class ParentPatch(Patch):
 
     order = Order.PARENT
 
-    def __init__(self, owner: object) -> None:
+    def __init__(self, owner: Owner | None) -> None:
         self.owner = owner
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

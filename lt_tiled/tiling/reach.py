@@ -164,10 +164,7 @@ class Reachable:
         if (key := (id(holder), names)) in self._seen:
             return
         self._seen.add(key)
-        if isinstance(holder, CellType):
-            self._look_at(Place("a variable of a closure", holder), DEPTH)
-        else:
-            self._look_at(ClassData(holder, is_data) if isinstance(holder, type) else Globals(holder, names), DEPTH)
+        self._look_at(place_of(holder, names), DEPTH)
 
     def _look_at(self, place: Place, depth: int, number: int = -1) -> None:
         """Record a place and, to a depth, what is in it; ``number`` is that of the module it belongs to."""
@@ -302,6 +299,13 @@ def read_by(function: FunctionType) -> list[tuple[Any, tuple[str, ...]]]:
         known.update(one.__code__ for one in todo)
         found.append((space, tuple(name for name in names if is_data(space.get(name, function)))))
     return [(holder, names) for holder, names in found if names != ()]
+
+
+def place_of(holder: Any, names: tuple[str, ...]) -> Place:
+    """Return the place of what :func:`read_by` found."""
+    if isinstance(holder, CellType):
+        return Place("a variable of a closure", holder)
+    return ClassData(holder, is_data) if isinstance(holder, type) else Globals(holder, names)
 
 
 @functools.cache

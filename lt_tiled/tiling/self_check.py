@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.tiling.alike import signature
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.probe import Probe, Run, Runs, observed
 from lt_tiled.tiling.recompute import TOLERANCE, SavedCounter, hidden_from_modes, random_state_kept, version_of
@@ -35,9 +36,16 @@ _RUNS = 8
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     """Check on a few tokens of a call that it may run in tiles, and remember it if they show anything.
 
+    A call like one that passed is not checked. One like a call that failed is, so it fails with its own name.
+
     Raises:
         NotPositionWiseError: If it lacks a property, or fails on a few tokens.
     """
+    owner, learned = call.patch.owner, call.patch.learned
+    alike = None if owner is None else signature(call, inputs)
+    if owner is not None and alike in owner.passed:
+        learned.checked.add(call.mode)
+        return
     before = observed(call)
     try:
         # An activation checkpoint around it would count what its graphs save, and keep what it computes.
@@ -48,7 +56,9 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
                 runs = Runs(probe)
                 _refuse(probe.name, (has_property(runs) for has_property in OF_TILES))
             if probe.shown or not tiled:
-                call.patch.learned.checked.add(call.mode)
+                learned.checked.add(call.mode)
+                if owner is not None and alike is not None:
+                    owner.passed.add(alike)
     except BaseException as error:
         before.undo()  # it may run untiled from here
         ours = isinstance(error, NotPositionWiseError | torch.OutOfMemoryError | MemoryError)
@@ -230,20 +240,23 @@ def _gradients_of_some_differ(
     given = [None if g is None else runs.unchanged(g) for g in runs.given]
     tensors = [t for t in (*runs.whole.outputs, *runs.probe.inputs) if isinstance(t, Tensor)]
     bound = _tolerance(runs.probe.one.autocast.dtype, *(t.dtype for t in tensors))
-    before = gradients(runs.whole, given)
+    before, size = gradients(runs.whole, given), _size(given)
     for run in (runs.whole, *runs.beside_others):
         now = before if run is runs.whole else gradients(run, given)
         for (name, per_token), a, b in zip(runs.targets, before, now, strict=True):
-            if a is None or b is None or not bool(b.isfinite().all()):  # 0 * inf, where the others overflow
+            if a is None or b is None or (a is b and not per_token):
                 continue
+            problems = []
             if per_token and not torch.equal(b, kept := runs.unchanged(b)):
-                yield (
+                problems.append(
                     f"is not position-wise: its gradient of {name} is not zero at tokens whose outputs have no gradient"
                     f" (at most {float((b - kept).abs().max()):.1e}). {_UNLESS}"
                 )
             what = f"gradient of {name} for the same tokens, while others change,"
             a = runs.unchanged(a) if per_token else a
-            yield from _differs(runs.probe, a, b, what, bound, _noise(a.dtype, bound) * _size(given))
+            problems += _differs(runs.probe, a, b, what, bound, _noise(a.dtype, bound) * size)
+            if problems and bool(b.isfinite().all()):  # else 0 * inf, where the others overflow
+                yield from problems
         del now  # as large as the weights
 
 

@@ -108,10 +108,18 @@ class EngineNeeds:
         return cls(zeros_for_unused=True, same_order=stage < 3)
 
 
+@dataclass(eq=False)
+class Owner:
+    """Who tiled the modules of a model, and restores them."""
+
+    passed: set[Hashable] = field(default_factory=set)
+    """The signatures of the calls that passed the self-check: those of modules that are alike are equal."""
+
+
 class Tiled:
     """What was found, asked for and learned of a tiled module or function."""
 
-    def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: object = None) -> None:
+    def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: Owner | None = None) -> None:
         self.found, self.tiling, self.needs, self.owner = found, tiling, needs, owner
         self.name = found.name
         """The name in messages."""
