@@ -127,7 +127,7 @@ def _tensor(tensor: Tensor) -> Hashable:
         raise TypeError(f"a {type(tensor).__name__} with hooks, or of a class of its own, cannot be compared")
     form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
     if is_weight(tensor) and (tensor.requires_grad or tensor.numel() > 1):
-        return (*form, bool(tensor.any()))
+        return (*form, bool(tensor.flatten()[:_FEW].any()) or bool(tensor.any()))  # mostly the first ones tell
     if tensor.numel() > _FEW:
         raise TypeError(f"{tensor.numel()} values are too many to be compared")
     return (*form, tuple(tensor.flatten().tolist()))
