@@ -207,8 +207,9 @@ class _LossCall:
         # No label counts: the loss is nan, and the gradients are zeros, as untiled.
         divisor = self.divisor.where(self.divisor != 0, 1.0)
         if (self.autocast.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
-            scale = _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1)
-            return scale, 1 / (scale * divisor)
+            most = _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1) * divisor.clamp(max=2.0**100)
+            power = most / (2 * most.frexp().mantissa)  # of two, so that the backward pass rounds nothing
+            return power / divisor, 1 / power
         return 1 / divisor, torch.ones_like(divisor)
 
     def run(
