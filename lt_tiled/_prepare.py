@@ -146,7 +146,7 @@ class Prepared(AbstractContextManager["Prepared"]):
 class PreparedModels(list[Prepared]):
     """The models that one strategy or callback prepared, each once, until they are released."""
 
-    def add(self, model: nn.Module, policies: AppliesPolicies, ranks_per_node: int) -> None:
+    def add(self, model: nn.Module, policies: AppliesPolicies, ranks_per_node: int | None = None) -> None:
         """Apply the policies to a model, unless they were already. Of several models, some may have nothing to tile."""
         if any(prepared.model is model for prepared in self):
             return

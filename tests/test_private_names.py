@@ -346,6 +346,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_update_count": metric_state,
     "__compatible_ops__": compatible_ops,
     "_fsdp_flattened": lambda: torch.distributed.fsdp._common_utils.FSDP_FLATTENED == "_fsdp_flattened",
+    "_is_accelerate_prepared": lambda: "_is_accelerate_prepared" in source("accelerate.accelerator"),
     "_external_params": lambda: "module._external_params = {}" in source("deepspeed.runtime.zero.partition_parameters"),
 }
 

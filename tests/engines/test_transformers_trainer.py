@@ -1,0 +1,171 @@
+"""The Trainer of transformers with ``TiledCallback``, on every engine that Accelerate gives it."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.engines.conftest import OnRanks
+from tests.models import tiny_llama
+from tests.world import RanksFailed, World
+
+ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2")
+
+
+def arguments_of(engine: str) -> dict[str, Any]:
+    """The TrainingArguments with which Accelerate takes an engine."""
+    if engine.startswith("fsdp"):
+        config = {
+            "version": 2 if engine == "fsdp2" else 1,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "sync_module_states": False,
+        }
+        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    if engine.startswith("zero"):
+        zero = {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 0}
+        auto = {"gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
+        return {"deepspeed": {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **auto}}
+    return {}
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for index in range(count):
+        ids = torch.randint(64, (40,), generator=generator)
+        found.append({"input_ids": ids, "labels": ids.where(torch.arange(40) >= 5 * index, -100)})
+    return found
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    found, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float(np.mean((found == labels)[labels != -100]))}
+
+
+def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more: Any) -> list[float]:
+    """Three steps of two micro-batches, and an evaluation with a metric of the logits; ``shared`` ranks get the same
+    batches for training.
+    """
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    from lt_tiled.transformers import TiledCallback, share_batches
+
+    class SharedTrainer(Trainer):
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            loader = DataLoader(self.train_dataset, 1, shuffle=True, collate_fn=default_data_collator)
+            return share_batches(loader, shared)
+
+    torch.manual_seed(0)
+    model = tiny_llama(use_cache=False)
+    kept = None if callback is None else TiledCallback(**callback)
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = TrainingArguments(
+            directory,
+            use_cpu=True,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=1,
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            learning_rate=1e-2,
+            max_grad_norm=0,
+            optim="sgd",
+            save_strategy="no",
+            report_to="none",
+            logging_steps=1,
+            disable_tqdm=True,
+            seed=0,
+            **arguments_of(engine),
+            **more,
+        )
+        trainer = (Trainer if shared == 1 else SharedTrainer)(
+            model,
+            arguments,
+            train_dataset=rows(12),
+            eval_dataset=rows(4),
+            compute_metrics=accuracy,
+            callbacks=[] if kept is None else [kept],
+        )
+        trainer.train()
+        figures = trainer.evaluate() if shared == 1 else {"eval_loss": 0.0, "eval_accuracy": 0.0}
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if kept is not None:
+        assert kept.prepared[0].report().tiled[0].tiles == (callback or {}).get("tiling", 1)
+        kept.release()
+    return [*found, figures["eval_loss"], figures["eval_accuracy"]]
+
+
+TILED: dict[str, Any] = {"tiling": 3, "activation_checkpointing": True}
+
+
+@pytest.mark.table("ddp|fsdp2|zero2")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_and_metrics(engine: str, on_ranks: OnRanks) -> None:
+    """Three steps of two micro-batches with labels ignored unevenly, and an evaluation whose metric reads the logits,
+    have the figures of the Trainer alone, with the loss in tiles where FSDP leaves the head whole.
+    """
+    true = on_ranks(losses, engine, None)
+    tiled = TILED | {"loss": None if engine == "fsdp" else 4}
+    assert on_ranks(losses, engine, tiled) == [pytest.approx(values, rel=1e-4) for values in true]
+
+
+@pytest.mark.table("ddp")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_shared_sequences(engine: str, on_ranks: OnRanks) -> None:
+    """With a data loader of ``share_batches`` two ranks that share each sequence have the losses of two that each have
+    all of it.
+    """
+    true = on_ranks(losses, engine, None, 2)
+    found = on_ranks(losses, engine, TILED | {"sequence_parallel": 2}, 2)
+    assert found == [pytest.approx(values, rel=1e-4) for values in true]
+
+
+def drawn(size: int) -> list[int]:
+    """The samples that a rank of four gets from a shuffled data loader, after Accelerate has prepared it as well."""
+    from accelerate import Accelerator
+
+    from lt_tiled.transformers import share_batches
+
+    torch.manual_seed(0)
+    loader = share_batches(DataLoader(range(8), 1, shuffle=True), size)  # type: ignore[arg-type]
+    return [int(batch) for batch in Accelerator(cpu=True).prepare(loader)]
+
+
+def test_share_batches(four_ranks: World) -> None:
+    """Groups of two ranks divide the samples, each taken once, and the ranks of a group draw the same."""
+    first, second, third, fourth = four_ranks(drawn, 2)
+    assert (first, third) == (second, fourth)
+    assert sorted(first + third) == list(range(8))
+    assert first != sorted(first)
+
+
+def test_share_batches_of_a_wrong_size(world: World) -> None:
+    """A size that does not divide the number of ranks is refused with those that do."""
+    with pytest.raises(RanksFailed, match=r"sequence_parallel=3 does not divide the 2 ranks: choose one of \[1, 2\]"):
+        world(drawn, 3)
+
+
+def added_late() -> str:
+    from transformers import Trainer, TrainingArguments
+
+    from lt_tiled.transformers import TiledCallback
+
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = TrainingArguments(directory, use_cpu=True, report_to="none")
+        trainer = Trainer(tiny_llama(), arguments, train_dataset=rows(2))
+        trainer.add_callback(TiledCallback())
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_callback_that_is_added_late(world: World) -> None:
+    """A callback that the Trainer gets after the model was wrapped says where to pass it."""
+    assert all("Trainer(callbacks=[...])" in message for message in world(added_late))
