@@ -18,6 +18,8 @@ from lt_tiled.checkpointing import (
     patch_block,
     turn_off_own_checkpointing,
 )
+from lt_tiled.engines.found import Engine
+from lt_tiled.engines.zero import patch_leaves, restore_leaves
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.cache import CachePatch, patch_models
@@ -66,6 +68,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         needs: EngineNeeds | None = None,
         defaults: Collection[str] = (),
         ranks_per_node: int | None = None,
+        zero3_leaf_modules: bool = True,
         build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
@@ -89,7 +92,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             warn(f"{' '.join(map(str, missing))} It trains {how}.")
         self.model = model
         self.offloader: Offloader | None = None
-        owner = Owner()
+        owner, needs = Owner(), needs or Engine(model)
         unpatched = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
         with ExitStack() as undo:
             if activation_checkpointing is not None and activation_checkpointing.offload is not None:
@@ -107,7 +110,9 @@ class Prepared(AbstractContextManager["Prepared"]):
             for tileable in tiled:
                 if get_patch(tileable.module, TiledPatch, tileable.method) is None:  # else it keeps what it has
                     assert tiling is not None
-                    patch_tiled(tileable, tiling, needs or EngineNeeds(), owner)
+                    patch_tiled(tileable, tiling, needs, owner)
+            undo.callback(restore_leaves, model, needs)
+            patch_leaves(model, needs, zero3_leaf_modules)
             if loss is not None:
                 patch_losses(losses, loss, owner)
             call_torch = reach_attention(model, unpatched, undo) if keep else set()
@@ -160,6 +165,7 @@ class PreparedModels(list[Prepared]):
                 group=policies.sequence_group,
                 defaults=policies.defaults,
                 ranks_per_node=ranks_per_node,
+                zero3_leaf_modules=policies.zero3_leaf_modules,
             )
         except NothingFoundError as error:
             if not self:
@@ -185,6 +191,9 @@ class AppliesPolicies:
 
     defaults: Collection[str] = ()
     """The policies that nobody asked for: a model in which they find nothing is trained without them."""
+
+    zero3_leaf_modules = True
+    """Whether modules with tiled modules become leaf modules of ZeRO-3."""
 
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that share each sequence with this one."""

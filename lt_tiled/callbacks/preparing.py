@@ -11,11 +11,8 @@ from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
-from lt_tiled.namespaces import is_a
 from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog, restored_on_error
-from lt_tiled.strategies.blocks import adapt_to_fsdp_units
-from lt_tiled.strategies.deepspeed import adapt_tiles
 
 
 class PreparingCallback(AppliesPolicies, Callback):
@@ -26,7 +23,7 @@ class PreparingCallback(AppliesPolicies, Callback):
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._prepare(pl_module, trainer.strategy, trainer.num_devices)
+        self._prepare(pl_module, trainer.num_devices)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -39,14 +36,11 @@ class PreparingCallback(AppliesPolicies, Callback):
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
         devices = getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]
-        self._prepare(module, fabric.strategy, len(devices))
+        self._prepare(module, len(devices))
 
-    def _prepare(self, model: nn.Module, strategy: Any, ranks_per_node: int) -> None:
+    def _prepare(self, model: nn.Module, ranks_per_node: int) -> None:
         with restored_on_error(self.prepared):
             self.prepared.add(model, self, ranks_per_node)
-            if is_a(strategy, "DeepSpeedStrategy"):
-                adapt_tiles(strategy, model)
-            adapt_to_fsdp_units(model)
 
 
 class TiledMLP(PreparingCallback):

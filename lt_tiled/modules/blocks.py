@@ -60,3 +60,14 @@ def _repeated(path: str, container: nn.Module, times: int = 2) -> Iterator[tuple
     composed = [(p, m) for p, m in children if has_forward(m) and any(True for _ in m.children())]
     classes = [type(m) for _, m in composed]
     yield from ((p, m) for p, m in composed if classes.count(type(m)) >= times)
+
+
+def shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield the weights that belong to two blocks, or to a block and the rest of the model, after their names."""
+    inside = {part for _, block in blocks for part in block.modules()}
+    rest = (weight for m in model.modules() if m not in inside for weight in m.parameters(recurse=False))
+    owner: dict[nn.Parameter, str] = {}
+    for path, weights in [*((p, b.parameters()) for p, b in blocks), (f"the rest of {type(model).__name__}", rest)]:
+        for weight in weights:
+            if owner.setdefault(weight, path) != path:
+                yield owner[weight], path, weight

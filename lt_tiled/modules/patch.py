@@ -59,6 +59,8 @@ class Order(IntEnum):
     """A module runs in tiles."""
     REPEAT = auto()
     """The planner simulates a block, or repeats another one."""
+    LEAF = auto()
+    """A module takes hooks of ZeRO-3 in another way."""
 
 
 class Patch:

@@ -188,7 +188,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     fake_weights(model)
     for tensor in (*model.parameters(), *model.buffers()):
         ledger.name(tensor, "weights")
-    tiling, shared = settings.tiling, settings.sequence_parallel
+    tiling, shared, stage = settings.tiling, settings.sequence_parallel, settings.engine.stage
     group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
     return Prepared(
         model,
@@ -197,7 +197,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
         settings.loss,
         shared and replace(shared, self_check=False, batch="trust"),
         group=group,
-        needs=EngineNeeds.of_zero(settings.engine.stage) if settings.engine.stage else EngineNeeds(),
+        needs=EngineNeeds(zeros_for_unused=stage > 0, same_order=stage in (1, 2)),
         build=partial(fake_offloader, partial(ledger.name, part="block inputs")),
     )
 

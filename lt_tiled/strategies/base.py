@@ -13,7 +13,6 @@ from lt_tiled._prepare import AppliesPolicies, PreparedModels
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
-from lt_tiled.strategies.blocks import adapt_to_fsdp_units
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
 if TYPE_CHECKING:
@@ -139,7 +138,6 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         self._sigterm = Sigterm(trainer)
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
-        adapt_to_fsdp_units(self.lightning_module)
 
     def on_train_start(self) -> None:
         self._sigterm.handle()
@@ -206,9 +204,7 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
     def setup_module(self, module: nn.Module) -> Any:
         with restored_on_error(self.prepared):
             self.prepare_once(module)
-            wrapped = super().setup_module(self.wrap(module))
-            adapt_to_fsdp_units(wrapped)
-            return wrapped
+            return super().setup_module(self.wrap(module))
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *args: Any) -> Any:
         with restored_on_error(self.prepared):

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lt_tiled._log import inform
+from lt_tiled.modules.blocks import shared_weights
 from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
-from lt_tiled.strategies.blocks import blocks_to_shard, shared_weights
+from lt_tiled.strategies.blocks import blocks_to_shard
 from lt_tiled.tiling.patched import tiled_patches
 from lt_tiled.training_step.step import nothing
 
@@ -92,12 +93,8 @@ class _FSDP2(TiledStrategy):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
 
-    def adapt_to_communicating_ranks(self, model: nn.Module) -> None:
-        """Adapt the tiled modules to ranks that communicate; refuse different tilings, with which they would hang."""
-        if self.device_mesh.size() > 1:
-            for _, _, patch in tiled_patches(model):
-                # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
-                patch.needs.zeros_for_unused = True
+    def refuse_different_tilings(self, model: nn.Module) -> None:
+        """Raise ``ValueError`` if ranks that communicate in every tile have different tilings and would hang."""
         mesh = self.device_mesh["tensor_parallel"]
         if mesh.size() > 1:
             # Functions cannot be sent: the modules that targets found are compared.
@@ -123,7 +120,7 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy, TrainerParent):
                 register_fsdp_forward_method(module, step)  # has no effect on a module that is not the FSDP root
         with _with_hook(module):
             super().setup(trainer)
-        self.adapt_to_communicating_ranks(module)
+        self.refuse_different_tilings(module)
 
 
 @contextmanager
@@ -173,7 +170,7 @@ class FabricFSDP2(_FSDP2, TiledFabricStrategy, FabricParent):
         if self._plan is not None:
             module = self._plan(module, mesh)
         self.shard(module)
-        self.adapt_to_communicating_ranks(module)
+        self.refuse_different_tilings(module)
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Owner, Tiled
 from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work, weight_bytes
 
+_HOOKS = "_post_accumulate_grad_hooks"
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 
 
@@ -105,6 +107,7 @@ class TiledPatch(Tiled, Patch):
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, TiledPatch)
         copy.learned = Learned(self.learned.largest, untiled=self.learned.untiled)
+        copy.needs = deepcopy(self.needs, memo)
         return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,6 +124,11 @@ class TiledPatch(Tiled, Patch):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    needs = patch.needs
+    if not needs.known and (
+        needs.holder.get(needs.name) is not needs.weight or getattr(needs.weight, _HOOKS, None) is not needs.hooks
+    ):
+        needs.find(module)
     work = Work(patch.bound(module), roots(module, patch.found.parts), whole=patch.found.parts is None)
     made = _with_neighbor(work, patch, args, kwargs)
     if made is None:
@@ -297,6 +305,11 @@ class ParentPatch(Patch):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    needs = patch.tiled.needs
+    if not needs.known and (
+        needs.holder.get(needs.name) is not needs.weight or getattr(needs.weight, _HOOKS, None) is not needs.hooks
+    ):
+        needs.find(module)
     work = Work(patch.bound(module), (module,), patch.key)
     if patch.after and (made := _with_neighbor(work, patch.tiled, args, kwargs)) is not None:
         return run_tiled(*made)

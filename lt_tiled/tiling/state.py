@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from lt_tiled._log import inform
 from lt_tiled.policies import Tiling
@@ -89,7 +91,7 @@ class Learned:
 
 @dataclass
 class EngineNeeds:
-    """What the engine needs of tiled modules, as its strategy says."""
+    """What the engine needs of tiled modules."""
 
     zeros_for_unused: bool = False
     """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
@@ -101,11 +103,28 @@ class EngineNeeds:
     defer: bool = True
     """Whether neighbors may run in the same tiles: their weights must be there while both run."""
 
-    @classmethod
-    def of_zero(cls, stage: int) -> EngineNeeds:
-        """Return what a stage of DeepSpeed's ZeRO needs; see the notes in ``strategies/deepspeed.py``."""
-        # It reads the gradient of each weight that autograd reaches, and takes the others as zeros.
-        return cls(zeros_for_unused=True, same_order=stage < 3)
+    known: bool = True
+    """Whether this is final. Otherwise a call looks for the engine if the following changed."""
+    holder: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    weight: Any = "unknown"
+    """A weight, and where it was, when there was no engine."""
+    hooks: Any = None
+    """Its hooks."""
+
+    leaves: list[nn.Module] = field(default_factory=list)
+    """The leaf modules that ZeRO-3 gave hooks."""
+    handles: list[Any] = field(default_factory=list)
+    """Hooks that are there until the model is released."""
+    task: int = -1
+    """The backward pass in which these modules are checked."""
+
+    def forget(self) -> None:
+        """Look for the engine in the next call."""
+        self.known, self.weight = False, "unknown"
+
+    def find(self, module: nn.Module) -> None:
+        """Find the engine in a call of this tiled module."""
 
 
 @dataclass(eq=False)

@@ -1,0 +1,1 @@
+"""What wraps a prepared model, and what tiled modules owe to it."""

@@ -1,0 +1,319 @@
+"""DeepSpeed's ZeRO: leaf modules of stage 3, and the order of gradients in stages 1 and 2.
+
+NOTE [ZeRO-3 leaves]
+ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
+tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
+leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
+
+ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs once per call. But autograd sums the
+gradients of a weight over all calls before it sets them. After two calls the first hook would reduce zeros, and the
+second one would reduce the weights again while ZeRO-3's bucket still holds them. So that hook runs on a token instead:
+
+1. Each leaf has one token, a scalar that requires a gradient.
+2. Each call joins it: a Function takes the call's hidden states and the token, and returns the hidden states.
+3. Autograd computes the token's gradient once, after this Function's backward has run for all calls in the backward
+   pass. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there.
+   ZeRO-3 frees the weights only afterwards: the hook needs their shapes for the gradients that are zero.
+4. Gradients left over raise: those that arrive later, from outside of the leaf, and those of a call without hidden
+   states.
+
+NOTE [ZeRO-1 and 2 need one order]
+ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
+entry (``reduce_independent_p_g_buckets_and_remove_grads`` in deepspeed/runtime/zero/stage_1_and_2.py). Gradients of a
+tiled module arrive in another order than those of the same module untiled, so a rank with a short input would add the
+gradients of other weights. Under these stages every call of a tiled module that may be differentiated takes the same
+path, with one tile if it is short, and nothing falls back to another path by what one rank alone sees: before the first
+backward pass the ranks agree on what runs untiled, and on neighbors that run apart because a hook reads their output.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import _pytree as pytree
+
+from lt_tiled.modules.blocks import shared_weights
+from lt_tiled.modules.find import outermost
+from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch
+from lt_tiled.tiling.patched import tiled_patches, whole_modules
+from lt_tiled.tiling.state import EngineNeeds
+
+_OF_DEEPSPEED = ("deepspeed.",)
+_INSTEAD = "Use another strategy or stage, or do not tile it: Tiling(targets=...), or tiling=False."
+
+
+@cache
+def is_installed() -> bool:
+    """Whether DeepSpeed may wrap a model later."""
+    return find_spec("deepspeed") is not None
+
+
+# ZeRO-3
+
+
+class LeafPatch(Patch):
+    """On a module with tiled modules: makes it a leaf module, should ZeRO-3 wrap the model later.
+
+    Nothing else reads the mark, and no other engine registers the hooks that this moves to a token.
+    """
+
+    order = Order.LEAF
+    hooks = "register_full_backward_hook"
+    """The method that is changed."""
+
+    def __init__(self, leaf: nn.Module, needs: EngineNeeds) -> None:
+        self.needs = needs
+        self.marked = "_z3_leaf" not in vars(leaf)
+        """Whether the mark is ours."""
+        vars(leaf)["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_module does, whose import takes seconds
+        set_patch(leaf, self, self.hooks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, LeafPatch)
+        copy.needs = deepcopy(self.needs, memo)
+        return copy
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Register a hook of ZeRO-3 on a token, see NOTE [ZeRO-3 leaves], and all others as ever."""
+        if not is_of(hook := args[0], _OF_DEEPSPEED):
+            return self.inner(module, *args, **kwargs)
+        self.needs.forget()
+        self.needs.leaves.append(module)
+        before = (_hidden_by_position, True), (_let_modes_see_linear, False)
+        for function, with_kwargs in before:
+            handle = module.register_forward_pre_hook(function, prepend=True, with_kwargs=with_kwargs)
+            self.needs.handles.append(handle)
+        # The last one, so inside of what frees the weights.
+        return module.register_forward_pre_hook(_AfterAllCalls(hook, self.needs))
+
+
+def patch_leaves(model: nn.Module, needs: EngineNeeds, blocks: bool = True) -> None:
+    """Prepare a model with patched modules for ZeRO-3.
+
+    Args:
+        model: The model.
+        needs: What its engine needs.
+        blocks: Whether to make modules leaf modules. Otherwise only those that a user made are patched.
+
+    Raises:
+        ValueError: If ZeRO-3 wraps the model already, and a tiled module is not inside a leaf module.
+    """
+    whole = whole_modules(model)
+    if not whole or not is_installed():
+        return
+    if any(is_of(hook, _OF_DEEPSPEED) for _, module in whole for hook in module._forward_pre_hooks.values()):
+        check_leaves(model)
+        return
+    for _, leaf in outermost([*(whole if blocks else []), *_leaves_in(model)]):
+        if any(tiled_patches(leaf)) and get_patch(leaf, LeafPatch, LeafPatch.hooks) is None:
+            LeafPatch(leaf, needs)
+
+
+def restore_leaves(model: nn.Module, needs: EngineNeeds) -> None:
+    """Undo :func:`patch_leaves`, but keep the marks if ZeRO-3 wraps the model: its engine still reads them."""
+    for leaf in model.modules():
+        patch = get_patch(leaf, LeafPatch, LeafPatch.hooks)
+        if patch is not None and patch.needs is needs:
+            remove_patch(leaf, patch)
+            if patch.marked and leaf not in needs.leaves:
+                del vars(leaf)["_z3_leaf"]
+    while needs.handles:
+        needs.handles.pop().remove()
+
+
+def _leaves_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
+
+
+def adapt_to_zero3(model: nn.Module) -> bool:
+    """Return whether neighbors may be deferred under ZeRO-3.
+
+    Otherwise it would run hooks on what is deferred, and might free a neighbor's weights.
+
+    Raises:
+        ValueError: If a tiled module is not inside a leaf module, or leaf modules share weights.
+    """
+    check_leaves(model)
+    trained = (row for row in shared_weights(model, _leaves_in(model)) if row[2].requires_grad)
+    if shared := next(trained, None):
+        first, second, weight = shared
+        shape = list(getattr(weight, "ds_shape", weight.shape))
+        raise ValueError(
+            f"{first} and {second} share a weight of shape {shape}. ZeRO-3 would reduce its gradient when the"
+            f" backward pass of a block with tiles ends, and lose the rest. {_INSTEAD}"
+        )
+    return all(len(_leaves_of(module)) < 2 for _, module in whole_modules(model))
+
+
+def check_leaves(model: nn.Module) -> None:
+    """Raise ``ValueError`` if ZeRO-3 would shard weights while tiles need them."""
+    for path, module, _ in tiled_patches(model):
+        if None in _leaves_of(module):
+            raise ValueError(
+                f"{path} ({type(module).__name__}) is tiled and not inside a leaf module of ZeRO-3, which would shard"
+                " its weights while its tiles run: call prepare before deepspeed.initialize, or use"
+                " TiledDeepSpeedStrategy(stage=3) with zero3_leaf_modules=True, which make its block one; a callback"
+                " runs too late. Or call deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize, as at the end"
+                " of configure_model."
+            )
+
+
+def _leaves_of(module: nn.Module) -> set[nn.Module | None]:
+    """Return the leaf modules with which the weights of a module are all-gathered; ``None`` for those without one."""
+    return {getattr(weight, "ds_z3_leaf_module", None) for weight in module.parameters()}
+
+
+def _let_modes_see_linear(*_: Any) -> None:
+    """Let torch function modes see the linear layers again: ZeRO-3 replaces ``F.linear`` with a custom Function.
+
+    Tiles are given the leaves that sum their gradients by such a mode; see NOTE [Substitution].
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    if F.linear is zero3_linear_wrap:
+        F.linear = _linear
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(_linear, tensors, input, weight, bias)
+    return zero3_linear_wrap(input, weight, bias)
+
+
+def _hidden_by_position(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass hidden states, the first floating-point tensor, by position.
+
+    ZeRO-3 frees the weights of a module when the gradients of such arguments are known, else after the backward pass.
+    """
+    if not any(map(_has_hidden, args)) and any(map(_has_hidden, kwargs.values())):
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()  # else what follows an argument that is left out counts as a keyword
+        first = next((i for i, value in enumerate(bound.args) if _has_hidden(value)), len(args) - 1) + 1
+        named = {*[*bound.arguments][:first]}
+        args, kwargs = bound.args[:first], {name: value for name, value in kwargs.items() if name not in named}
+    return args, kwargs
+
+
+def _has_hidden(value: Any) -> bool:
+    return any(map(_is_hidden, pytree.tree_leaves(value)))
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+class _AfterAllCalls:
+    """Runs a backward hook once per backward pass, after all calls of the module, and checks what is left after it."""
+
+    def __init__(self, hook: Callable[..., None], needs: EngineNeeds) -> None:
+        self.hook, self.needs = hook, needs
+        self.token: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+            return args
+        index = next((i for i, arg in enumerate(args) if _has_hidden(arg)), None)
+        if index is None:
+            raise _lost(module)
+        tensors, spec = pytree.tree_flatten(args[index])
+        first = next(i for i, tensor in enumerate(tensors) if _is_hidden(tensor))
+        if self.token is None:
+            self.token = tensors[first].new_zeros((), requires_grad=True)
+            self.token.register_hook(lambda _: self._run(module))
+        tensors[first] = _JoinToken.apply(tensors[first], self.token)
+        return (*args[:index], pytree.tree_unflatten(tensors, spec), *args[index + 1 :])
+
+    def _run(self, module: nn.Module) -> None:
+        self.hook(module, (), ())
+        task = torch._C._current_graph_task_id()
+        if task != self.needs.task:  # once per backward pass
+            self.needs.task = task
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_check_gradients, self.needs.leaves))
+
+
+def _check_gradients(leaves: list[nn.Module]) -> None:
+    """Raise ``RuntimeError`` if a backward pass left gradients of a leaf module, which ZeRO-3 would drop."""
+    for leaf in leaves:
+        if any(weight.grad is not None for weight in leaf.parameters()):
+            raise _lost(leaf)
+
+
+def _lost(leaf: nn.Module) -> RuntimeError:
+    path, _, patch = next(tiled_patches(leaf))
+    name = patch.name.removesuffix(f".{patch.found.method}").removesuffix(path).removesuffix(".")
+    return RuntimeError(
+        f"{name} ({type(leaf).__name__}) has gradients that ZeRO-3 would lose, because it was given no hidden states or"
+        f" its weights were used outside of its forward, and tiles run in it. {_INSTEAD} You can also make the tiled"
+        " modules leaf modules before deepspeed.initialize, with deepspeed.utils.set_z3_leaf_modules, as in"
+        " configure_model with zero3_leaf_modules=False."
+    )
+
+
+class _JoinToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, token: Tensor) -> Tensor:
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, gradient.new_zeros(())
+
+
+# ZeRO-1 and 2
+
+
+def agree_before_backward(model: nn.Module, needs: EngineNeeds) -> None:
+    """Let the ranks agree on the order of gradients when the first gradient of a weight arrives.
+
+    Until then nothing is reduced. From then on nothing may change on one rank alone.
+    """
+
+    def agree(_: Tensor) -> None:
+        handle.remove()
+        agree_on_tiles(model)
+        needs.agreed = True
+
+    handle = register_multi_grad_hook([w for w in model.parameters() if is_zero(w)], agree, mode="any")
+    needs.handles.append(handle)
+
+
+def is_zero(weight: Tensor) -> bool:
+    """Whether DeepSpeed takes the gradient of a weight when it arrives."""
+    return any(is_of(hook, _OF_DEEPSPEED) for hook in (weight._post_accumulate_grad_hooks or {}).values())
+
+
+def agree_on_tiles(model: nn.Module) -> None:
+    """Compare on all ranks what the first step left untiled.
+
+    Raises:
+        RuntimeError: On all ranks, if they differ.
+    """
+    own = {}
+    for _, _, patch in tiled_patches(model):
+        refused, alone = (sorted(map(repr, keys)) for keys in (patch.learned.refused, patch.learned.alone))
+        own[patch.name] = patch.learned.untiled, refused, alone
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    if differing := sorted(name for name in own if any(other.get(name) != own[name] for other in everyone)):
+        raise RuntimeError(
+            f"{', '.join(differing)} can run in tiles on some ranks and not on others, and the engine needs the same"
+            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...), and set the same"
+            " hooks on all ranks."
+        )
