@@ -127,12 +127,21 @@ class Prepared(AbstractContextManager["Prepared"]):
             for part in shared:
                 part.patch(undo)
             self._undo = undo.pop_all()
-        self._shared = shared
+        self._shared, self._needs = shared, needs
         inform(self.report().summary())
 
     def report(self) -> Report:
         """Return what is tiled and what is recomputed, and the number of tiles of the largest call so far."""
         return Report.of(self.model)
+
+    def find_engine(self) -> None:
+        """Find the engine that wraps the model now, and not only in the first call.
+
+        Raises:
+            ValueError: If it would shard weights while tiles need them, or lose their gradients.
+        """
+        if not self._needs.known:
+            self._needs.find(self.model)
 
     def check_last_batch(self) -> None:
         """Compare the last batch between the ranks that share its sequences, where no other pass follows."""
@@ -173,6 +182,11 @@ class PreparedModels(list[Prepared]):
             warn(f"{error} {type(model).__name__} is not changed, because there are other models.")
         else:
             self.append(prepared)
+
+    def find_engines(self) -> None:
+        """Find the engine of each model; see :meth:`Prepared.find_engine`."""
+        for prepared in self:
+            prepared.find_engine()
 
     def release(self, keep: int = 0) -> None:
         """Restore every model but the first ``keep`` of them."""

@@ -51,6 +51,28 @@ def hooked(register: str, name: str, **options: bool) -> Callable[[], Any]:
     return check
 
 
+def post_accumulate_hooks() -> bool:
+    weight = nn.Parameter(torch.ones(1))
+    before = weight._post_accumulate_grad_hooks
+    weight.register_post_accumulate_grad_hook(print)
+    hooks: Any = weight._post_accumulate_grad_hooks
+    return before is None and list(hooks.values()) == [print] and weight._post_accumulate_grad_hooks is hooks
+
+
+def end_of_backward() -> bool:
+    """Whether what is queued in a backward pass runs at its end, and raises there."""
+    x = torch.ones(1, requires_grad=True)
+
+    def end() -> None:
+        raise ArithmeticError(str(x.grad is not None))
+
+    y = x * 2
+    y.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(end))
+    with pytest.raises(ArithmeticError, match="True"):
+        y.backward()
+    return True
+
+
 def keeps_graph() -> bool:
     seen: list[bool] = []
     x = torch.ones(1, requires_grad=True)
@@ -347,6 +369,9 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "__compatible_ops__": compatible_ops,
     "_fsdp_flattened": lambda: torch.distributed.fsdp._common_utils.FSDP_FLATTENED == "_fsdp_flattened",
     "_is_accelerate_prepared": lambda: "_is_accelerate_prepared" in source("accelerate.accelerator"),
+    "_z3_leaf": lambda: "hasattr(model, '_z3_leaf') and model._z3_leaf" in source("deepspeed.utils.z3_leaf_module"),
+    "_post_accumulate_grad_hooks": post_accumulate_hooks,
+    "_execution_engine": end_of_backward,
     "_external_params": lambda: "module._external_params = {}" in source("deepspeed.runtime.zero.partition_parameters"),
 }
 

@@ -41,6 +41,7 @@ class PreparingCallback(AppliesPolicies, Callback):
     def _prepare(self, model: nn.Module, ranks_per_node: int) -> None:
         with restored_on_error(self.prepared):
             self.prepared.add(model, self, ranks_per_node)
+            self.prepared.find_engines()
 
 
 class TiledMLP(PreparingCallback):

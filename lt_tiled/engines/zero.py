@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
+from torch.utils.weak import TensorWeakRef
 
 from lt_tiled.modules.blocks import shared_weights
 from lt_tiled.modules.find import outermost
@@ -72,8 +73,8 @@ class LeafPatch(Patch):
     hooks = "register_full_backward_hook"
     """The method that is changed."""
 
-    def __init__(self, leaf: nn.Module, needs: EngineNeeds) -> None:
-        self.needs = needs
+    def __init__(self, path: str, leaf: nn.Module, needs: EngineNeeds) -> None:
+        self.name, self.needs = f"{path} ({type(leaf).__name__})", needs
         self.marked = "_z3_leaf" not in vars(leaf)
         """Whether the mark is ours."""
         vars(leaf)["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_module does, whose import takes seconds
@@ -90,7 +91,7 @@ class LeafPatch(Patch):
         if not is_of(hook := args[0], _OF_DEEPSPEED):
             return self.inner(module, *args, **kwargs)
         self.needs.forget()
-        self.needs.leaves.append(module)
+        self.needs.leaves[module] = self.name
         before = (_hidden_by_position, True), (_let_modes_see_linear, False)
         for function, with_kwargs in before:
             handle = module.register_forward_pre_hook(function, prepend=True, with_kwargs=with_kwargs)
@@ -116,9 +117,9 @@ def patch_leaves(model: nn.Module, needs: EngineNeeds, blocks: bool = True) -> N
     if any(is_of(hook, _OF_DEEPSPEED) for _, module in whole for hook in module._forward_pre_hooks.values()):
         check_leaves(model)
         return
-    for _, leaf in outermost([*(whole if blocks else []), *_leaves_in(model)]):
+    for path, leaf in outermost([*(whole if blocks else []), *_leaves_in(model)]):
         if any(tiled_patches(leaf)) and get_patch(leaf, LeafPatch, LeafPatch.hooks) is None:
-            LeafPatch(leaf, needs)
+            LeafPatch(path, leaf, needs)
 
 
 def restore_leaves(model: nn.Module, needs: EngineNeeds) -> None:
@@ -163,10 +164,9 @@ def check_leaves(model: nn.Module) -> None:
         if None in _leaves_of(module):
             raise ValueError(
                 f"{path} ({type(module).__name__}) is tiled and not inside a leaf module of ZeRO-3, which would shard"
-                " its weights while its tiles run: call prepare before deepspeed.initialize, or use"
-                " TiledDeepSpeedStrategy(stage=3) with zero3_leaf_modules=True, which make its block one; a callback"
-                " runs too late. Or call deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize, as at the end"
-                " of configure_model."
+                " its weights while its tiles run: use TiledDeepSpeedStrategy(stage=3) with zero3_leaf_modules=True, or"
+                " call prepare before deepspeed.initialize, which makes its block one; a callback runs too late. Or"
+                " call deepspeed.utils.set_z3_leaf_modules before, as at the end of configure_model."
             )
 
 
@@ -231,7 +231,7 @@ class _AfterAllCalls:
             return args
         index = next((i for i, arg in enumerate(args) if _has_hidden(arg)), None)
         if index is None:
-            raise _lost(module)
+            raise _lost(self.needs.leaves[module])
         tensors, spec = pytree.tree_flatten(args[index])
         first = next(i for i, tensor in enumerate(tensors) if _is_hidden(tensor))
         if self.token is None:
@@ -242,27 +242,34 @@ class _AfterAllCalls:
 
     def _run(self, module: nn.Module) -> None:
         self.hook(module, (), ())
-        task = torch._C._current_graph_task_id()
-        if task != self.needs.task:  # once per backward pass
-            self.needs.task = task
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_check_gradients, self.needs.leaves))
+        needs, task = self.needs, torch._C._current_graph_task_id()
+        if task != needs.task:  # once per backward pass
+            needs.task, needs.in_bucket = task, {}
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_check_gradients, needs))
+        gradients = ((weight, weight.grad) for weight in module.parameters())
+        needs.in_bucket.update(
+            (weight, TensorWeakRef(gradient)) for weight, gradient in gradients if gradient is not None
+        )
 
 
-def _check_gradients(leaves: list[nn.Module]) -> None:
-    """Raise ``RuntimeError`` if a backward pass left gradients of a leaf module, which ZeRO-3 would drop."""
-    for leaf in leaves:
-        if any(weight.grad is not None for weight in leaf.parameters()):
-            raise _lost(leaf)
+def _check_gradients(needs: EngineNeeds) -> None:
+    """Raise ``RuntimeError`` if a backward pass leaves gradients of a leaf module, which ZeRO-3 would drop.
+
+    Those that were there when ZeRO-3 took the gradients of the module may still wait in its bucket.
+    """
+    for leaf, name in needs.leaves.items():
+        for weight in leaf.parameters():
+            waits = needs.in_bucket.get(weight)
+            if weight.grad is not None and not (waits is not None and waits() is weight.grad):
+                raise _lost(name)
 
 
-def _lost(leaf: nn.Module) -> RuntimeError:
-    path, _, patch = next(tiled_patches(leaf))
-    name = patch.name.removesuffix(f".{patch.found.method}").removesuffix(path).removesuffix(".")
+def _lost(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} ({type(leaf).__name__}) has gradients that ZeRO-3 would lose, because it was given no hidden states or"
-        f" its weights were used outside of its forward, and tiles run in it. {_INSTEAD} You can also make the tiled"
-        " modules leaf modules before deepspeed.initialize, with deepspeed.utils.set_z3_leaf_modules, as in"
-        " configure_model with zero3_leaf_modules=False."
+        f"{name} has gradients that ZeRO-3 would lose, because it was given no hidden states or its weights were used"
+        f" outside of its forward, and tiles run in it. {_INSTEAD} You can also make the tiled modules leaf modules"
+        " with deepspeed.utils.set_z3_leaf_modules, before deepspeed.initialize, or in configure_model with"
+        " zero3_leaf_modules=False."
     )
 
 

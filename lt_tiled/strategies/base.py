@@ -138,6 +138,7 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         self._sigterm = Sigterm(trainer)
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
+        self.prepared.find_engines()
 
     def on_train_start(self) -> None:
         self._sigterm.handle()
@@ -204,12 +205,16 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
     def setup_module(self, module: nn.Module) -> Any:
         with restored_on_error(self.prepared):
             self.prepare_once(module)
-            return super().setup_module(self.wrap(module))
+            wrapped = super().setup_module(self.wrap(module))
+            self.prepared.find_engines()
+            return wrapped
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *args: Any) -> Any:
         with restored_on_error(self.prepared):
             self.prepare_once(module)  # DeepSpeed sets up both at once and does not call setup_module
-            return super().setup_module_and_optimizers(module, optimizers, *args)
+            wrapped = super().setup_module_and_optimizers(module, optimizers, *args)
+            self.prepared.find_engines()
+            return wrapped
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model where Lightning's own wrapping does not fit the engine."""

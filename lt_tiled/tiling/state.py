@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,12 +112,14 @@ class EngineNeeds:
     hooks: Any = None
     """Its hooks."""
 
-    leaves: list[nn.Module] = field(default_factory=list)
-    """The leaf modules that ZeRO-3 gave hooks."""
+    leaves: dict[nn.Module, str] = field(default_factory=dict)
+    """The leaf modules that ZeRO-3 gave hooks, with their names."""
     handles: list[Any] = field(default_factory=list)
     """Hooks that are there until the model is released."""
     task: int = -1
     """The backward pass in which these modules are checked."""
+    in_bucket: dict[nn.Parameter, Callable[[], Any]] = field(default_factory=dict)
+    """Weak references to the gradients of their weights that ZeRO-3 took in it."""
 
     def forget(self) -> None:
         """Look for the engine in the next call."""

@@ -1,0 +1,149 @@
+"""``prepare`` in a loop of its own, with what wraps the model called directly: it finds the engine by itself."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from lt_tiled import Tiling, prepare
+from tests.engines.cells import ENGINES, draw, error_of, sgd
+from tests.engines.conftest import OnRanks
+from tests.models import Block, TinyLM, lm_loss
+from tests.parity import near
+from tests.world import World
+
+
+def wrapped(engine: str, net: TinyLM) -> tuple[Any, Any, Any]:
+    """The wrapped model, its backward pass and its step."""
+    if engine.startswith("zero"):
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        if get_accelerator().device_name() != "cpu":
+            set_accelerator(CPU_Accelerator())
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which compiles for minutes
+        limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": int(engine[-1])} | {f"stage3_{limit}": 0 for limit in limits},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,
+        }
+        model, *_ = deepspeed.initialize(model=net, optimizer=sgd(net.parameters()), config=config)
+        return model, model.backward, model.step
+    model: Any = net
+    if engine == "ddp":
+        model = DistributedDataParallel(net)
+    elif engine in ("fsdp", "fsdp_flat"):
+        arguments = {"device_id": torch.device("cpu"), "use_orig_params": engine == "fsdp"}
+        model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
+    else:
+        for block in net.blocks:
+            fully_shard(block)
+        fully_shard(net)
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, Tensor.backward, step
+
+
+def losses(engine: str, tiled: bool, when: str) -> list[float]:
+    """The losses of three steps on inputs whose lengths differ between the ranks: ``before`` or ``after`` wrapping, or
+    before it and ``used`` in between.
+    """
+    torch.manual_seed(0)
+    net = TinyLM()
+
+    def tile(model: nn.Module) -> None:
+        prepare(model, tiling=Tiling(4), activation_checkpointing=True)
+
+    if tiled and when != "after":
+        tile(net)
+    if when == "used":
+        lm_loss(net(ids := draw((2, 24), 0)), ids).backward()
+        net.zero_grad()
+    model, backward, step = wrapped(engine, net)
+    if tiled and when == "after":
+        tile(model)
+    found = []
+    for index in range(3):
+        ids = draw((2, (20 + index, 2)[dist.get_rank()]), dist.get_rank())
+        loss = lm_loss(model(ids), ids)
+        backward(loss)
+        step()
+        found.append(float(loss.detach()))
+    return found
+
+
+WHEN = {engine: ("before", "used", "after") for engine in ENGINES if engine not in ("fsdp", "fsdp_flat", "zero3")}
+WHEN |= dict.fromkeys(("fsdp", "fsdp_flat", "zero3"), ("before", "used"))
+
+
+@pytest.mark.table("zero[123]-before|zero1-used|zero3-used|zero2-after|fsdp2-before|ddp-after")
+@pytest.mark.parametrize(("engine", "when"), [(engine, when) for engine, times in WHEN.items() for when in times])
+def test_losses(engine: str, when: str, on_ranks: OnRanks) -> None:
+    """A prepared model has the losses of the untiled one under DDP, whatever wraps it, and whether it was prepared
+    before that or after, or ran in between; also with ranks whose inputs are too short for two tiles.
+    """
+    plain = on_ranks.once(losses, "ddp", False, "before")
+    assert on_ranks(losses, engine, True, when) == [near(each) for each in plain]
+
+
+def refused_after() -> tuple[str, str]:
+    net = TinyLM()
+    model, *_ = wrapped("zero3", net)
+    return error_of(lambda: prepare(model, tiling=Tiling(4)))
+
+
+def test_prepared_after_zero3(deepspeed_world: World) -> None:
+    """A model that ZeRO-3 wraps already is refused, with the remedy."""
+    for kind, text in deepspeed_world(refused_after):
+        assert kind == "ValueError"
+        assert "call prepare before deepspeed.initialize" in text
+
+
+def of_copy(tiled: bool) -> list[float]:
+    """The losses of a copy of a prepared model that is wrapped by another engine than the model."""
+    torch.manual_seed(0)
+    net = TinyLM()
+    if tiled:
+        prepare(net, tiling=Tiling(4))
+    copy = deepcopy(net)
+    model, backward, _ = wrapped("zero3", copy)
+    ids = draw((2, 20), dist.get_rank())
+    reference = lm_loss(net(ids), ids)
+    loss = lm_loss(model(ids), ids)
+    backward(loss)
+    return [float(reference.detach()), float(loss.detach())]
+
+
+def test_a_copy_has_its_own_engine(deepspeed_world: World) -> None:
+    """A copy of a prepared model, as preference tuning makes one, is wrapped by an engine that the model is not."""
+    assert deepspeed_world(of_copy, True) == [near(each) for each in deepspeed_world(of_copy, False)]
+
+
+def marks(release: bool) -> set[str]:
+    net = TinyLM()
+    before = {name for module in net.modules() for name in vars(module)}
+    prepared = prepare(net, tiling=Tiling(4), activation_checkpointing=True)
+    if release:
+        prepared.release()
+    return {name for module in net.modules() for name in vars(module)} - before
+
+
+def test_no_mark_is_left() -> None:
+    """Nothing that ZeRO-3 would have read is left on a released model that it did not wrap."""
+    assert "_z3_leaf" in marks(False)
+    assert marks(True) == set()
