@@ -214,7 +214,7 @@ _CROSS |= {"attention_heads": HEADS, "image_size": 64, "patch_size": 8, "max_num
 _CROSS |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
 _MLLAMA |= {"vision_config": _CROSS}
 _POST_NORM = "the norm of the sum with the residual reads it"
-_LAYER_SCALE = "the gradient of LayerScale reads it"
+_LAYER_SCALE = "the gradient of its scale, which is no module, reads it"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Llama": _causal("Llama", "LlamaMLP"),
@@ -418,7 +418,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DINOv2 with registers": _vision(
         "Dinov2WithRegisters",
         {"dinov2_with_registers.encoder.layer.*.mlp": "Dinov2WithRegistersSwiGLUFFN"},
-        _LAYER_SCALE,
         mlp_ratio=6,
         use_swiglu_ffn=True,
     ),

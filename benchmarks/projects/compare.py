@@ -148,8 +148,9 @@ def row(project: Project, train: Callable[..., Trained] = train) -> list[Cell | 
         stock = train(module, batches)
         checkpointed = train(module, batches, "TiledSingleDeviceStrategy", tiling=False)
         runs = [train(module, batches, name) for name in ("TiledSingleDeviceStrategy", "TiledDDPStrategy")]
+        own = train(own_checkpointing(module), batches) if own_checkpointing(module) else None
     except Exception as error:  # a project that does not train is a row, too
-        return [*cells, Cell(f"{type(error).__name__}: {reason(error)}"[:300], False), *[""] * 6]
+        return [*cells, Cell(f"{type(error).__name__}: {reason(error)}"[:300], False), *[""] * 7]
     tiled = runs[0]
     assert tiled.report is not None
     losses, weights = (max(pair) for pair in zip(*(off(run, stock) for run in runs), strict=True))
@@ -160,9 +161,28 @@ def row(project: Project, train: Callable[..., Trained] = train) -> list[Cell | 
         Cell(f"{weights:.0e}", weights < CLOSE),
         _counted([part.kind for part in parts if part.tiles > 1]),
         _counted([part.kind for part in tiled.report.blocks]),
-        f"{tiled.flops / checkpointed.flops:.2f}, {tiled.flops / stock.flops:.2f}",
-        ", ".join(f"{run.peak / MIB:.1f}" for run in (stock, checkpointed, tiled)),
-        "<br>".join(dict.fromkeys(_without_remedy(text) for text in tiled.said)) or "-",
+        ", ".join(f"{tiled.flops / run.flops:.3f}" if run else "-" for run in (checkpointed, own, stock)),
+        ", ".join(f"{run.peak / MIB:.1f}" if run else "-" for run in (stock, own, checkpointed, tiled)),
+        "<br>".join((*_in_one_tile(tiled.report), *dict.fromkeys(_without_remedy(text) for text in tiled.said))) or "-",
+    ]
+
+
+def own_checkpointing(module: Any) -> Any:
+    """Return a copy of a model with its own activation checkpointing, or ``None`` if it has none that is off."""
+    module, switched = copy.deepcopy(module), False
+    for part in module.modules():
+        for name in ("grad_checkpointing", "activation_checkpointing"):
+            if getattr(part, name, None) is False:
+                setattr(part, name, True)
+                switched = True
+    return module if switched else None
+
+
+def _in_one_tile(report: Report) -> list[str]:
+    calls = Counter((part.kind, part.tokens) for part in report.tiled if part.tiles < 2)
+    return [
+        f"{count} x {kind} {f'({tokens} tokens)' if tokens else '(few tokens)'}."
+        for (kind, tokens), count in calls.items()
     ]
 
 
@@ -189,9 +209,9 @@ def sheet(projects: list[Project]) -> Sheet:
             "weights",
             "tiled",
             "blocks checkpointed",
-            "FLOPs, relative to checkpointing alone and to untiled",
-            "peak in MiB: untiled, checkpointing alone, tiled",
-            "what lt_tiled says",
+            "FLOPs, relative to checkpointing alone, the model's own, and untiled",
+            "peak in MiB: untiled, the model's own checkpointing, checkpointing alone, tiled",
+            "not tiled, and why",
         ],
     )
     for project in projects:

@@ -1,16 +1,13 @@
 #!/usr/bin/env bash
-# Make the environment in which `python -m benchmarks.projects` runs: released packages, torch for the CPU, and this
-# checkout of lt_tiled.
+# Make an environment with released packages, torch and this checkout of lt_tiled, and run the comparison in it.
 #
-#     bash benchmarks/projects/environment.sh DIRECTORY
-#     DIRECTORY/bin/python -m benchmarks.projects
+#     bash benchmarks/projects/environment.sh DIRECTORY [PACKAGE ...] [--write]
 #
-# The directory should be outside of the repository. Without a local index that has it, torch for the CPU needs
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+# The directory should be outside of the repository. An index with torch for the CPU saves 5 GB.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-directory=${1:?"the directory of the environment, which should be outside of the repository"}
-python3 -m venv "$directory"
+directory=$(realpath -m "${1:?"the directory of the environment, which should be outside of the repository"}")
+[ -e "$directory/bin/pip" ] || python3 -m venv "$directory"
 install=("$directory/bin/pip" install -q -c "$root/constraints.txt")
 
 "${install[@]}" torch -e "$root" pytorch-lightning transformers
@@ -21,3 +18,6 @@ done
 # boltz pins pytorch-lightning 2.5.0 and numpy below 2, among others: install it without them, and what its model imports.
 "${install[@]}" --no-deps boltz==2.2.1 || echo "not installed: boltz" >&2
 "${install[@]}" dm-tree einops einx fairscale gemmi hydra-core mashumaro modelcif numba rdkit scikit-learn wandb
+
+cd "$root"
+"$directory/bin/python" -m benchmarks.projects "${@:2}"

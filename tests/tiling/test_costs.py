@@ -48,6 +48,83 @@ def test_cost_without_checkpointing(mlp: type[nn.Module], ratio: float) -> None:
     assert [flops(lambda: step(module, x)) / untiled for _ in range(2)] == [pytest.approx(ratio)] * 2
 
 
+class LayerScale(nn.Module):
+    """A learned factor for each feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((HIDDEN,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class ScaledBlock(nn.Module):
+    """The end of a block of DINOv2, where the scale is a module, or of ConvNeXt, where it is in the block's code."""
+
+    def __init__(self, inline: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.mlp, self.scale, self.inline = PlainMLP(HIDDEN, WIDE), LayerScale(), inline
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x)
+        y = self.mlp(self.norm2(x))
+        return x + (y * self.scale.gamma if self.inline else self.scale(y))
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_layer_scale(inline: bool) -> None:
+    """A LayerScale runs in the MLP's tiles and costs nothing more. If the block's code multiplies, the multiplication
+    saves the MLP's output: then its recompute runs the MLP, and each tile the first projection once more, exactly.
+    """
+    model, x = nn.Sequential(*[ScaledBlock(inline) for _ in range(2)]), randn(1, TOKENS, HIDDEN).requires_grad_()
+    with prepare(model, activation_checkpointing=True):
+        step(model, x)
+        untiled, true, peak = flops(lambda: step(model, x)), gradients(model, x), peak_bytes(lambda: step(model, x))
+    with prepare(model, tiling=TILES, activation_checkpointing=True):
+        step(model, x)
+        tiled, found, lower = flops(lambda: step(model, x)), gradients(model, x), peak_bytes(lambda: step(model, x))
+    assert tiled - untiled == inline * 2 * (2 * TOKENS * HIDDEN * WIDE)
+    assert lower < peak
+    torch.testing.assert_close(found, true)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the gradients of one step."""
+    model.zero_grad()
+    step(model, x)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_swin_against_its_own_checkpointing() -> None:
+    """Swin takes no more FLOPs than with the checkpointing of transformers, and has a lower peak."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    sizes = {
+        "image_size": 64,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    }
+    config = SwinConfig(**sizes, drop_path_rate=0.0)
+    model, images = SwinForImageClassification(config).train(), torch.randn(2, 3, 64, 64)
+
+    def run() -> None:
+        model(images, labels=torch.zeros(2, dtype=torch.long)).loss.backward()
+
+    model.gradient_checkpointing_enable()
+    run()
+    own = flops(run), peak_bytes(run)
+    model.gradient_checkpointing_disable()
+    with prepare(model, tiling=TILES, activation_checkpointing=True):
+        run()
+        assert flops(run) <= own[0]
+        assert peak_bytes(run) < own[1]
+
+
 def test_lora_costs_nothing_more() -> None:
     """With LoRA on a frozen base the checkpointed block's FLOPs are 1.00 times the untiled ones too."""
     from peft import LoraConfig, inject_adapter_in_model
