@@ -15,7 +15,7 @@ from tests.engines.conftest import OnRanks
 from tests.models import tiny_llama
 from tests.world import RanksFailed, World
 
-ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2")
+ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
 
 
 def arguments_of(engine: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
 TILED: dict[str, Any] = {"tiling": 3, "activation_checkpointing": True}
 
 
-@pytest.mark.table("ddp|fsdp2|zero2")
+@pytest.mark.table("ddp|fsdp2|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses_and_metrics(engine: str, on_ranks: OnRanks) -> None:
     """Three steps of two micro-batches with labels ignored unevenly, and an evaluation whose metric reads the logits,
@@ -115,7 +115,7 @@ def test_losses_and_metrics(engine: str, on_ranks: OnRanks) -> None:
 
 
 @pytest.mark.table("ddp")
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_shared_sequences(engine: str, on_ranks: OnRanks) -> None:
     """With a data loader of ``share_batches`` two ranks that share each sequence have the losses of two that each have
     all of it.
