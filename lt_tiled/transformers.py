@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import rich
 from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -14,25 +14,30 @@ from lt_tiled._log import inform
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
+from lt_tiled.report import Report, show
 from lt_tiled.sequence_parallel.groups import Groups
 
 
 class TiledCallback(AppliesPolicies, TrainerCallback):
-    """Prepares the model of a Trainer before its engine wraps it, for ``Trainer(callbacks=[TiledCallback()])``.
+    """Prepares the model of a Trainer before its engine wraps it: ``Trainer(..., callbacks=[TiledCallback()])``.
 
-    ``evaluate`` and ``predict`` are tiled too, before and after training; :meth:`release` restores the model. At the
-    end of training, the first rank prints what was tiled and recomputed.
+    At the end of training the first rank prints what was tiled and recomputed, and the model is restored. After an
+    exception, call :meth:`release`.
 
     Args:
         tiling: What runs tile by tile: ``True``, a number of tiles, or a policy; ``False`` and ``None`` turn it off.
         activation_checkpointing: Which blocks are recomputed, and where their inputs are offloaded to. It takes the
-            place of ``TrainingArguments(gradient_checkpointing=True)``, which is turned off.
-        loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
+            place of ``TrainingArguments(activation_checkpointing=True)``, which is turned off.
+        loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles. Trainers of TRL have
+            tiled losses of their own.
         sequence_parallel: How the ranks share each sequence: a policy or their number. The Trainer needs a data loader
             of :func:`share_batches`.
 
     Raises:
         ValueError: If a policy is not understood.
+
+    Attributes:
+        report: What was done to the model, from the end of training on.
     """
 
     def __init__(
@@ -45,37 +50,65 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         asked = {"tiling": tiling is True, "activation_checkpointing": activation_checkpointing is True}
         self.defaults = [name for name, is_default in asked.items() if is_default]
+        self.report: Report | None = None
+        self._model: nn.Module | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        if self.activation_checkpointing is not None and args.gradient_checkpointing:
-            inform("gradient_checkpointing=True is turned off: lt_tiled applies activation checkpointing to the blocks")
-            args.gradient_checkpointing = False
+        """Prepare the model.
+
+        Raises:
+            ValueError: If the Trainer will replicate the model with ``nn.DataParallel``.
+        """
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"The Trainer will replicate the model on {args.n_gpu} GPUs with nn.DataParallel, which TiledCallback"
+                " does not support. Start one process per GPU with torchrun or accelerate launch, or show one GPU with"
+                " CUDA_VISIBLE_DEVICES."
+            )
+        if self.activation_checkpointing is not None:
+            _turn_off_activation_checkpointing(args)
         if self.sequence_parallel is not None and self.sequence_parallel.size > 1:
             self.sequence_group = Groups.of_size(self.sequence_parallel.size).group
-        self.prepared.release()
+        self.release()
+        self._model = model
         self.prepared.add(model, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Raise ``RuntimeError`` if the Trainer trains another model than it was made with."""
-        prepared = [p.model for p in self.prepared]
-        if not any(part is known for part in model.modules() for known in prepared):
+        """Check that the model is prepared; a second ``train()`` prepares it again.
+
+        Raises:
+            RuntimeError: If the Trainer trains another model than it was made with.
+        """
+        if self._model is None or all(part is not self._model for part in model.modules()):
             raise RuntimeError(
                 f"TiledCallback has not prepared this {type(model).__name__}, which the Trainer has wrapped already:"
                 " pass the callback to Trainer(callbacks=[...]) instead of add_callback, and model= instead of"
                 " model_init=."
             )
+        self.prepared.add(self._model, self)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.prepared.free_buffers()
-        if state.is_world_process_zero:
-            for prepared in self.prepared:
-                rich.print(prepared.report().table())
+        """Print the report and restore the model, so that what follows finds it as it was."""
+        for prepared in self.prepared:
+            self.report = prepared.report()
+            if state.is_world_process_zero:
+                show(self.report.table(steps=state.global_step))
+        self.release()
+
+
+def _turn_off_activation_checkpointing(args: TrainingArguments) -> None:
+    """Turn off the Trainer's own, under its name and the one that it had before."""
+    names = [n for n in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, n, False)]
+    for name in names:
+        setattr(args, name, False)
+    if names:
+        inform(f"{names[0]}=True is turned off: lt_tiled applies activation checkpointing to the blocks")
 
 
 def share_batches(loader: DataLoader[Any], size: int, **kwargs: Any) -> DataLoader[Any]:

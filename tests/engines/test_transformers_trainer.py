@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lt_tiled.modules.patch import Patch, get_patches
 from tests.engines.conftest import OnRanks
 from tests.models import tiny_llama
 from tests.world import RanksFailed, World
@@ -95,8 +96,9 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
         figures = trainer.evaluate() if shared == 1 else {"eval_loss": 0.0, "eval_accuracy": 0.0}
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if kept is not None:
-        assert kept.prepared[0].report().tiled[0].tiles == (callback or {}).get("tiling", 1)
-        kept.release()
+        assert kept.report is not None
+        assert kept.report.tiled[0].tiles == (callback or {}).get("tiling", 1)
+        assert not any(get_patches(module, Patch) for module in model.modules())
     return [*found, figures["eval_loss"], figures["eval_accuracy"]]
 
 

@@ -70,8 +70,8 @@ def train(kind: str, callback: dict[str, Any] | None, directory: Path, **options
     )
     trainer.train()
     for used in kept:
-        assert used.prepared[0].report().tiled[0].tiles == 3
-        used.release()
+        assert used.report is not None
+        assert used.report.tiled[0].tiles == 3
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
 
 
