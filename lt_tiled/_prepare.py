@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled._log import inform, warn
+from lt_tiled.auto import Allowance, Auto
 from lt_tiled.checkpointing import (
     BlockOffload,
     BlockPatch,
@@ -67,6 +68,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         group: dist.ProcessGroup | None = None,
         needs: EngineNeeds | None = None,
         defaults: Collection[str] = (),
+        sharded: int = 1,
         ranks_per_node: int | None = None,
         zero3_leaf_modules: bool = True,
         build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
@@ -116,14 +118,24 @@ class Prepared(AbstractContextManager["Prepared"]):
             if loss is not None:
                 patch_losses(losses, loss, owner)
             call_torch = reach_attention(model, unpatched, undo) if keep else set()
+            switched = turn_off_own_checkpointing(model) if unpatched else []
+            for module in switched:
+                undo.callback(setattr, module, "gradient_checkpointing", True)
+            measures = activation_checkpointing is not None and activation_checkpointing.recompute == "auto"
+            allowance = Allowance(model, len(unpatched), sharded) if measures and not switched else None
             for path, block in unpatched:
+                auto = Auto(allowance) if allowance else None
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
-                patch_block(block, offload, keep, AttentionMode() if block in call_torch else None)
+                patch_block(
+                    block,
+                    offload,
+                    keep,
+                    AttentionMode() if block in call_torch else None,
+                    auto,
+                )
                 undo.callback(remove_patches, block, BlockPatch)
             for module in patch_models(model) if unpatched else ():
                 undo.callback(remove_patches, module, CachePatch)
-            for module in turn_off_own_checkpointing(model) if unpatched else ():
-                undo.callback(setattr, module, "gradient_checkpointing", True)
             for part in shared:
                 part.patch(undo)
             self._undo = undo.pop_all()
@@ -173,6 +185,7 @@ class PreparedModels(list[Prepared]):
                 policies.sequence_parallel,
                 group=policies.sequence_group,
                 defaults=policies.defaults,
+                sharded=_ranks() if policies.shards_weights else 1,
                 ranks_per_node=ranks_per_node,
                 zero3_leaf_modules=policies.zero3_leaf_modules,
             )
@@ -208,6 +221,9 @@ class AppliesPolicies:
 
     zero3_leaf_modules = True
     """Whether modules with tiled modules become leaf modules of ZeRO-3."""
+
+    shards_weights = True
+    """Whether the engine may shard the weights over all ranks."""
 
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that share each sequence with this one."""
@@ -269,8 +285,18 @@ def prepare(
     shared = as_sequence_parallel(sequence_parallel)
     group = _group_of(shared, group) if shared else None
     return Prepared(
-        model, policy, as_activation_checkpointing(activation_checkpointing), as_loss(loss), shared, group=group
+        model,
+        policy,
+        as_activation_checkpointing(activation_checkpointing),
+        as_loss(loss),
+        shared,
+        group=group,
+        sharded=_ranks(),  # an engine may follow
     )
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

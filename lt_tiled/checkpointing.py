@@ -32,12 +32,13 @@ from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
+from lt_tiled.auto import Auto, Call, SavedBytes
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
 from lt_tiled.modules.find import find_named, walk_all
-from lt_tiled.modules.patch import Order, Patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patches, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
@@ -72,8 +73,10 @@ class BlockPatch(Patch):
 
     order = Order.CHECKPOINT
 
-    def __init__(self, offload: BlockOffload | None, keep: Keep | None, mode: AttentionMode | None) -> None:
-        self.offload, self.keep = offload, keep
+    def __init__(
+        self, offload: BlockOffload | None, keep: Keep | None, mode: AttentionMode | None, auto: Auto | None
+    ) -> None:
+        self.offload, self.keep, self.auto = offload, keep, auto
         self.mode = mode
         """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
         self.history, self.runs = History(), CallCounter()
@@ -82,6 +85,7 @@ class BlockPatch(Patch):
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, BlockPatch)
         copy.history, copy.runs = History(), CallCounter()
+        copy.auto = None if self.auto is None else Auto(self.auto.allowance)
         return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,9 +97,16 @@ class BlockPatch(Patch):
         args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
-        return self.checkpointed(module, due, args, kwargs)
+        call = None if self.auto is None or due is None else self.auto.call(module, args, kwargs)
+        if call is not None and (nbytes := call.saves) is not None:
+            output = self.inner(module, *args, **kwargs)
+            call.hold(nbytes, output)
+            return output
+        return self.checkpointed(module, due, args, kwargs, call)
 
-    def checkpointed(self, module: nn.Module, due: Due | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def checkpointed(
+        self, module: nn.Module, due: Due | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None
+    ) -> Any:
         """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
 
         All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
@@ -111,10 +122,10 @@ class BlockPatch(Patch):
         keeps = None if self.keep is None or not tensors else self.keeps(self.keep, tensors[0].device)
         observed = None if due is None else self.observe(module, args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
-        compared = None
+        compared, sizes = None, None if call is None else SavedBytes(module, tensors)
         if observed is not None and due is not None and hidden is not None:
             rounded = offload is not None and offload.offloader.policy.compress
-            compared = None if rounded else BlockSamples(observed, hidden, due)
+            compared = None if rounded else BlockSamples(observed, hidden, due, sizes)
         modes = [Precision.now(t.device) for t in tensors[:1]]
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()
@@ -141,7 +152,8 @@ class BlockPatch(Patch):
         check = "default" if compared is None else DETERMINISM_CHECK
         checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, determinism_check=check)
         if offload is None:
-            return checkpointed()
+            with nullcontext() if call is None or sizes is None else call.measured(module, sizes):
+                return checkpointed()
         select = offload.offloader.policy.select
         chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
         chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
@@ -192,8 +204,9 @@ def patch_block(
     offload: BlockOffload | None = None,
     keep: Keep | None = None,
     mode: AttentionMode | None = None,
+    auto: Auto | None = None,
 ) -> None:
-    """Run the block with activation checkpointing, and offload its inputs if ``offload`` is given.
+    """Run the block with activation checkpointing, offload its inputs if ``offload`` is given, or let ``auto`` decide.
 
     Raises:
         ValueError: If ``select`` names no argument of the block.
@@ -201,7 +214,7 @@ def patch_block(
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
-    set_patch(module, BlockPatch(offload, keep, mode))
+    set_patch(module, BlockPatch(offload, keep, mode, auto))
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:
@@ -221,6 +234,13 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
             " activation_checkpointing=False."
         )
     return found
+
+
+def save_little(model: nn.Module) -> bool:
+    """Whether no block that was measured under ``recompute="auto"`` is recomputed in calls like those so far."""
+    autos = [patch.auto for _, m in walk_all(model) for patch in get_patches(m, BlockPatch) if patch.auto is not None]
+    measured = [auto for auto in autos if auto.communicates is not None]
+    return bool(measured) and all(auto.saves_little for auto in measured)
 
 
 def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:

@@ -119,9 +119,19 @@ class ActivationCheckpointing:
     recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
     recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
     inputs."""
+    recompute: Literal["always", "auto"] = "always"
+    """``"auto"`` does not recompute calls for which all blocks together save at most 256 MiB, or a quarter of the bytes
+    of the weights on a rank. The first call of a block is recomputed to measure this, as are blocks that
+    communicate."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
+        _check_choice("recompute", self.recompute, ("always", "auto"))
+        if self.recompute == "auto" and (self.offload is not None or self.keep is not None):
+            raise ValueError(
+                f"recompute='auto' has no effect with offload={self.offload!r} and keep={self.keep!r}, which are for"
+                " blocks that are always recomputed: leave one out."
+            )
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
         _check_choice("activations", self.activations, ("inputs", "all"))
         _check_choice("keep", self.keep, (*get_args(Keep), None))
@@ -158,9 +168,9 @@ class ActivationCheckpointing:
 
 if TYPE_CHECKING:
     _ChoosesBlocks = type | Collection[type] | Callable[[Any, bool, int], bool]
-    ActivationCheckpointingLike = bool | Tiers | ActivationCheckpointing | _ChoosesBlocks
+    ActivationCheckpointingLike = bool | Literal["auto"] | Tiers | ActivationCheckpointing | _ChoosesBlocks
 else:
-    ActivationCheckpointingLike = bool | Tiers | ActivationCheckpointing  # what YAML can hold
+    ActivationCheckpointingLike = bool | Literal["auto"] | Tiers | ActivationCheckpointing  # what YAML can hold
 """What ``activation_checkpointing=`` accepts; at run time without classes and functions, which YAML cannot hold."""
 
 
@@ -218,9 +228,9 @@ def as_activation_checkpointing(value: ActivationCheckpointingLike | None) -> Ac
     """Return the policy for a short form.
 
     Args:
-        value: ``True`` (the default), a tier, ``False`` or ``None`` (off), or what Lightning calls an activation
-            checkpointing policy: classes of blocks, or a function ``(module, recurse, nonwrapped_numel) -> bool``,
-            which is always called with ``recurse=False``.
+        value: ``True`` (the default policy), ``"auto"`` (that with ``recompute="auto"``), a tier, ``False`` or ``None``
+            (off), or what Lightning calls an activation checkpointing policy: classes of blocks, or a function
+            ``(module, recurse, nonwrapped_numel) -> bool``, which is always called with ``recurse=False``.
     """
     if value is None or isinstance(value, ActivationCheckpointing):
         return value
@@ -229,12 +239,14 @@ def as_activation_checkpointing(value: ActivationCheckpointingLike | None) -> Ac
         return ActivationCheckpointing(targets=[cls.__name__ for cls in classes])
     if callable(value):
         return ActivationCheckpointing(targets=partial(_chooses, value))
+    if value == "auto":
+        return ActivationCheckpointing(recompute="auto")
     if value in get_args(Tiers):
         return ActivationCheckpointing(offload=cast(Tiers, value))
     if not isinstance(value, bool):
         tiers = ", ".join(map(repr, get_args(Tiers)))
         raise ValueError(
-            f"activation_checkpointing={value!r} is not understood: pass True, False, {tiers}, an"
+            f"activation_checkpointing={value!r} is not understood: pass 'auto', True, False, {tiers}, an"
             " ActivationCheckpointing, classes of blocks, or a function (module, recurse, nonwrapped_numel) -> bool."
         )
     return ActivationCheckpointing() if value else None

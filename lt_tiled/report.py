@@ -45,6 +45,8 @@ class RecomputedBlock:
 
     path: str
     kind: str
+    tokens: int = 0
+    """The tokens of the largest call so far that was not recomputed, because it saves little."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Report:
             if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
                 losses.append(TiledModule(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
-                blocks.append(RecomputedBlock(path, type(module).__name__))
+                tokens = block.auto.largest if block.auto is not None else 0
+                blocks.append(RecomputedBlock(path, type(module).__name__, tokens))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
             for part in get_patches(module, SharedBlock):
@@ -140,8 +143,10 @@ class Report:
             for (path, kind, tokens, tiles), count in alike.items():
                 calls = (str(tokens), str(tiles)) if tokens else ("-", "never tiled")
                 table.add_row(what, f"{count} x {kind}", path, *calls)
-        for (path, kind), count in Counter((pattern(row.path), row.kind) for row in self.blocks).items():
-            table.add_row("activation checkpointing", f"{count} x {kind}", path, "", "")
+        same = Counter((pattern(row.path), row.kind, row.tokens) for row in self.blocks)
+        for (path, kind, tokens), count in same.items():
+            spared = f"not recomputed: {tokens}" if tokens else ""
+            table.add_row("activation checkpointing", f"{count} x {kind}", path, spared, "")
         for row in self.shared:
             where = f"{row.first} to {row.last}"
             if row.ranks > 1:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import inform, quiet
 from lt_tiled._prepare import Prepared
+from lt_tiled.checkpointing import save_little
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
@@ -81,6 +82,8 @@ class Simulation:
     flops: int = 0
     """The FLOPs of the forward pass, the backward pass and the recompute."""
     offloaded: OffloadStats | None = None
+    saves_little: bool = False
+    """Whether a later step is without a recompute, by ``recompute="auto"``."""
 
     def parts_at(self, moment: int) -> dict[str, int]:
         """Return the live bytes of each part at a moment, without empty parts."""
@@ -117,6 +120,19 @@ def simulate(
         SimulationError: If an operation needs values.
         ValueError: If the policies do not fit the model.
     """
+    found = _with_policy(model, step, make_optimizer, settings, whole)
+    if found.saves_little:
+        return _with_policy(model, step, make_optimizer, replace(settings, activation_checkpointing=None), whole)
+    return found
+
+
+def _with_policy(
+    model: nn.Module,
+    step: Callable[[], Tensor],
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    settings: Settings,
+    whole: bool,
+) -> Simulation:
     policy = settings.activation_checkpointing
     keeps = policy is not None and (policy.keep is not None or policy.activations == "all")
     if not whole and not keeps:
@@ -180,7 +196,8 @@ def _simulate(
         memory.stepped()
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
-        return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, flops, offloaded)
+        little = settings.sharing == 1 and save_little(model)  # ranks that share sequences communicate in blocks
+        return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, flops, offloaded, little)
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
@@ -197,6 +214,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
         settings.loss,
         shared and replace(shared, self_check=False, batch="trust"),
         group=group,
+        sharded=settings.engine.ranks if settings.engine.name in ("fsdp", "fsdp2", "zero3") else 1,
         needs=EngineNeeds(zeros_for_unused=stage > 0, same_order=stage in (1, 2)),
         build=partial(fake_offloader, partial(ledger.name, part="block inputs")),
     )

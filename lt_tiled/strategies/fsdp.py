@@ -39,14 +39,15 @@ _FULL = StateDictOptions(full_state_dict=True)
 class _FSDP(TiledStrategy):
     """What FSDP1 needs under Trainer and under Fabric."""
 
+    shards_weights = True
     cpu_offload: Any
     mixed_precision_config: Any
     sharding_strategy: Any
     _state_dict_type: Any  # Lightning has no public name for it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        ours, policy = kwargs.get("activation_checkpointing", True), kwargs.get("activation_checkpointing_policy")
-        if policy is not None and ours is True:
+        ours, policy = kwargs.get("activation_checkpointing", "auto"), kwargs.get("activation_checkpointing_policy")
+        if policy is not None and (ours is True or ours == "auto"):
             kwargs["activation_checkpointing"] = kwargs.pop("activation_checkpointing_policy")
         elif policy is not None and ours:
             raise ValueError(

@@ -35,6 +35,7 @@ else:
 class _FSDP2(TiledStrategy):
     """What FSDP2 needs under Trainer and under Fabric."""
 
+    shards_weights = True
     device_mesh: DeviceMesh
     num_nodes: int
     num_processes: int

@@ -21,7 +21,8 @@ NEAR = 0.02
 TILES = Tiling(3, self_check=False)
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"tiling": None, "activation_checkpointing": False}, {"loss": False}),
-    "activation checkpointing": ({"tiling": None}, {"loss": False}),
+    "activation checkpointing": ({"tiling": None, "activation_checkpointing": True}, {"loss": False}),
+    "what is not recomputed": ({"tiling": None}, {"loss": False}),
     "tiled": ({"tiling": TILES}, {"loss": False}),
     "tiled loss": ({"tiling": TILES}, {"loss": 3}),
     "disk": (
@@ -49,7 +50,11 @@ def test_single_device(name: str) -> None:
 )
 def test_kinds_of_models(module: type[CausalLM], config: dict[str, Any], tiled: bool) -> None:
     """The same holds for an adapter on frozen weights, and for a mixture of experts, plain and tiled."""
-    given = {"tiling": TILES} if tiled else {"tiling": None, "activation_checkpointing": False}
+    given = (
+        {"tiling": TILES, "activation_checkpointing": True}
+        if tiled
+        else {"tiling": None, "activation_checkpointing": False}
+    )
     made = partial(TiledSingleDeviceStrategy, **given)
     arguments = {"config": config, "loss": 3 if tiled else False}
     assert predicted(made, 1, module, **arguments) == pytest.approx(measured(made, module, **arguments), rel=NEAR)

@@ -44,7 +44,7 @@ def test_a_group_holds_one_sequence(size: int) -> None:
     """A rank of a group holds the shards of all ranks, the block inputs and the loss of its own tokens, and does its
     part of the work.
     """
-    base = job(TiledModelParallelStrategy())
+    base = job(TiledModelParallelStrategy(activation_checkpointing=True))
     shared, work = held(base, TOKENS, SequenceParallel(size))
     part, _ = held(base, TOKENS // size, None)
     _, whole_work = held(base, TOKENS, None)
