@@ -29,7 +29,11 @@ def arguments_of(engine: str) -> dict[str, Any]:
         }
         return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
     if engine.startswith("zero"):
-        zero = {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 0}
+        zero = {
+            "stage": int(engine[-1]),
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
         auto = {"gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
         return {"deepspeed": {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **auto}}
     return {}
@@ -81,6 +85,8 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
             logging_steps=1,
             disable_tqdm=True,
             seed=0,
+            eval_strategy="steps" if shared == 1 else "no",
+            eval_steps=3,
             **arguments_of(engine),
             **more,
         )
@@ -93,13 +99,14 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
             callbacks=[] if kept is None else [kept],
         )
         trainer.train()
-        figures = trainer.evaluate() if shared == 1 else {"eval_loss": 0.0, "eval_accuracy": 0.0}
-    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}  # some engines gather on rank 0
+    names = ("loss", "eval_loss", "eval_accuracy")
+    found = [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
     if kept is not None:
         assert kept.report is not None
         assert kept.report.tiled[0].tiles == (callback or {}).get("tiling", 1)
         assert not any(get_patches(module, Patch) for module in model.modules())
-    return [*found, figures["eval_loss"], figures["eval_accuracy"]]
+    return [*found, *(float(weight.double().norm()) for weight in weights.values())]
 
 
 TILED: dict[str, Any] = {"tiling": 3, "activation_checkpointing": True}
@@ -108,10 +115,12 @@ TILED: dict[str, Any] = {"tiling": 3, "activation_checkpointing": True}
 @pytest.mark.table("ddp|fsdp2|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses_and_metrics(engine: str, on_ranks: OnRanks) -> None:
-    """Three steps of two micro-batches with labels ignored unevenly, and an evaluation whose metric reads the logits,
-    have the figures of the Trainer alone, with the loss in tiles where FSDP leaves the head whole.
+    """Three steps of two micro-batches with labels ignored unevenly, an evaluation in training whose metric reads the
+    logits, and the weights have the figures of the Trainer alone, with the loss in tiles where FSDP leaves the head
+    whole. The model is plain afterwards.
     """
     true = on_ranks(losses, engine, None)
+    assert len(true[0]) > 5, "the weights are not among the figures"
     tiled = TILED | {"loss": None if engine == "fsdp" else 4}
     assert on_ranks(losses, engine, tiled) == [pytest.approx(values, rel=1e-4) for values in true]
 
