@@ -19,6 +19,7 @@ offloader.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -241,6 +242,19 @@ def save_little(model: nn.Module) -> bool:
     autos = [patch.auto for _, m in walk_all(model) for patch in get_patches(m, BlockPatch) if patch.auto is not None]
     measured = [auto for auto in autos if auto.communicates is not None]
     return bool(measured) and all(auto.saves_little for auto in measured)
+
+
+def every_nth(blocks: list[tuple[str, nn.Module]], n: int) -> list[tuple[str, nn.Module]]:
+    """Return every n-th block of each class, beginning with the first.
+
+    Raises:
+        ValueError: If no class has n blocks.
+    """
+    kinds = [type(block) for _, block in blocks]
+    most = max(Counter(kinds).values(), default=n)
+    if n > most:
+        raise ValueError(f"every={n} is more than the {most} blocks of a class: set every={most} or less.")
+    return [block for place, block in enumerate(blocks) if kinds[:place].count(kinds[place]) % n == 0]
 
 
 def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:

@@ -111,6 +111,9 @@ class ActivationCheckpointing:
     """Store float32 as bfloat16: half the bytes, but results are no longer bit for bit the same."""
     direct_io: bool = True
     """Bypass the page cache if the filesystem supports it."""
+    every: PositiveInt = 1
+    """Recompute every n-th block of a class, beginning with the first. The others keep their activations, so that ``2``
+    recomputes half of the blocks. At most the number of blocks of the most frequent class."""
     activations: Literal["inputs", "all"] = "inputs"
     """``"all"`` recomputes nothing and offloads every large tensor that a block saves. Use it for models with few
     blocks and a fast link."""
@@ -137,6 +140,7 @@ class ActivationCheckpointing:
         _check_choice("keep", self.keep, (*get_args(Keep), None))
         check_count("prefetch", self.prefetch, "auto")
         check_count("keep_last", self.keep_last, least=0)
+        check_count("every", self.every)
         parse_bytes(self.min_bytes, "min_bytes")
         if self.select != "auto" and (isinstance(self.select, str) or not self.select):
             raise ValueError(
@@ -146,6 +150,11 @@ class ActivationCheckpointing:
             raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
         if self.activations == "all" and self.keep is not None:
             raise ValueError(f"keep={self.keep!r} is for a recompute, and activations='all' has none: leave one out.")
+        if self.activations == "all" and self.every != 1:
+            raise ValueError(
+                f"every={self.every} chooses what to recompute, and activations='all' recomputes nothing: leave one"
+                " out."
+            )
         for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):
             value = getattr(self, name)
             if value is not None and tier not in (self.offload or ""):

@@ -1,4 +1,4 @@
-"""Blocks that keep attention for their recompute, under every engine."""
+"""Blocks that keep attention for their recompute, or all of their activations, under every engine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ other products 0.44.
 KEEPS = ("attention", "attention_output")
 
 
-def steps(engine: str, keep: Any, checkpointed: bool = True) -> tuple[list[float], int]:
+def steps(engine: str, keep: Any, checkpointed: bool = True, every: int = 1) -> tuple[list[float], int]:
     """The losses of three steps, and the FLOPs of the last one."""
-    policy = ActivationCheckpointing(keep=keep) if checkpointed else None
+    policy = ActivationCheckpointing(keep=keep, every=every) if checkpointed else None
     fabric = launch(engine, tiling=None, activation_checkpointing=policy)
     model, optimizer = set_up(fabric, tiny_llama(**FIELDS), engine, lambda weights: torch.optim.SGD(weights, 0.1))
     losses = []
@@ -54,3 +54,14 @@ def test_kept(engine: str, keep: str, on_ranks: OnRanks) -> None:
     for (true, least), (losses, most), (found, flops) in zip(plain, recomputed, kept, strict=True):
         assert (flops / least, most / least) == pytest.approx(expected, abs=0.005)
         assert found == losses == true
+
+
+@pytest.mark.table("(ddp|fsdp2|zero3)")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_second_block(engine: str, on_ranks: OnRanks) -> None:
+    """With one block of two recomputed, a step takes exactly half of the extra FLOPs, with the same losses."""
+    plain = on_ranks.once(steps, engine, None, False)
+    recomputed, half = on_ranks.once(steps, engine, None), on_ranks(steps, engine, None, True, 2)
+    for (true, least), (_, most), (found, flops) in zip(plain, recomputed, half, strict=True):
+        assert 2 * (flops - least) == most - least > 0
+        assert found == true

@@ -23,6 +23,10 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"tiling": None, "activation_checkpointing": False}, {"loss": False}),
     "activation checkpointing": ({"tiling": None, "activation_checkpointing": True}, {"loss": False}),
     "what is not recomputed": ({"tiling": None}, {"loss": False}),
+    "every second block": (
+        {"tiling": None, "activation_checkpointing": ActivationCheckpointing(every=2)},
+        {"loss": False},
+    ),
     "tiled": ({"tiling": TILES}, {"loss": False}),
     "tiled loss": ({"tiling": TILES}, {"loss": 3}),
     "disk": (

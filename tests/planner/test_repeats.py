@@ -69,6 +69,10 @@ CASES: dict[str, Any] = {
         2,
         precision="bf16-mixed",
     ),
+    "every second block": lambda: job(
+        TiledSingleDeviceStrategy(tiling=4, activation_checkpointing=ActivationCheckpointing(every=2)),
+        partial(CausalLM, LAYERS | {"num_hidden_layers": 12}),
+    ),
     "shared": lambda: job(TiledModelParallelStrategy(tiling=4, sequence_parallel=2), partial(CausalLM, LAYERS), 2),
     "two kinds": lambda: job(
         TiledSingleDeviceStrategy(tiling=Tiling(4, targets="mlp")),  # Gemma's many norms take most of the time
