@@ -1,0 +1,70 @@
+"""Each launcher with each engine: the table on docs/start/hugging_face.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.conftest import OnRanks
+from tests.engines.launched import untiled, zero
+from tests.engines.test_launch import TORCHRUN, free_port, run
+from tests.parity import near
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = str(Path(__file__).with_name("launched.py"))
+ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
+LAUNCHERS = {"torchrun": "plain", "lightning": "lightning", "accelerate": "accelerate", "deepspeed": "plain"}
+"""The loop of each launcher."""
+CELLS = [(a, b) for a in LAUNCHERS for b in ENGINES if a != "accelerate" or not b.startswith("fsdp")]
+"""All but FSDP with Accelerate, which applies it on GPUs only and trains with DDP on the CPU."""
+
+
+def command_of(launcher: str, engine: str, directory: Path) -> tuple[str, ...]:
+    """The command that starts two ranks, without the program."""
+    if launcher == "torchrun":
+        return (*TORCHRUN, "--standalone", "--nproc-per-node=2")
+    if launcher == "deepspeed":
+        return ("python", "-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={free_port()}")
+    if launcher == "accelerate":
+        flags: tuple[str, ...] = ("--multi_gpu",)
+        if engine.startswith("zero"):
+            config = directory / "zero.json"
+            config.write_text(json.dumps(zero(engine)))
+            flags = ("--use_deepspeed", f"--deepspeed_config_file={config}")
+        ranks = ("--num_machines=1", "--num_processes=2", f"--main_process_port={free_port()}")
+        return ("python", "-m", "accelerate.commands.launch", *ranks, "--mixed_precision=no", *flags)
+    return ("python",)
+
+
+@pytest.mark.table("torchrun-zero3|lightning-fsdp|accelerate-zero3|deepspeed-zero2")
+@pytest.mark.parametrize(("launcher", "engine"), CELLS)
+def test_launchers_and_engines(launcher: str, engine: str, tmp_path: Path, on_ranks: OnRanks) -> None:
+    """Two ranks that the launcher starts train a Llama with the engine to the losses and weights of an untiled run
+    under DDP.
+    """
+    file = tmp_path / "found.pt"
+    command = (*command_of(launcher, engine, tmp_path), PROGRAM, str(file), LAUNCHERS[launcher], engine)
+    codes, printed = run(tmp_path, command)
+    assert codes == [0], printed
+    found, losses, weights = torch.load(file)
+    plain = on_ranks.once(untiled, "ddp")
+    assert found == engine
+    assert losses == [near(each) for each, _ in plain]
+    for weight, true in zip(weights, plain[0][1], strict=True):
+        torch.testing.assert_close(weight, true, rtol=1e-4, atol=1e-6)
+
+
+def test_the_table_is_what_is_tested() -> None:
+    """The page has a row for each launcher and a column for each engine, and says "yes" where a test runs."""
+    page = (ROOT / "docs" / "start" / "hugging_face.md").read_text()
+    rows = re.findall(r"^\| `(torchrun|python|accelerate|deepspeed)[^|]*\|(.*)\|$", page, re.M)
+    assert [name.replace("python", "lightning") for name, _ in rows] == list(LAUNCHERS)
+    for (_, cells), launcher in zip(rows, LAUNCHERS, strict=True):
+        tested = [cell.strip() == "yes" for cell in cells.split("|")]
+        assert tested == [(launcher, engine) in CELLS for engine in ENGINES]
