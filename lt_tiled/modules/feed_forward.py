@@ -99,12 +99,11 @@ def _norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[n
     children = unwrapped_children(block)
     norms = [(name, m) for name, m in children if is_norm(m)]
     after = tuple(m for name, m in norms if POST.search(name))
-    # A LayerScale's gradient reads the MLP's output, as that of a norm does. The first one stands after attention.
-    after += tuple(m for _, m in children if "LayerScale" in type(m).__name__)[-1:]
     before = tuple(m for name, m in norms if _PRE.search(name) and not POST.search(name))
     if not before and len(norms) > len(after) + 1 and getattr(block, "norm_first", True):
         before = tuple(m for name, m in norms if _SECOND.search(name) and m not in after)[-1:]
-    return before, after
+    # A LayerScale's gradient reads the MLP's output, as that of a norm does. The first one stands after attention.
+    return before, after + tuple(m for _, m in children if "LayerScale" in type(m).__name__)[-1:]
 
 
 def is_norm(module: nn.Module) -> bool:
