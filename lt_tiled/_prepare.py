@@ -244,6 +244,12 @@ class AppliesPolicies:
         self.prepared = PreparedModels()
         """The models that the policies were applied to."""
 
+    def note_defaults(self, tiling: Any, activation_checkpointing: Any) -> None:
+        """Note which of the arguments of a user are the defaults, so that their policies may find nothing."""
+        unnamed = activation_checkpointing in (True, "auto", ActivationCheckpointing(recompute="auto"))
+        is_default = {"tiling": tiling == Tiling(), "activation_checkpointing": unnamed}
+        self.defaults = [name for name, default in is_default.items() if default]
+
     def release(self) -> None:
         """Restore every model."""
         self.prepared.release()

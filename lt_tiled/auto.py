@@ -1,14 +1,14 @@
 """Which calls of blocks are recomputed under ``recompute="auto"``.
 
 NOTE [What is not recomputed]
-The first call of a block is recomputed, and shows how many bytes the block would save without. A later call whose
-arguments are no larger is not recomputed if all blocks together save at most a quarter of the bytes of the weights on a
-rank, or 256 MiB where that is more. What other calls still save for a backward pass counts. A larger call is
-recomputed, and measured in its turn.
+The first call of a block is recomputed, which measures how many bytes the block would save without a recompute. A later
+call whose arguments are no larger is not recomputed if all blocks together save at most a quarter of the bytes of the
+weights on a rank, or 256 MiB where that is more. Bytes that other calls still save for their backward pass count toward
+the limit. A larger call is recomputed, and measured in its turn.
 
 Each rank decides for itself, so ranks whose lengths differ may recompute different calls. That changes neither the
-order of gradients nor the collectives of an engine, but a recompute that communicates would wait for other ranks for
-ever. So a block is always recomputed if an engine has hooks inside of it, or if its first call runs a collective.
+order of gradients nor the collectives of an engine, but a recompute that communicates would wait for other ranks
+forever. So a block is always recomputed if an engine has hooks inside it, or if its first call runs a collective.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Auto:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return a call, if its inputs alone are not too large."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(t.is_nested for t in tensors):  # their sizes are not integers
+            return None
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
         if self.communicates or hidden is None or hidden.nbytes * self.allowance.blocks > self.allowance.limit:
             return None

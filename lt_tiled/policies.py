@@ -123,9 +123,9 @@ class ActivationCheckpointing:
     recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
     inputs."""
     recompute: Literal["always", "auto"] = "always"
-    """``"auto"`` does not recompute calls for which all blocks together save at most 256 MiB, or a quarter of the bytes
-    of the weights on a rank. The first call of a block is recomputed to measure this, as are blocks that
-    communicate."""
+    """``"auto"`` skips the recompute of calls for which all blocks together save at most 256 MiB, or a quarter of the
+    bytes of the weights on a rank where that is more. The first call of each block is recomputed to measure this.
+    Blocks that communicate are always recomputed."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)

@@ -17,6 +17,8 @@ from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Til
 from lt_tiled.report import Report, show
 from lt_tiled.sequence_parallel.groups import Groups
 
+_DEFAULT = Tiling()
+
 
 class TiledCallback(AppliesPolicies, TrainerCallback):
     """Prepares the model of a Trainer before its engine wraps it: ``Trainer(..., callbacks=[TiledCallback()])``.
@@ -42,14 +44,13 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
 
     def __init__(
         self,
-        tiling: bool | PositiveInt | Tiling | None = True,
-        activation_checkpointing: ActivationCheckpointingLike | None = True,
+        tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
+        activation_checkpointing: ActivationCheckpointingLike | None = "auto",
         loss: bool | PositiveInt | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
     ) -> None:
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
-        asked = {"tiling": tiling is True, "activation_checkpointing": activation_checkpointing is True}
-        self.defaults = [name for name, is_default in asked.items() if is_default]
+        self.note_defaults(tiling, activation_checkpointing)
         self.report: Report | None = None
         self._model: nn.Module | None = None
 

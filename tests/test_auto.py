@@ -140,3 +140,14 @@ def test_it_is_the_default_of_the_strategies() -> None:
         assert strategy.activation_checkpointing == ActivationCheckpointing(recompute="auto")
     with pytest.raises(ValueError, match="recompute='auto' has no effect with offload='cpu'"):
         ActivationCheckpointing(recompute="auto", offload="cpu")
+
+
+def test_nested_tensors() -> None:
+    """Blocks of jagged hidden states, whose sizes are not integers, are recomputed."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)])
+    rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    policy = ActivationCheckpointing(targets=["*0", "*1"], recompute="auto")
+    with prepare(model, activation_checkpointing=policy):
+        for _ in range(2):
+            model(rows).values().sum().backward()
+    assert model[0][0].weight.grad is not None

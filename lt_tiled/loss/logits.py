@@ -75,9 +75,8 @@ def _count_step(*_: Any) -> None:
     _optimizer_steps[0] += 1
 
 
-register_optimizer_step_pre_hook(
-    _count_step
-)  # engines that shard weights gather new ones under the versions of the old
+# FSDP and ZeRO-3 gather new weights with the version counters of the old ones, so versions miss optimizer steps.
+register_optimizer_step_pre_hook(_count_step)
 
 
 class HeadCall:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies, PreparedModels
 from lt_tiled.cli.numbers import PositiveInt
-from lt_tiled.policies import ActivationCheckpointing, ActivationCheckpointingLike, SequenceParallel, Tiling
+from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:  # see NOTE [Namespaces]
     Base, FabricBase, TrainerBase = AppliesPolicies, object, object
 
-_DEFAULT, _AUTO = Tiling(), ActivationCheckpointing(recompute="auto")
+_DEFAULT = Tiling()
 _SIZE = "sequence_parallel_size"
 """The key in checkpoints of runs with sequence parallelism."""
 
@@ -47,8 +47,8 @@ class TiledStrategy(Base):
         activation_checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are
             offloaded. ``"auto"`` does not recompute calls that save little memory, ``True`` recomputes all of them;
             ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns activation checkpointing off.
-            Classes of blocks, or a policy function, choose blocks as in
-            Lightning's ``activation_checkpointing_policy``.
+            Classes of blocks, or a policy function, choose blocks as in Lightning's
+            ``activation_checkpointing_policy``.
         loss: Whether transformers models compute their loss in tiles: ``True``, or the number of tiles.
         sequence_parallel: How many ranks share each sequence, or a ``SequenceParallel``.
     """
@@ -67,9 +67,7 @@ class TiledStrategy(Base):
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self._groups: Groups | None = None
-        unnamed = activation_checkpointing is True or self.activation_checkpointing == _AUTO
-        is_default = {"tiling": tiling == _DEFAULT, "activation_checkpointing": unnamed}
-        self.defaults = [name for name, default in is_default.items() if default]
+        self.note_defaults(tiling, activation_checkpointing)
         end_with_launcher()
 
     @property

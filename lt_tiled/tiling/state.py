@@ -131,7 +131,7 @@ class EngineNeeds:
 
 @dataclass(eq=False)
 class Owner:
-    """Who tiled the modules of a model, and restores them."""
+    """Identifies one ``prepare`` call, which restores the modules that it tiled."""
 
     passed: set[Hashable] = field(default_factory=set)
     """The signatures of the calls that passed the self-check: those of modules that are alike are equal."""
