@@ -1,4 +1,4 @@
-"""The Trainer of transformers with ``TiledCallback``, on every engine that Accelerate gives it."""
+"""The Trainer of transformers with ``TiledCallback``, on the engines that Accelerate starts on the CPU."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ from tests.engines.conftest import OnRanks
 from tests.models import tiny_llama
 from tests.world import RanksFailed, World
 
-ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
+ENGINES = ("ddp", "zero1", "zero2", "zero3")
+"""Accelerate ignores FSDP on the CPU and trains with DDP there."""
 
 
 def arguments_of(engine: str) -> dict[str, Any]:
     """The TrainingArguments with which Accelerate takes an engine."""
-    if engine.startswith("fsdp"):
-        config = {
-            "version": 2 if engine == "fsdp2" else 1,
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "sync_module_states": False,
-        }
-        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
     if engine.startswith("zero"):
         zero = {
             "stage": int(engine[-1]),
@@ -112,21 +106,20 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
 TILED: dict[str, Any] = {"tiling": 3, "activation_checkpointing": True}
 
 
-@pytest.mark.table("ddp|fsdp2|zero3")
+@pytest.mark.table("ddp|zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses_and_metrics(engine: str, on_ranks: OnRanks) -> None:
     """Three steps of two micro-batches with labels ignored unevenly, an evaluation in training whose metric reads the
-    logits, and the weights have the figures of the Trainer alone, with the loss in tiles where FSDP leaves the head
-    whole. The model is plain afterwards.
+    logits, and the weights have the figures of the Trainer alone, with the loss in tiles. The model is plain
+    afterwards.
     """
     true = on_ranks(losses, engine, None)
     assert len(true[0]) > 5, "the weights are not among the figures"
-    tiled = TILED | {"loss": None if engine == "fsdp" else 4}
-    assert on_ranks(losses, engine, tiled) == [pytest.approx(values, rel=1e-4) for values in true]
+    assert on_ranks(losses, engine, TILED | {"loss": 4}) == [pytest.approx(values, rel=1e-4) for values in true]
 
 
 @pytest.mark.table("ddp")
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
 def test_shared_sequences(engine: str, on_ranks: OnRanks) -> None:
     """With a data loader of ``share_batches`` two ranks that share each sequence have the losses of two that each have
     all of it.
