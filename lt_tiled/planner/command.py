@@ -17,7 +17,8 @@ from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
-from lt_tiled.planner.search import Plan, cheapest, ladder, longest, plan
+from lt_tiled.planner.search import GPU, Plan, cheapest, ladder, longest, plan
+from lt_tiled.planner.speed import Machine, parse_machine
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling, parse_bytes
 
 
@@ -34,6 +35,7 @@ def run_plan(
     plot: str | None = None,
     plot_lengths: str | None = None,
     tflops: PositiveFloat = 400.0,
+    gpu: str = GPU,
 ) -> None:
     """Predict the memory of a training step from its configuration, without weights, a GPU or a network.
 
@@ -52,20 +54,23 @@ def run_plan(
         plot_lengths: A plot of the peak memory over the sequence length, for the combinations of features.
         tflops: The sustained speed of a device in 10**12 operations per second, for the bandwidth that hides
             offloading.
+        gpu: The GPU of the predicted speed, by which ``settings`` ranks: ``a100``, ``h100``, ``h200`` or ``b200``, with
+            other numbers behind it, as in ``h100,pcie=25,nvme=3,network=50`` (GB/s in one direction).
 
     Raises:
         ValueError: If an argument is not understood, or nothing fits.
     """
     limit = None if memory is None else parse_bytes(memory, "memory")
     _check_find(find, limit, output, seq, trainer)
+    machine = parse_machine(gpu)
     for path in (plot, plot_lengths):
         if path is not None:
             check_format(path)
     job = make_job(model, datamodule, trainer, devices)
     console = Console()
     with progress("Planning") as tell:
-        found = _search(job, find, limit, seq, tell)
-    console.print(found.render(tflops, limit))
+        found = _search(job, find, limit, seq, tell, machine)
+    console.print(found.render(tflops, limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
         console.print(text, highlight=False)
@@ -91,13 +96,15 @@ def _check_find(
         raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
 
 
-def _search(job: Job, find: str | None, limit: int | None, seq: int | None, tell: Callable[[str], None]) -> Plan:
+def _search(
+    job: Job, find: str | None, limit: int | None, seq: int | None, tell: Callable[[str], None], machine: Machine
+) -> Plan:
     """Return the plan of the settings as they are, or what ``find`` finds."""
     if find is None or limit is None:
         return plan(job, seq)
     if find == "max-seq":
         return longest(job, limit, tell=tell)
-    return cheapest(job, limit, int(seq or job.tokens), tell)  # a plain number, for YAML
+    return cheapest(job, limit, int(seq or job.tokens), tell, machine)  # a plain number, for YAML
 
 
 def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:

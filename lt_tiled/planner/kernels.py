@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.planner.ledger import Ledger
+from lt_tiled.planner.ledger import Ledger, Work
 from lt_tiled.sequence_parallel.states import CONVOLUTION, FUSED, RULES, functions_of
 
 _FLOAT = 4
@@ -162,7 +162,7 @@ class _Kernel(torch.autograd.Function):
         _bytes(kernel.forward)
         kept = [t for t, keep in zip(inputs, saves, strict=True) if keep]
         ctx.save_for_backward(saved, *kept, *([output] if kernel.output else []))
-        ledger.flops += kernel.flops
+        ledger.work += Work(products=kernel.flops)
         return output
 
     @staticmethod
@@ -172,7 +172,7 @@ class _Kernel(torch.autograd.Function):
         for (shape, dtype), needed in zip(ctx.shapes, ctx.needs_input_grad[4:], strict=True):
             gradients.append(torch.empty(shape, dtype=dtype, device=gradient.device) if needed else None)
         _bytes(ctx.kernel.backward)
-        ctx.ledger.flops += 3 * ctx.kernel.flops
+        ctx.ledger.work += Work(products=3 * ctx.kernel.flops)
         return None, None, None, None, *gradients
 
 

@@ -38,6 +38,29 @@ class Place(NamedTuple):
     path: str
 
 
+@dataclass(frozen=True)
+class Work:
+    """What operations compute and exchange."""
+
+    products: int = 0
+    """FLOPs of matrix products."""
+    attention: int = 0
+    """FLOPs of attention kernels."""
+    exchanged: int = 0
+    """Bytes of tensors that ranks with a shared sequence exchange, the part that stays on the rank among them."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.products + other.products, self.attention + other.attention, self.exchanged + other.exchanged)
+
+    def __sub__(self, other: Work) -> Work:
+        return self + Work(-other.products, -other.attention, -other.exchanged)
+
+    @property
+    def flops(self) -> int:
+        """All FLOPs."""
+        return self.products + self.attention
+
+
 class Ledger(TorchDispatchMode):
     """Records the storages that operations allocate, real or fake, the bytes added by :meth:`hold`, and FLOPs.
 
@@ -53,7 +76,7 @@ class Ledger(TorchDispatchMode):
         self.only = only
         self.now = self.peak = 0
         """Bytes."""
-        self.flops = 0
+        self.work = Work()
         self.clock = self.peak_at = 0
         self.allocations: list[Allocation] = []
         self._live: dict[int, Allocation] = {}
@@ -65,7 +88,7 @@ class Ledger(TorchDispatchMode):
         moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
         given = _keys((args, kwargs)) if moves else None
         result = self.run(func, args, kwargs)
-        self.flops += flops_of(func, args, kwargs, result)
+        self.work += work_of(func, args, kwargs, result)
         new = [tensor for tensor in _plain_tensors(result) if _key(tensor) not in self._live]
         if new and given is None:  # views and outputs in place are not new, and a search of all arguments is slow
             given = _keys((args, kwargs))
@@ -80,6 +103,11 @@ class Ledger(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""
         return func(*args, **kwargs)
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs so far."""
+        return self.work.flops
 
     def place(self) -> Place:
         """Return what is running."""
@@ -159,10 +187,16 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
             yield from _plain_tensors(leaf)
 
 
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of an operation."""
-    formula: Any = _OWN.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Return the work of an operation."""
+    if func.namespace == "lt_tiled":  # the larger one of an all-gather or a reduce-scatter
+        return Work(exchanged=max(sum(t.nbytes for t in _plain_tensors(tree)) for tree in (args, result)))
+    packet = func._overloadpacket
+    formula: Any = _OWN.get(packet) or flop_registry.get(packet)
+    if formula is None:
+        return Work()
+    flops = int(formula(*args, **kwargs, out_val=result))
+    return Work(attention=flops) if "attention" in str(packet) else Work(products=flops)
 
 
 def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:

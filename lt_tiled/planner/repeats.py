@@ -30,7 +30,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.patch import HOOKS, Order, Patch, is_of, remove_patches, set_patch
 from lt_tiled.planner.engines import Release
-from lt_tiled.planner.ledger import Allocation
+from lt_tiled.planner.ledger import Allocation, Work
 from lt_tiled.planner.where import ModelLedger
 from lt_tiled.tiling.deferred import values
 
@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     """A moment of the backward pass."""
 
     live: int
-    flops: int
+    work: Work
     clock: int
 
 
@@ -60,7 +60,7 @@ class Call:
     """The call that it repeats."""
     live: int
     """The live bytes before it."""
-    flops: int = 0
+    work: Work = field(default_factory=Work)
     inputs: list[Allocation | None] = field(default_factory=list)
     saves: list[bool] = field(default_factory=list)
     """Which of its inputs a repeated call saves."""
@@ -127,7 +127,7 @@ class Repeats(ExitStack):
         same = self.simulated[key]
         call = self.calls[block] = Call(key, same[-1] if patch.repeated and same else None, self.ledger.now)
         if call.like is not None:
-            self.ledger.flops += call.like.flops
+            self.ledger.work += call.like.work
             for a in call.like.kept:
                 call.releases.append(self.ledger.hold(a.nbytes if a.died is None else 0, a.part, a.place))
             # A block saves its inputs or not: so does the next one.
@@ -135,9 +135,9 @@ class Repeats(ExitStack):
             result = self._repeat(block, call, inputs)
         else:
             same.append(call)
-            before, flops = len(self.ledger.allocations), self.ledger.flops
+            before, work = len(self.ledger.allocations), self.ledger.work
             result = values(patch.inner(block, *args, **kwargs))
-            call.flops, call.inputs = self.ledger.flops - flops, [self.ledger.find(t) for t in inputs]
+            call.work, call.inputs = self.ledger.work - work, [self.ledger.find(t) for t in inputs]
             call.result = tree_map_only(Tensor, partial(_without_memory, inputs), result)
             outputs = [self.ledger.find(t) for t in _tensors(result)]
             call.kept = [a for a in self.ledger.allocations[before:] if a.died is None and a not in outputs]
@@ -171,7 +171,7 @@ class Repeats(ExitStack):
         return tree_map(fill, call.like.result)
 
     def _begin_backward_of(self, call: Call, gradient: Tensor) -> None:
-        self.begun.append((call, Moment(self.ledger.now, self.ledger.flops, self.ledger.clock)))
+        self.begun.append((call, Moment(self.ledger.now, self.ledger.work, self.ledger.clock)))
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase.
@@ -196,7 +196,7 @@ class Repeats(ExitStack):
     def _check(self, call: Call, like: Call) -> None:
         """Check what was left out of a call, and add the FLOPs of its backward pass."""
         same = self.simulated[call.key]
-        if call.live > max(c.live for c in same) or len({c.flops for c in same}) > 1:
+        if call.live > max(c.live for c in same) or len({c.work for c in same}) > 1:
             raise IrregularError("the forward pass of a block begins with more live bytes or has other FLOPs")
         begin, end = like.begin, like.end
         for died in [allocation.died for allocation in like.kept]:
@@ -204,10 +204,10 @@ class Repeats(ExitStack):
                 raise IrregularError("what a block keeps outlives its backward pass")
         if call.begin is not None:
             known = [(c.begin, c.end) for c in same if c.begin and c.end]
-            work = {end.flops - begin.flops for begin, end in known[-EDGE:]}
+            work = {end.work - begin.work for begin, end in known[-EDGE:]}
             if len(work) != 1 or call.begin.live > max(begin.live for begin, _ in known):
                 raise IrregularError("the backward pass of a block begins with more live bytes or has other FLOPs")
-            self.ledger.flops += work.pop()
+            self.ledger.work += work.pop()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -17,13 +17,16 @@ from lt_tiled.memory import gib
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
+from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
-from lt_tiled.training_step.step import nothing
+from lt_tiled.training_step.step import nothing, size_of
 
 LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
+GPU = "h100"
+"""The GPU of a predicted speed, where none is named."""
 CLOSE = 0.02
 """A search ends within this share of the longest sequence."""
 
@@ -37,6 +40,8 @@ class Plan:
     tokens: int
     settings: Settings
     simulation: Simulation
+    sequences: int = 1
+    """The batch size of a rank, or of the ranks that share a sequence."""
 
     @property
     def peak(self) -> int:
@@ -65,7 +70,17 @@ class Plan:
         seconds = self.simulation.forward_flops / (tflops * 1e12)
         return (moved.cpu_bytes + moved.disk_bytes) / seconds / 1e9 if moved is not None and seconds else 0.0
 
-    def render(self, tflops: float, memory: int | None = None) -> Group:
+    def speed(self, machine: Machine) -> Speed:
+        """Return the predicted speed of a step."""
+        return predict(self.simulation, self.settings, machine)
+
+    def tokens_per_second(self, machine: Machine) -> float:
+        """Return the tokens of all ranks in a second."""
+        engine, speed = self.settings.engine, self.speed(machine)
+        step = self.tokens * self.sequences * self.settings.accumulate * engine.ranks / self.settings.sharing
+        return step / speed.seconds if speed.seconds else 0.0
+
+    def render(self, tflops: float, memory: int | None = None, gpu: str = GPU) -> Group:
         """Return a table and text for the terminal, for a device that sustains ``tflops`` TFLOP/s.
 
         With the ``memory`` of the device in bytes, the text says whether the step fits.
@@ -90,6 +105,12 @@ class Plan:
             lines.append(
                 f"Offloaded: {gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk per step; the"
                 f" forward pass hides this at {self.bandwidth(tflops):.1f} GB/s and {tflops:g} TFLOP/s."
+            )
+        if self.tokens:
+            speed, rate = self.speed(parse_machine(gpu)), self.tokens_per_second(parse_machine(gpu))
+            lines.append(
+                f"Speed on {gpu}: {rate:,.0f} tokens per second on {self.settings.engine.ranks} of them,"
+                f" {speed.seconds:.3g} s per step, bound by {speed.bound}."
             )
         if memory is not None and self.peak <= memory:
             lines.append(f"It fits into {gib(memory)}, with {gib(memory - self.peak)} to spare.")
@@ -147,7 +168,7 @@ def plan(
             warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
             break
     with turned_off(job.module, HeadPatch) if full_logits else nullcontext():
-        return Plan(job.name, length, settings, job.simulate(tokens, settings, whole))
+        return Plan(job.name, length, settings, job.simulate(tokens, settings, whole), size_of(job.batch))
 
 
 def longest(
@@ -209,10 +230,13 @@ def _per_token(found: Plan) -> float:
     return sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
 
 
-def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing) -> Plan:
-    """Return the fastest plan with which ``tokens`` fit into ``memory`` bytes: the first of :func:`ladder`.
+def cheapest(
+    job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing, machine: Machine | None = None
+) -> Plan:
+    """Return the plan of :func:`ladder` with the shortest predicted step, of those that fit into ``memory`` bytes.
 
-    It uses the fewest tiles that fit. Ranks share a sequence, the fewest possible, if it does not fit otherwise.
+    Of equally fast plans it is the first. It uses the fewest tiles that fit. Ranks share a sequence, the fewest
+    possible, if it does not fit otherwise.
 
     Raises:
         DoesNotFitError: If no settings fit.
@@ -235,15 +259,15 @@ def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = n
                     continue
             except ValueError:  # so many ranks cannot share a sequence of this model
                 break
-        for settings in sized:
-            if (found := planned(settings)).peak <= memory:
-                shards = 2
-                while shards < finest and settings.tiling is not None:
-                    fewer = planned(_with_shards(settings, shards))
-                    if fewer.peak <= memory:
-                        return fewer
-                    shards *= 2
-                return found
+        if fitting := [found for settings in sized if (found := planned(settings)).peak <= memory]:
+            fastest = min(fitting, key=lambda found: found.speed(machine or parse_machine(GPU)).seconds)
+            shards = 2
+            while shards < finest and fastest.settings.tiling is not None:
+                fewer = planned(_with_shards(fastest.settings, shards))
+                if fewer.peak <= memory:
+                    return fewer
+                shards *= 2
+            return fastest
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"

@@ -22,7 +22,7 @@ from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.kernels import with_kernels
-from lt_tiled.planner.ledger import Allocation, Ledger
+from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.planner.repeats import Repeats
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
@@ -78,12 +78,26 @@ class Simulation:
     end: int
     allocations: tuple[Allocation, ...]
     """The allocations that were alive in the step."""
-    forward_flops: int = 0
-    flops: int = 0
-    """The FLOPs of the forward pass, the backward pass and the recompute."""
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+    """With the recompute."""
     offloaded: OffloadStats | None = None
     saves_little: bool = False
     """Whether a later step is without a recompute, by ``recompute="auto"``."""
+    weights: int = 0
+    """The number of weights of the model, on all ranks together."""
+    trained: int = 0
+    """The number of those that get gradients."""
+
+    @property
+    def forward_flops(self) -> int:
+        """The FLOPs of the forward pass."""
+        return self.forward.flops
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of the forward pass, the backward pass and the recompute."""
+        return self.forward.flops + self.backward.flops
 
     def parts_at(self, moment: int) -> dict[str, int]:
         """Return the live bytes of each part at a moment, without empty parts."""
@@ -176,11 +190,11 @@ def _simulate(
                 follower.begin(phase)
 
         ledger.restart_peak()
-        start, ledger.flops = ledger.clock, 0
+        start, ledger.work = ledger.clock, Work()
         begin("forward")
         with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
             loss = step()
-        forward = ledger.flops
+        forward = ledger.work
         if settings.accumulate == 1:
             optimizer.zero_grad()  # at the same place as Lightning
         begin("backward")
@@ -188,7 +202,7 @@ def _simulate(
         del loss
         _name_gradients(optimizer, ledger)
         begin("optimizer")
-        flops = ledger.flops
+        backward = ledger.work - forward
         if settings.clip:
             torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
         if on_device:
@@ -197,7 +211,10 @@ def _simulate(
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
         little = settings.sharing == 1 and save_little(model)  # ranks that share sequences communicate in blocks
-        return Simulation(ledger.peak, ledger.peak_at, phases, ledger.clock, alive, forward, flops, offloaded, little)
+        weights = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
+        return Simulation(*moments, alive, forward, backward, offloaded, little, weights, trained)
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
@@ -229,18 +246,18 @@ def first_two_tiles(ledger: Ledger) -> Iterator[None]:
 
     def run(rows: Iterable[Any]) -> Iterator[Any]:
         seen: Counter[Hashable] = Counter()
-        flops: dict[Hashable, int] = {}
+        work: dict[Hashable, Work] = {}
         for row in rows:
             leaves = tree_leaves(row)
             size = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
             size += tuple(leaf.stop - leaf.start for leaf in leaves if isinstance(leaf, slice))
             seen[size] += 1
             if seen[size] > 2:
-                ledger.flops += flops[size]
+                ledger.work += work[size]
                 continue
-            before = ledger.flops
+            before = ledger.work
             yield row
-            flops[size] = ledger.flops - before
+            work[size] = ledger.work - before
 
     token = tiles_to_run.set(run)
     try:

@@ -121,6 +121,11 @@ def length_of(batch: Any) -> int:
     return next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() in (2, 3)), 0)
 
 
+def size_of(batch: Any) -> int:
+    """Return the number of a batch's sequences: dimension 0 of its first 2D or 3D tensor, or 1 if there is none."""
+    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() in (2, 3)), 1)
+
+
 def with_length(batch: Any, tokens: int) -> Any:
     """Repeat or cut a batch's sequences to ``tokens``, in each dimension but the first that has the sequence length.
 

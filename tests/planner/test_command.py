@@ -37,6 +37,7 @@ def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
         "--memory=1GiB",
         "--trainer.strategy.init_args.activation_checkpointing=disk",
         "--tflops=1",
+        "--gpu=a100,nvme=0.001",
     )
     for expected in (
         "LlamaForCausalLM, 8192 tokens",
@@ -46,6 +47,8 @@ def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
         "ddp, num_shards=auto, activation checkpointing, block inputs offloaded to disk except the last 1",
         "The peak occurs in the ",
         "TFLOP per step",
+        "Speed on a100,nvme=0.001: ",
+        "bound by NVMe.",
         "to CPU memory and 12.0 MiB to disk per step; the forward pass hides this at",
         "It fits into 1.00 GiB, with ",
     ):
@@ -110,6 +113,7 @@ def test_what_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """
     assert "find='max-seq' needs the memory of a device: pass --memory" in refused(capsys, "--find=max-seq")
     assert "'step.jpeg2' must end in" in refused(capsys, "--plot=step.jpeg2")
+    assert "gpu='v100' is not known: begin it with one of a100" in refused(capsys, "--gpu=v100")
     assert "do not fit into 1.0 MiB with any settings" in refused(capsys, SMALL, "--find=settings", "--memory=1MiB")
     assert "memory='lots' is not a number of bytes" in refused(capsys, "--memory=lots")
 

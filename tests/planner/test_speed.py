@@ -1,0 +1,170 @@
+"""Predicted time: exact on given numbers, close to published steps, and by what a search ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.ladder import LLAMA_8B
+from lt_tiled import ActivationCheckpointing, SequenceParallel, TiledDeepSpeedStrategy, Tiling
+from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.planner import search
+from lt_tiled.planner.engines import Engine
+from lt_tiled.planner.job import make_job
+from lt_tiled.planner.ledger import Allocation, Work
+from lt_tiled.planner.search import Plan, cheapest, plan
+from lt_tiled.planner.simulate import Settings, Simulation
+from lt_tiled.planner.speed import ATTENTION, CPU_ADAM, MACHINES, PRODUCTS, Machine, parse_machine, predict
+from tests.planner.runs import LLAMA
+
+pytestmark = pytest.mark.slow
+
+ROUND = Machine(tflops=1e-3, memory=100.0, pcie=10.0, nvme=1.0, network=50.0)
+"""A GPU of 1 GFLOP/s."""
+
+
+def run(**changes: Any) -> Simulation:
+    """A step of one GFLOP of products and attention in the forward pass, and of twice as much in the backward pass."""
+    state = (Allocation(10**11, "optimizer", "", 0), Allocation(10**10, "gradients", "", 0))
+    base = Simulation(0, 0, {"forward": 1, "backward": 2, "optimizer": 3}, 4, state)
+    work = Work(products=10**9, attention=10**9)
+    return replace(base, **{"forward": work, "backward": work + work, **changes})
+
+
+def test_seconds_are_exact() -> None:
+    """Each phase takes its FLOPs at the share of the peak of their kind, and an update of weights the bandwidth of
+    its state.
+    """
+    speed = predict(run(), Settings(), ROUND)
+    forward = 1 / PRODUCTS + 1 / ATTENTION
+    assert speed.forward.seconds == pytest.approx(forward, rel=1e-12)
+    assert speed.optimizer.seconds == pytest.approx((2 * 100 + 10) / 100, rel=1e-12)
+    assert speed.seconds == pytest.approx(3 * forward + 2.1, rel=1e-12)
+    twice = predict(run(), Settings(accumulate=2), ROUND)
+    assert twice.seconds == pytest.approx(6 * forward + 2.1, rel=1e-12)
+    assert Plan("", 1024, Settings(accumulate=2), run(), sequences=3).tokens_per_second(ROUND) == pytest.approx(
+        2 * 3 * 1024 / twice.seconds, rel=1e-12
+    )
+
+
+def test_the_slowest_bounds_a_phase() -> None:
+    """Offloaded bytes pass PCIe, those for the disk NVMe as well, and overlap with the computation."""
+    for cpu, disk, bound, seconds in (
+        (10**9, 0, "compute", 1 / PRODUCTS + 1 / ATTENTION),
+        (10**12, 0, "PCIe", 100.0),
+        (10**12, 10**12, "NVMe", 1000.0),
+    ):
+        speed = predict(run(offloaded=OffloadStats(cpu_bytes=cpu, disk_bytes=disk)), Settings(), ROUND)
+        assert (speed.forward.bound, speed.bound) == (bound, bound)
+        assert speed.forward.seconds == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("ddp", (0, 2, 0)), ("zero2", (0, 1, 1)), ("zero3", (1, 2, 0)), ("fsdp2", (1, 2, 0))],
+)
+def test_bytes_of_engines(name: Any, gigabytes: tuple[int, ...]) -> None:
+    """DDP reduces and distributes gradients, ZeRO-2 reduces them and gathers updated weights, and engines that shard
+    weights gather them in each pass.
+    """
+    base = Settings(engine=Engine(name, 4), dtype=torch.bfloat16)
+    speed = predict(run(weights=10**12, trained=10**12), base, ROUND)
+    phases = (speed.forward, speed.backward, speed.optimizer)
+    assert [phase.network for phase in phases] == pytest.approx([count * 2000 * 3 / 4 / 50 for count in gigabytes])
+
+
+def test_ranks_wait_for_an_exchange() -> None:
+    """The exchange of a shared sequence adds to the computation; the own part of a rank stays where it is."""
+    shared = Settings(engine=Engine("ddp", 4), sequence_parallel=SequenceParallel(4))
+    speed = predict(run(forward=Work(10**9, 0, exchanged=10**11)), shared, ROUND)
+    assert speed.forward.seconds == pytest.approx(1 / PRODUCTS + 100 * 3 / 4 / 50, rel=1e-12)
+
+
+def test_offloaded_state() -> None:
+    """An optimizer in CPU memory updates the weights of its rank there, and weights in CPU memory pass PCIe twice."""
+    engine = Engine("zero3", 4, offload_optimizer=True, offload_weights=True)
+    speed = predict(run(weights=10**12, trained=10**12), Settings(engine=engine, dtype=torch.bfloat16), ROUND)
+    assert speed.optimizer.seconds == pytest.approx(10**12 / 4 / CPU_ADAM)
+    assert speed.bound == "the optimizer"
+    assert (speed.forward.pcie, speed.backward.pcie) == pytest.approx((50.0, 50.0))
+
+
+def test_work_is_counted_by_kind() -> None:
+    """Attention has half of the products of a causal mask in the forward pass, and 2.5 times as many in the backward
+    pass; what repeats and what is tiled counts in full, and exchanges have the bytes of their tensors.
+    """
+    layers, tokens, width = 6, 2048, LLAMA["hidden_size"]
+    with torch.device("meta"):
+        module = CausalLM({**LLAMA, "num_hidden_layers": layers})
+    base = make_job(module, TextFiles(seq_len=tokens), {"strategy": "tiled_ddp", "accelerator": "cpu", "devices": 2})
+    alone = plan(base, tokens, replace(base.settings, activation_checkpointing=None)).simulation
+    attention = layers * 4 * tokens * tokens * width // 2
+    assert (alone.forward.attention, alone.backward.attention) == (attention, attention * 5 // 2)
+    assert alone.forward.exchanged == 0
+    shared = plan(
+        base, tokens, replace(base.settings, activation_checkpointing=None, sequence_parallel=SequenceParallel(2))
+    ).simulation
+    assert shared.forward.attention == attention // 2
+    rows, key_values = tokens // 2, width // 2
+    assert shared.forward.exchanged >= layers * rows * (2 * width + 2 * key_values) * 4
+
+
+ABLATION = [
+    (32_768, 1, None, 231.6),
+    (163_840, 1, None, 514.4),
+    (1_100_000, 8, None, 576.1),
+    (1_200_000, 8, None, 548.7),
+    (2_400_000, 8, "cpu", 585.8),
+    (3_700_000, 8, "cpu", 590.6),
+]
+"""Tokens, ranks that share a sequence, offloading and TFLOPS of Llama 3.1 8B on 8 x H100 (arXiv:2506.13996)."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tokens", "sharing", "offload", "published"), ABLATION)
+def test_published_speed(tokens: int, sharing: int, offload: Any, published: float) -> None:
+    """Predicted steps take the published time within 15 %. The TFLOPS are by the formula of the published rows, which
+    counts attention without its mask.
+    """
+    with torch.device("meta"):
+        module = CausalLM({**LLAMA_8B, "max_position_embeddings": 2**22}, loss=True)
+    strategy = TiledDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)
+    base = make_job(module, TextFiles(), {"strategy": strategy, "precision": "bf16-true", "devices": 8})
+    settings = replace(
+        base.settings,
+        tiling=Tiling(),
+        loss="auto",
+        activation_checkpointing=ActivationCheckpointing(offload=offload),
+        sequence_parallel=SequenceParallel(sharing) if sharing > 1 else None,
+    )
+    found = plan(base, tokens, settings)
+    seconds = predict(found.simulation, settings, MACHINES["h100"]).seconds
+    flops = 8 * found.simulation.trained * tokens + 16 * 32 * 4096 * tokens**2
+    assert flops / sharing / seconds / 1e12 == pytest.approx(published, rel=0.15)
+
+
+def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has a name and numbers behind it, and what is not understood raises with what is."""
+    assert parse_machine("H100") == MACHINES["h100"]
+    assert parse_machine("a100,pcie=12.5, network=25") == replace(MACHINES["a100"], pcie=12.5, network=25.0)
+    with pytest.raises(ValueError, match=r"gpu='h1000' is not known: begin it with one of a100, h100, h200, b200"):
+        parse_machine("h1000")
+    for change in ("pcie=0", "pcie=fast", "speed=3", "pcie", "nvme=nan"):
+        with pytest.raises(ValueError, match=f"has '{change}': write one of tflops, memory, pcie, nvme, network"):
+            parse_machine(f"h100,{change}")
+
+
+def test_settings_are_ranked_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of settings that fit, the search takes those with the shortest step on the given GPU, whatever their order."""
+    with torch.device("meta"):
+        module = CausalLM({**LLAMA, "num_hidden_layers": 2})
+    base = make_job(module, TextFiles(seq_len=2048), {"strategy": "tiled", "accelerator": "cpu", "devices": 1})
+    rungs = search.ladder(base)
+    monkeypatch.setattr(search, "ladder", lambda _: dict(reversed(rungs.items())))
+    found = cheapest(base, 2**40, 2048, machine=MACHINES["b200"])
+    seconds = [plan(base, 2048, settings).speed(MACHINES["b200"]).seconds for settings in rungs.values()]
+    assert found.speed(MACHINES["b200"]).seconds == min(seconds) < max(seconds)
