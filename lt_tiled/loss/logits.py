@@ -87,6 +87,9 @@ class HeadCall:
         self.hidden: Tensor | None = hidden
         self.device = hidden.device
         self.autocast = Precision.now(hidden.device)
+        remedy = "turn the tiled loss off with loss=False"
+        self.state = None if patch.plain(head) else Observation(f"the head of {patch.name}", (head,), remedy)
+        """What a head with code of its own can read, such as the adapters that are on."""
         self.versions = self._versions()
         self.logits: list[weakref.ref[DeferredLogits]] = []
         """All that its output became, oldest first; they may share memory."""
@@ -119,8 +122,12 @@ class HeadCall:
                 )
             return function(head, hidden)
 
+        def as_called(head: nn.Module, hidden: Tensor) -> Tensor:
+            with restored(self.state, "the use of its logits"):  # here for the same reason
+                return checked(head, hidden)
+
         with self.autocast.context():
-            return self.head(hidden, OnHead(checked))
+            return self.head(hidden, OnHead(as_called))
 
     def _versions(self) -> list[tuple[Any, int]]:
         tensors = (cast("Tensor", self.hidden), *self.head.parameters())

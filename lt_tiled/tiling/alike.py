@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,12 +71,13 @@ class _Facts:
         if isinstance(value, Tensor):
             return _tensor(value)
         if isinstance(value, list | deque | dict | set | frozenset):
-            return kind, self._container(value), self.of(vars(value)) if is_object(value) else None
+            own = vars(value) if is_object(value) else None, getattr(value, "default_factory", None)
+            return kind, self._container(value), self.of(own)
         if isinstance(value, Patch):  # which does not change what the module computes
             return self.of(value.below)
         if is_patched(value):
             return "patched"
-        if is_object(value):
+        if is_object(value) and (kind is SimpleNamespace or _has_attributes_alone(kind)):
             return kind, self.of(vars(value))
         return kind, self._code(kind, value)
 
@@ -110,6 +111,11 @@ class _Facts:
 
     def _shared(self, sources: Sequence[tuple[Any, tuple[str, ...]]]) -> Hashable:
         return tuple(self.of(place_of(*source).read()) for source in sources)
+
+
+def _has_attributes_alone(kind: type) -> bool:
+    """Whether objects of a class hold nothing but attributes: no slots, and no value of a built-in class below it."""
+    return (kind.__basicsize__, kind.__itemsize__) == (_Facts.__basicsize__, 0)
 
 
 def _hooks(name: str, value: Any) -> Any:

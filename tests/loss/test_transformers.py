@@ -234,6 +234,29 @@ def squared(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy((logits * logits).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.parametrize("where", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_that_are_off_when_logits_are_used(where: dict[str, Any]) -> None:
+    """Logits are those of the adapters in the model's call, also where they are used while these are disabled."""
+    torch.manual_seed(0)
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **where})
+    model: Any = get_peft_model(tiny_llama().double(), config)
+    with torch.no_grad():  # a saved head is a copy of the frozen one
+        for name, weight in model.named_parameters():
+            weight.mul_(3.0 if "modules_to_save" in name else 1.0)
+
+    def gradients() -> list[Tensor]:
+        output = model(input_ids=IDS, labels=IDS)
+        with model.disable_adapter():
+            penalty = output.logits.pow(2).mean()
+        return list(torch.autograd.grad(output.loss + penalty, [p for p in model.parameters() if p.requires_grad]))
+
+    true = gradients()
+    with prepare(model, **LOSS):
+        found = gradients()
+    for a, b in zip(found, true, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # the loss is float32, as in transformers
+
+
 @pytest.mark.low_precision
 @pytest.mark.parametrize(
     ("use", "dtype"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -164,6 +165,53 @@ def test_what_was_switched_between_two_modules_is_checked(switch: Callable[[bool
     net = Net(Reads)
     net.before = lambda index: switch(index == 2)
     assert checked(net, names) == [0, 2]
+
+
+class Number(float):
+    """A number of a class of its own."""
+
+
+class Slots:
+    """Has a slot."""
+
+    __slots__ = ("strength",)
+
+
+class Slotted(Slots):
+    """Has a slot and attributes."""
+
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+
+HOLDERS: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
+    "number of a class of its own": (Number, float),
+    "slot": (Slotted, lambda held: held.strength),
+    "default of a dictionary": (lambda value: defaultdict(lambda: value), lambda held: held[0]),
+}
+
+
+class Holding(Mixing):
+    """Mixes tokens by what it reads from an object."""
+
+    read: Callable[[Any], float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return GatedMLP.forward(self, x + self.read(self.held) * x.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_values_that_are_no_attributes(kind: str) -> None:
+    """A module that mixes tokens is refused if what tells it from others of its class is no attribute of an object."""
+    make, read = HOLDERS[kind]
+    net = Net(Holding)
+    for index, mlp in enumerate(net.mlps):
+        mlp.held, mlp.read = make(float(index == 2)), read  # type: ignore[assignment]
+    with (
+        prepare(net, tiling=Tiling(num_shards=2, targets=TARGETS)),
+        pytest.raises(NotPositionWiseError, match=r"mlps\.2 \(Holding\) is not position-wise"),
+    ):
+        net(randn(2, 40, H).requires_grad_())
 
 
 WRONG: dict[str, Callable[[nn.Module], object]] = {
