@@ -77,7 +77,8 @@ class _Facts:
             return self.of(value.below)
         if is_patched(value):
             return "patched"
-        if is_object(value) and (kind is SimpleNamespace or _has_attributes_alone(kind)):
+        plain = kind is SimpleNamespace or (kind.__basicsize__, kind.__itemsize__) == _ATTRIBUTES_ALONE
+        if plain and is_object(value):
             return kind, self.of(vars(value))
         return kind, self._code(kind, value)
 
@@ -113,9 +114,8 @@ class _Facts:
         return tuple(self.of(place_of(*source).read()) for source in sources)
 
 
-def _has_attributes_alone(kind: type) -> bool:
-    """Whether objects of a class hold nothing but attributes: no slots, and no value of a built-in class below it."""
-    return (kind.__basicsize__, kind.__itemsize__) == (_Facts.__basicsize__, 0)
+_ATTRIBUTES_ALONE = _Facts.__basicsize__, 0
+"""The sizes of objects that hold attributes alone: no slots, and no value of a built-in class below theirs."""
 
 
 def _hooks(name: str, value: Any) -> Any:
