@@ -71,8 +71,7 @@ class _Facts:
         if isinstance(value, Tensor):
             return _tensor(value)
         if isinstance(value, list | deque | dict | set | frozenset):
-            own = vars(value) if is_object(value) else None, getattr(value, "default_factory", None)
-            return kind, self._container(value), self.of(own)
+            return kind, self._container(value), self.of(vars(value)) if is_object(value) else None
         if isinstance(value, Patch):  # which does not change what the module computes
             return self.of(value.below)
         if is_patched(value):
@@ -83,8 +82,8 @@ class _Facts:
         return kind, self._code(kind, value)
 
     def _container(self, value: Any) -> Hashable:
-        if len(value) > MAX_ENTRIES:
-            raise TypeError(f"{len(value)} entries are too many to be compared")
+        if len(value) > MAX_ENTRIES or hasattr(value, "default_factory"):
+            raise TypeError(f"{len(value)} entries are too many to be compared, or there are defaults")
         if isinstance(value, dict):
             return tuple((self.of(key), self.of(entry)) for key, entry in value.items())
         described = map(self.of, value)
