@@ -127,7 +127,7 @@ class HeadCall:
                 return checked(head, hidden)
 
         with self.autocast.context():
-            return self.head(hidden, OnHead(as_called))
+            return self.head(hidden, OnHead(checked if self.state is None else as_called))
 
     def _versions(self) -> list[tuple[Any, int]]:
         tensors = (cast("Tensor", self.hidden), *self.head.parameters())
