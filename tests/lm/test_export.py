@@ -72,8 +72,7 @@ def test_lora_trains_its_adapters_alone() -> None:
     trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable)
-    with pytest.raises(AttributeError, match="computed its loss in tiles"):
-        model.model(input_ids=IDS, labels=IDS).logits.sum()
+    assert isinstance(model.model(input_ids=IDS, labels=IDS).logits, OutputLogits)
 
 
 def begin(folder: str) -> list[float]:
