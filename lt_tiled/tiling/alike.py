@@ -18,6 +18,8 @@ from lt_tiled.tiling.tiled_call import TiledCall
 
 _FEW = 256
 """Larger buffers are not compared by value."""
+_LEAF_HOOKS = "register_full_backward_hook"
+"""The method of a leaf module of ZeRO-3 that is patched, which no forward reads."""
 _OF_ENGINES = ("torch.distributed.", "deepspeed.", "lt_tiled.")
 
 
@@ -32,7 +34,7 @@ def signature(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable | None:
         modules that communicate are checked on all ranks.
     """
     facts, lead = _Facts(), len(call.shape.lead)
-    (_, *form), *case = call.mode
+    (_, tree, _, *form), *case = call.mode  # without the switches, which are attributes
     try:
         with hidden_from_modes(inputs[0]):
             given = tuple(
@@ -40,7 +42,7 @@ def signature(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable | None:
                 for t, per_token in zip(inputs, call.per_token, strict=True)
             )
             code = facts.of((call.work.function, call.work.modules, call.arguments.others))
-        found = (*form, *case, given, code)
+        found = (tree, *form, *case, given, code)
         hash(found)
     except Exception:  # of what users' own classes do where they are asked for their attributes
         return None
@@ -93,7 +95,8 @@ class _Facts:
         if isinstance(value, nn.Module):
             # The arguments that made a layer of peft hold its name, and no forward reads them.
             left_out = ENGINES | {"kwargs"} if kind.__module__.startswith("peft.") else ENGINES
-            attributes = {name: _hooks(name, held) for name, held in value.__dict__.items() if name not in left_out}
+            held = {name: a for name, a in value.__dict__.items() if not name.endswith(_LEAF_HOOKS)}
+            attributes = {name: _hooks(name, a) for name, a in held.items() if name not in left_out}
             forward = getattr(kind.forward, "__code__", None)
             return forward, self.of(attributes), self._shared(read_by_class(kind))
         if isinstance(value, FunctionType):

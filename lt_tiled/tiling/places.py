@@ -18,7 +18,7 @@ from lt_tiled.modules.patch import is_patched
 
 ENGINES = frozenset(("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_external_params"))
 ENGINES |= {"ds_id", "ds_grads_remaining", "ds_inflight_param_registry", "ds_recompute_parameters"}
-ENGINES |= {"_z3_leaf", "register_full_backward_hook"}  # its mark, and what ``engines/zero.py`` patches
+ENGINES |= {"_z3_leaf"}
 """What ZeRO-3's hooks set on modules between the passes (runtime/zero/parameter_offload.py)."""
 _NOT_READ = (frozenset(nn.Module().__dict__) - {"training"}) | ENGINES
 ATOMS = frozenset((bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, type))

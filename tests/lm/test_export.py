@@ -16,6 +16,7 @@ import lt_tiled
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.export import _load
+from lt_tiled.loss.transformers import OutputLogits
 from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.models import tiny_llama
