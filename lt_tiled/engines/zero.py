@@ -147,7 +147,7 @@ def adapt_to_zero3(model: nn.Module) -> bool:
         ValueError: If a tiled module is not inside a leaf module, or leaf modules share weights.
     """
     check_leaves(model)
-    trained = (row for row in shared_weights(model, _leaves_in(model)) if row[2].requires_grad)
+    trained = (row for row in shared_weights(model, outermost(_leaves_in(model))) if row[2].requires_grad)
     if shared := next(trained, None):
         first, second, weight = shared
         shape = list(getattr(weight, "ds_shape", weight.shape))
