@@ -27,7 +27,8 @@ def signature(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable | None:
     """Return a value that is equal for calls that run the same code on modules of the same kind, in the same mode.
 
     It holds all that their code can read: classes, attributes, hooks, closures and globals by value, weights by their
-    form and by whether they are zero, which may hide what mixes tokens. The names of modules are left out.
+    form and by whether they are zero, which may hide what mixes tokens, and scalar weights by value. The names of
+    modules are left out.
 
     Returns:
         ``None`` if something cannot be compared, such as a tensor subclass, a process group or a large buffer. So
@@ -134,7 +135,7 @@ def _tensor(tensor: Tensor) -> Hashable:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor._backward_hooks:
         raise TypeError(f"a {type(tensor).__name__} with hooks, or of a class of its own, cannot be compared")
     form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-    if is_weight(tensor) and (tensor.requires_grad or tensor.numel() > 1):
+    if is_weight(tensor) and tensor.numel() > 1:  # one number may be a gate that code branches on
         return (*form, bool(tensor.flatten()[:_FEW].any()) or bool(tensor.any()))  # mostly the first ones tell
     if tensor.numel() > _FEW:
         raise TypeError(f"{tensor.numel()} values are too many to be compared")

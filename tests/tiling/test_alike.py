@@ -152,6 +152,14 @@ def test_what_differs_is_checked(differ: Callable[[nn.Module], object], names: l
     assert checked(net, names) == [0, 2]
 
 
+def test_a_gate_of_another_value_is_checked(names: list[str]) -> None:
+    """A trained number, on which code may branch, is compared by value."""
+    net = Net(_build)
+    for index, mlp in enumerate(net.mlps):
+        mlp.threshold = nn.Parameter(torch.tensor(1.0 + (index == 2)))
+    assert checked(net, names) == [0, 2]
+
+
 SWITCHES: dict[str, Callable[[bool], object]] = {
     "attribute of a shared object": lambda on: setattr(Reads.shared, "scale", 1.0 + on),
     "list in a shared object": lambda on: Reads.shared.scales.__setitem__(0, 1.0 + on),
