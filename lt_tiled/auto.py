@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -59,6 +60,8 @@ class Auto:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return a call, if its inputs alone are not too large."""
+        if torch.compiler.is_compiling():
+            return None
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(t.is_nested for t in tensors):  # their sizes are not integers
             return None
@@ -152,6 +155,8 @@ class SavedBytes:
             self.total += tensor.untyped_storage().nbytes() if isinstance(storage, StorageWeakRef) else tensor.nbytes
 
 
+# The compiler cannot make weak references of storages, and says so when it frees them.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _storage(tensor: Tensor) -> StorageWeakRef | object:
     try:
         return StorageWeakRef(tensor.untyped_storage())
