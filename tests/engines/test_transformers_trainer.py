@@ -52,6 +52,7 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
     batches for training.
     """
     from transformers import Trainer, TrainingArguments, default_data_collator
+    from transformers.integrations import unset_hf_deepspeed_config
 
     from lt_tiled.transformers import TiledCallback, share_batches
 
@@ -100,6 +101,7 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
         assert kept.report is not None
         assert kept.report.tiled[0].tiles == (callback or {}).get("tiling", 1)
         assert not any(get_patches(module, Patch) for module in model.modules())
+    unset_hf_deepspeed_config()  # with which transformers would shard the models of later tests
     return [*found, *(float(weight.double().norm()) for weight in weights.values())]
 
 
