@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled._log import inform, warn
-from lt_tiled.auto import Allowance, Auto
+from lt_tiled.auto import Allowance, Auto, ranks
 from lt_tiled.checkpointing import (
     BlockOffload,
     BlockPatch,
@@ -128,13 +128,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             for path, block in unpatched:
                 auto = Auto(allowance) if allowance else None
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
-                patch_block(
-                    block,
-                    offload,
-                    keep,
-                    AttentionMode() if block in call_torch else None,
-                    auto,
-                )
+                patch_block(block, offload, keep, AttentionMode() if block in call_torch else None, auto)
                 undo.callback(remove_patches, block, BlockPatch)
             for module in patch_models(model) if unpatched else ():
                 undo.callback(remove_patches, module, CachePatch)
@@ -187,7 +181,7 @@ class PreparedModels(list[Prepared]):
                 policies.sequence_parallel,
                 group=policies.sequence_group,
                 defaults=policies.defaults,
-                sharded=_ranks() if policies.shards_weights else 1,
+                sharded=ranks() if policies.shards_weights else 1,
                 ranks_per_node=ranks_per_node,
                 zero3_leaf_modules=policies.zero3_leaf_modules,
             )
@@ -299,12 +293,8 @@ def prepare(
         as_loss(loss),
         shared,
         group=group,
-        sharded=_ranks(),  # an engine may follow
+        sharded=ranks(),  # an engine may follow
     )
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -111,8 +111,7 @@ class Call:
     def measured(self, module: nn.Module, sizes: SavedBytes) -> Iterator[None]:
         """Learn from a recomputed call what it would save, and whether it communicates."""
         auto = self.auto
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        watch = Collectives() if several and auto.communicates is None else None
+        watch = Collectives() if ranks() > 1 and auto.communicates is None else None
         with ExitStack() as stack:
             if watch is not None:
                 stack.enter_context(watch)
@@ -137,6 +136,11 @@ class _Held:
         self.nbytes = 0
 
     __del__ = __call__
+
+
+def ranks() -> int:
+    """Return the number of ranks, without ``torch.distributed`` one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class SavedBytes:

@@ -148,3 +148,15 @@ def tiny_llama(**fields: Any) -> Any:
         "num_key_value_heads": 2,
     }
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": 64, **fields}))
+
+
+class Twice(torch.autograd.Function):
+    """Takes what it is given past Python's operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2

@@ -48,6 +48,7 @@ from lt_tiled.modules.blocks import shared_weights
 from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch
 from lt_tiled.tiling.patched import tiled_patches, whole_modules
+from lt_tiled.tiling.places import LEAF_HOOKS
 from lt_tiled.tiling.state import EngineNeeds
 
 _OF_DEEPSPEED = ("deepspeed.",)
@@ -70,15 +71,13 @@ class LeafPatch(Patch):
     """
 
     order = Order.LEAF
-    hooks = "register_full_backward_hook"
-    """The method that is changed."""
 
     def __init__(self, path: str, leaf: nn.Module, needs: EngineNeeds) -> None:
         self.name, self.needs = f"{path} ({type(leaf).__name__})", needs
         self.marked = "_z3_leaf" not in vars(leaf)
         """Whether the mark is ours."""
         vars(leaf)["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_module does, whose import takes seconds
-        set_patch(leaf, self, self.hooks)
+        set_patch(leaf, self, LEAF_HOOKS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -118,14 +117,14 @@ def patch_leaves(model: nn.Module, needs: EngineNeeds, blocks: bool = True) -> N
         check_leaves(model)
         return
     for path, leaf in outermost([*(whole if blocks else []), *_leaves_in(model)]):
-        if any(tiled_patches(leaf)) and get_patch(leaf, LeafPatch, LeafPatch.hooks) is None:
+        if any(tiled_patches(leaf)) and get_patch(leaf, LeafPatch, LEAF_HOOKS) is None:
             LeafPatch(path, leaf, needs)
 
 
 def restore_leaves(model: nn.Module, needs: EngineNeeds) -> None:
     """Undo :func:`patch_leaves`, but keep the marks if ZeRO-3 wraps the model: its engine still reads them."""
     for leaf in model.modules():
-        patch = get_patch(leaf, LeafPatch, LeafPatch.hooks)
+        patch = get_patch(leaf, LeafPatch, LEAF_HOOKS)
         if patch is not None and patch.needs is needs:
             remove_patch(leaf, patch)
             if patch.marked and leaf not in needs.leaves:

@@ -11,15 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lt_tiled.modules.patch import Patch, is_of, is_patched
-from lt_tiled.tiling.places import ATOMS, ENGINES, Place, is_weight
+from lt_tiled.tiling.places import ATOMS, ENGINES, LEAF_HOOKS, Place, is_weight
 from lt_tiled.tiling.reach import MAX_ENTRIES, is_object, place_of, read_by, read_by_class
 from lt_tiled.tiling.recompute import hidden_from_modes
 from lt_tiled.tiling.tiled_call import TiledCall
 
 _FEW = 256
 """Larger buffers are not compared by value."""
-_LEAF_HOOKS = "register_full_backward_hook"
-"""The method of a leaf module of ZeRO-3 that is patched, which no forward reads."""
 _OF_ENGINES = ("torch.distributed.", "deepspeed.", "lt_tiled.")
 
 
@@ -96,7 +94,7 @@ class _Facts:
         if isinstance(value, nn.Module):
             # The arguments that made a layer of peft hold its name, and no forward reads them.
             left_out = ENGINES | {"kwargs"} if kind.__module__.startswith("peft.") else ENGINES
-            held = {name: a for name, a in value.__dict__.items() if not name.endswith(_LEAF_HOOKS)}
+            held = {name: a for name, a in value.__dict__.items() if not name.endswith(LEAF_HOOKS)}
             attributes = {name: _hooks(name, a) for name, a in held.items() if name not in left_out}
             forward = getattr(kind.forward, "__code__", None)
             return forward, self.of(attributes), self._shared(read_by_class(kind))

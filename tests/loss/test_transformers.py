@@ -30,7 +30,7 @@ from lt_tiled.planner.ledger import Ledger
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import peak_bytes
-from tests.models import tiny_llama
+from tests.models import Twice, tiny_llama
 from tests.parity import MIXED, less_accurate, worst
 from tests.processes import LIMIT
 
@@ -178,18 +178,6 @@ def test_logits_of_another_time_are_refused(change: str) -> None:
             output.logits.argmax(-1)
 
 
-class Doubled(torch.autograd.Function):
-    """A custom autograd Function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 def test_gradients_of_logits_are_never_lost() -> None:
     """What would miss a gradient of logits is refused: hooks on them, ``retain_grad``, a custom autograd Function."""
     model = tiny_llama()
@@ -199,8 +187,8 @@ def test_gradients_of_logits_are_never_lost() -> None:
             with pytest.raises(AttributeError, match=r"without a gradient of all logits.*loss=False"):
                 getattr(logits, name)
         with pytest.raises(RuntimeError, match=r"custom autograd Function.*output.logits.clone"):
-            Doubled.apply(logits)
-        assert Doubled.apply(logits.clone()).requires_grad
+            Twice.apply(logits)
+        assert Twice.apply(logits.clone()).requires_grad
 
 
 class ByUse(LlamaForCausalLM):

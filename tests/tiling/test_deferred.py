@@ -20,7 +20,7 @@ from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.patched import NeighborPatch, TiledPatch
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
-from tests.models import WIDE, GatedMLP, H
+from tests.models import WIDE, GatedMLP, H, Twice
 from tests.parity import gradients, randn, reference, worst
 
 TILES = Tiling(num_shards=4)
@@ -45,18 +45,6 @@ class Sandwich(nn.Module):
         x = x + self.attention(x)
         h = self.pre_mlp_norm(x)
         return self.use(self, x, h, self.mlp(h))
-
-
-class Twice(torch.autograd.Function):
-    """Takes what it is given past Python's operators."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
 
 
 def model(*args: Any, **kwargs: Any) -> nn.Sequential:
