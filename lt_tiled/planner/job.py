@@ -21,7 +21,7 @@ from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from lt_tiled.sequence_parallel.groups import check_size
 from lt_tiled.sequence_parallel.states import functions_of
-from lt_tiled.training_step.step import first_batch, length_of, silence, to_meta, training_loss, with_length
+from lt_tiled.training_step.step import first_batch, length_of, silence, training_loss, with_length
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -82,7 +82,6 @@ def make_job(
     datamodule: LightningDataModule | None,
     trainer: Mapping[str, Any],
     devices: int | None = None,
-    batch: Any = None,
 ) -> Job:
     """Configure a module as its Trainer would, without memory for its weights.
 
@@ -91,7 +90,6 @@ def make_job(
         datamodule: Its data; ``None`` for a module with data loaders.
         trainer: The arguments of the Trainer.
         devices: The number of ranks; by default that of the Trainer.
-        batch: A batch on the meta device; by default the first one of the data.
 
     Raises:
         ValueError: If an argument is not understood.
@@ -101,15 +99,13 @@ def make_job(
     if unknown and settings.engine.name not in ("single", "ddp"):
         warn("devices='auto' is planned as one device, which shards nothing: say how many with --devices.")
     _connect_trainer(module, datamodule)
-    if batch is None:
-        (module if datamodule is None else datamodule).prepare_data()
-        if datamodule is not None:
-            datamodule.setup("fit")
+    (module if datamodule is None else datamodule).prepare_data()
+    if datamodule is not None:
+        datamodule.setup("fit")
     _configure(module, settings.dtype)
-    if batch is None:
-        batch = first_batch(module, datamodule)
-        _warn_of_packed(batch)
-        batch = to_meta(batch)
+    batch = first_batch(module, datamodule)
+    _warn_of_packed(batch)
+    batch = apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
     if settings.gpu and functions_of(module):
         inform(
             "Layers with a state are planned with the kernels of flash-linear-attention, mamba_ssm and causal_conv1d,"
@@ -125,14 +121,6 @@ def _warn_of_packed(batch: Any) -> None:
             "position_ids of packed documents: for the attention 'sdpa' transformers makes a mask of seq_len x seq_len"
             " bytes for each sequence, which a plan leaves out."
         )
-
-
-def job_of_run(module: LightningModule, batch: Any, trainer: Any) -> Job:
-    """Return the job of a Trainer's run. The module, a copy from before ``setup``, and the batch have meta tensors."""
-    names = ("strategy", "callbacks", "precision", "accumulate_grad_batches", "gradient_clip_val")
-    arguments = {name: getattr(trainer, name) for name in names}
-    arguments["accelerator"] = trainer.strategy.root_device.type
-    return make_job(module, trainer.datamodule, arguments, trainer.world_size, batch)
 
 
 def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:

@@ -142,12 +142,6 @@ class Ledger(TorchDispatchMode):
         """Record bytes that no operation allocates, and return a function that releases them once."""
         return partial(self._end, self._add(nbytes, part, path))
 
-    def book(self, tensor: Tensor, part: str) -> None:
-        """Record a tensor that existed before."""
-        for plain in _plain_tensors(tensor):
-            self._track(plain)
-            self.name(plain, part)
-
     def find(self, tensor: Tensor) -> Allocation | None:
         """Return the allocation of a tensor's storage."""
         return self._live.get(_key(tensor))

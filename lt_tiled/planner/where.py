@@ -36,8 +36,8 @@ class ModelLedger(Ledger):
     no public name for the current node and the next number.
     """
 
-    def __init__(self, model: nn.Module, only: str | None = None) -> None:
-        super().__init__(only)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.phase = "forward"
         self._paths = {id(unwrapped(m)): plain_name(path) for path, m in model.named_modules()}
         self._blocks = {id(m) for _, m in find_blocks(model)}

@@ -106,11 +106,6 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
-def to_meta(batch: Any) -> Any:
-    """Return a batch without its values, on the meta device."""
-    return apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
-
-
 def tokens_of(batch: Any) -> int:
     """Return the number of tokens of a batch: the first two sizes of its first tensor that has two, or 0."""
     return next((tensor.shape[0] * tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() > 1), 0)

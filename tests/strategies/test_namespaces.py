@@ -85,7 +85,7 @@ def test_callbacks(tmp_path: Path) -> None:
     """All callbacks work together with the Trainer, the module and the datamodule of ``pytorch_lightning``."""
     home, data, model = lt_tiled.pytorch_lightning, IdsModule(), LitTiny()
     finder = home.SequenceLengthFinder(start=8, limit=24, granule=8)
-    monitor, report = home.MemoryMonitor(plot=str(tmp_path / "step.png"), step=1), home.TilingReport()
+    monitor, report = home.MemoryMonitor(), home.TilingReport()
     offload = lt_tiled.ActivationCheckpointing(offload="disk", min_bytes=0, keep_last=0)
     callbacks = [home.TiledMLP(4), home.OffloadedCheckpointing(offload), finder, monitor, report]
     assert all(isinstance(callback, pytorch_lightning.Callback) for callback in callbacks)
@@ -97,7 +97,7 @@ def test_callbacks(tmp_path: Path) -> None:
     assert model.forwards_replaced == {6}
     assert replaced(model) == 0
     assert [row.tiles for row in report.report.tiled] == [4, 4]
-    assert monitor.measured is not None
+    assert monitor.peak > 0
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"lt_tiled/peak_memory", "lt_tiled/offload_disk_bytes"} <= set(header)
 
