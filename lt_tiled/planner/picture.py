@@ -38,6 +38,7 @@ def draw_step(runs: Mapping[str, Simulation], path: str | Path, memory: int | No
         axis.stackplot(range(count), stack, colors=[COLORS[part] for part in rows])
         axis.set_title(f"{title}\npeak {gib(run.peak)}", fontsize=10)
         axis.set_xticks([])
+        axis.set_xlabel("allocations, in their order", fontsize=8)
         start, end = run.phases["forward"], run.end
         for phase, moment in run.phases.items():
             x, side = (moment - start) / max(end - start, 1) * count, "right" if phase == "optimizer" else "left"
