@@ -52,7 +52,9 @@ class CrossEntropy:
             labels: ``[t]``.
             factor: ``[t]`` in float32 or float64, the dtype of the losses; zero where a label does not count.
         """
-        size = max(len(logits) // PARTS, min(len(logits) // 3, PART_LOGITS // logits.shape[-1]), 1)
+        rows, vocab_size = logits.shape
+        least, most = (0, CACHED) if logits.device.type == "cpu" else (rows // PARTS, PART_LOGITS)
+        size = max(1, least, min(rows // 3, most // vocab_size))
         factors = repeat(None) if factor is None else factor.split(size)
         parts = zip(logits.split(size), labels.split(size), factors, strict=False)
         return torch.cat([self._part(*part) for part in parts])
@@ -66,35 +68,46 @@ class CrossEntropy:
         if self.logit_softcap is not None:
             bent = (values.to(wide) / self.logit_softcap).tanh_()
             values = bent * self.logit_softcap
-        whole = values.to(wide).logsumexp(-1) if self.z_loss else None
-        logs = values.log_softmax(-1, dtype=wide)
+        if factor is not None and values.dtype == wide:  # without a copy, and a division of each probability
+            most = values.amax(-1, keepdim=True)
+            logs = values.sub_(most)  # but for the logarithms of sums
+        else:
+            whole = values.to(wide).logsumexp(-1, keepdim=True) if self.z_loss else None
+            most, logs = None, values.log_softmax(-1, dtype=wide)
         del values
         smooth = self.label_smoothing
-        loss = -logs.gather(-1, chosen).squeeze(-1)
+        loss = -logs.gather(-1, chosen)
         if smooth:
-            loss = (1 - smooth) * loss - smooth * logs.mean(-1)
+            loss = (1 - smooth) * loss - smooth * logs.mean(-1, keepdim=True)
+        sums = loss.new_ones(())
+        if factor is not None:
+            gradient = logs.exp_()
+        if most is not None:
+            sums = gradient.sum(-1, keepdim=True)
+            norms = sums.log()
+            loss, whole = loss + norms, most + norms if self.z_loss else None
         if whole is not None:
             loss = loss + self.z_loss * whole.square()
-        loss = loss.where(counted, 0.0)
+        loss = loss.squeeze(-1).where(counted, 0.0)
         if factor is None:
             return loss
-        gradient = logs.exp_()
         if whole is not None:
-            gradient.mul_(1 + 2 * self.z_loss * whole[:, None])
-        gradient.scatter_add_(-1, chosen, gradient.new_full(chosen.shape, smooth - 1))
+            gradient.mul_(1 + 2 * self.z_loss * whole)
+        gradient.scatter_add_(-1, chosen, (sums * (smooth - 1)).expand(chosen.shape))
         if smooth:
-            gradient.sub_(smooth / gradient.shape[-1])
+            gradient.sub_(sums * (smooth / gradient.shape[-1]))
         if bent is not None:
             gradient.mul_(bent.square_().neg_().add_(1))
         # As in torch, nan stays nan where a label does not count.
-        torch.mul(gradient, (factor * self.logit_scale)[:, None], out=logits)
+        torch.mul(gradient, (factor * self.logit_scale)[:, None] / sums, out=logits)
         return loss
 
 
 PARTS = 8
 PART_LOGITS = 2**20
-"""A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits: only the temporaries of one part, two
-float32 copies (three with a cap), are alive at a time, and fit into the caches of a CPU."""
+CACHED = 2**18
+"""A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits, so that only the temporaries of one
+part, two float32 copies (three with a cap), are alive at a time. On a CPU a part fits into the cache of a core."""
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
