@@ -86,6 +86,19 @@ def each_tile(rows: Iterable[T]) -> Iterable[T]:
     return rows if choose is None else choose(rows)
 
 
+def memory_order(tensor: Tensor) -> list[int] | None:
+    """Return the order of dimensions in which a tensor is contiguous, if there is one that keeps the last dimension.
+
+    The tiles of a norm of each head are cut in this order where the model swapped heads and tokens before it. Else its
+    input would be copied, and its output would have another layout than untiled, as attention's output then has, which
+    the model would copy as well.
+    """
+    if tensor.is_nested:
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return order if order[-1] == tensor.dim() - 1 and tensor.permute(order).is_contiguous() else None
+
+
 @dataclass(frozen=True)
 class TokenShape:
     """The leading dimensions of the hidden states, ``[B, S]`` of ``[B, S, H]``: one entry per token, row by row."""

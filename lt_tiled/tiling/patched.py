@@ -20,6 +20,7 @@ from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
+from lt_tiled.tiling.layout import memory_order
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Owner, Tiled
@@ -130,13 +131,17 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
     ):
         needs.find(module)
     work = Work(patch.bound(module), roots(module, patch.found.parts), whole=patch.found.parts is None)
-    made = _with_neighbor(work, patch, args, kwargs)
+    made, order = _with_neighbor(work, patch, args, kwargs), None
     if made is None:
         args, kwargs = values((args, kwargs))
-        decision = decide(work, patch, args, kwargs)
+        if patch.found.guessed and not patch.found.after and len(args) == 1 and isinstance(args[0], Tensor):
+            order = None if args[0].is_contiguous() else memory_order(args[0])
+        decision = decide(work, patch, args if order is None else (args[0].permute(order),), kwargs)
         if isinstance(decision, Untiled):
             accept(decision, module, patch)
             return work.function(*args, **kwargs)
+        if order is not None:
+            return run_tiled(*decision).permute([order.index(i) for i in range(len(order))])
         made = decision
     if patch.found.after and not kwargs and _may_defer(made, patch):
         deferred = defer(*made)

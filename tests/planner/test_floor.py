@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
             "head_dim": 256,
             "sliding_window": TOKENS + 1,  # sdpa would make a mask of all scores
         },
-        1.37,
+        1.28,
     ),
 }
 

@@ -18,7 +18,7 @@ from lt_tiled.tiling import patched
 from lt_tiled.tiling.deferred import DeferredCall
 from lt_tiled.tiling.patched import TiledPatch
 from lt_tiled.tiling.state import EngineNeeds
-from tests.meters import flops
+from tests.meters import flops, peak_bytes
 from tests.models import GatedMLP, H, PythonNorm, tiny_llama
 from tests.parity import gradients, randn, reference, worst
 
@@ -187,3 +187,34 @@ def test_a_norm_that_counts_its_calls_stays_untiled() -> None:
     true = reference(model, x)
     with prepare(model, tiling=TILES):
         assert worst(gradients(model, x), true) <= 1e-10
+
+
+class SwappedHeads(Attention):
+    """Norms queries of two heads after heads and tokens are swapped, as Gemma 3 does."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__(use)
+        self.q_norm = PythonNorm()
+        self.strides: list[tuple[int, ...]] = []
+
+    def forward(self, n: Tensor) -> Tensor:
+        heads = torch.cat([self.q(n), self.k(n)], -1).view(*n.shape[:2], 2, H).transpose(1, 2)
+        found = self.q_norm(heads)
+        self.strides.append(found.stride())
+        return self.o(found.transpose(1, 2).mean(2)) + self.v(n)
+
+
+def test_a_norm_keeps_the_layout_of_its_input() -> None:
+    """A tiled norm of heads that were swapped with tokens returns the layout of the untiled one, and copies nothing."""
+    model, x = blocks(), tokens().requires_grad_()
+    for block in model:
+        assert isinstance(block, Block)
+        block.attention = SwappedHeads(block.attention.use).double()
+    true = reference(model, x)
+    with prepare(model, tiling=TILES):
+        assert worst(gradients(model, x), true) <= 1e-10
+        norm = model[0].attention.q_norm
+        assert get_patches(norm, TiledPatch)[0].learned.largest == (2 * 18 * 2, 4)
+        heads = randn(2, 18, 2, H, dtype=torch.float64).transpose(1, 2)
+        assert peak_bytes(lambda: norm(heads)) < 2 * heads.nbytes  # its output and a tile
+    assert {strides for block in model for strides in block.attention.strides} == {(36 * H, H, 2 * H, 1)}
