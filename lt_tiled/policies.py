@@ -70,7 +70,7 @@ class Tiling:
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
         for name, reduction in (self.reductions or {}).items():
             _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
-        check_compile(self.compile, "compile")
+        _check_compile(self.compile)
         _check_targets(self.targets, also="; to tile only the loss, pass tiling=False and loss=True")
 
 
@@ -311,21 +311,20 @@ def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> 
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def check_compile(value: object, name: str) -> None:
-    """Raise ``ValueError`` unless the value is a bool or arguments that ``torch.compile`` takes."""
+def _check_compile(value: object) -> None:
     if isinstance(value, bool):
         return
     if not isinstance(value, Mapping):
         example = "arguments of torch.compile such as {'mode': 'max-autotune'}"
-        raise ValueError(f"{name}={value!r} must be True, False, or {example}.")
+        raise ValueError(f"compile={value!r} must be True, False, or {example}.")
     known = CompileOptions.__annotations__
     if unknown := ", ".join(repr(key) for key in value if key not in known):
-        raise ValueError(f"{name} has no argument {unknown}: torch.compile takes {', '.join(known)}.")
+        raise ValueError(f"compile has no argument {unknown}: torch.compile takes {', '.join(known)}.")
     if value:
         try:
             torch.compile(lambda: None, **value)  # compiles at the first call, but looks its arguments up now
         except RuntimeError as error:
-            raise ValueError(f"{name}={dict(value)}: {str(error)[:200]}") from error
+            raise ValueError(f"compile={dict(value)}: {str(error)[:200]}") from error
 
 
 def _check_targets(targets: object, also: str = "") -> None:

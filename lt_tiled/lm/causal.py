@@ -18,11 +18,11 @@ from torchmetrics import MeanMetric
 from lt_tiled._log import inform, warn
 from lt_tiled.cli.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.lm.models import add_adapters, compiled_flex_attention, make_config, make_lora_config, refusing, require
+from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, refusing, require
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import find_losses, loss_function_set, patch_losses
 from lt_tiled.modules.find import plain_name
-from lt_tiled.policies import CompileOptions, as_loss, check_compile, check_count
+from lt_tiled.policies import as_loss, check_count
 from lt_tiled.sequence_parallel.region import gathered
 
 
@@ -37,7 +37,6 @@ class CausalLM(LightningModule):
         config: The fields of a Hugging Face configuration, such as ``{model_type: llama, hidden_size: 256, ...}``.
         path: A local directory with a model, as ``save_pretrained`` writes it. Give this or ``config``.
         attn_implementation: Hugging Face's name of the attention (``sdpa``, ``eager``, ``flash_attention_2``, ...).
-        attn_compile: For ``flex_attention``: arguments of ``torch.compile``, such as ``{mode: max-autotune}``.
         lora: Train LoRA adapters instead of the weights: the fields of peft's ``LoraConfig``, such as ``{r: 16,
             target_modules: all-linear}``.
         loss: Compute losses, perplexities and log-probabilities in tiles, without the full logits: ``True``, or the
@@ -57,7 +56,6 @@ class CausalLM(LightningModule):
         config: dict[str, Any] | None = None,
         path: str | None = None,
         attn_implementation: str = "sdpa",
-        attn_compile: CompileOptions | None = None,
         lora: dict[str, Any] | None = None,
         loss: bool | PositiveInt | None = True,
         learning_rate: PositiveFloat = 3e-4,
@@ -72,12 +70,6 @@ class CausalLM(LightningModule):
             raise ValueError(f"config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
         if path is not None and not (Path(path) / "config.json").is_file():
             raise ValueError(f"path={path!r} is not a directory with a config.json: pass a local model.")
-        if attn_compile is not None and attn_implementation != "flex_attention":
-            raise ValueError(
-                f"attn_compile={attn_compile!r} needs flex attention, but attn_implementation={attn_implementation!r}:"
-                " set it to 'flex_attention', or leave attn_compile out."
-            )
-        check_compile(attn_compile or {}, "attn_compile")
         if learning_rate is None or weight_decay is None:  # the parser lets null pass
             raise ValueError(f"{learning_rate=} and {weight_decay=} must be numbers.")
         check_count("warmup_steps", warmup_steps, least=0)
@@ -88,7 +80,7 @@ class CausalLM(LightningModule):
         # Plain numbers, because the state of the optimizer goes into the checkpoint.
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.warmup_steps = int(warmup_steps)
-        self.attn_compile, self._loss_shards = attn_compile, as_loss(loss)
+        self._loss_shards = as_loss(loss)
         self.model: Any = None
         self._separates: bool | None = None
         """Whether the model keeps packed documents apart; ``None`` if this is not known yet."""
@@ -128,10 +120,8 @@ class CausalLM(LightningModule):
         """Return a new transformers model with this configuration, or without one the model in ``path``."""
         from transformers import AutoModelForCausalLM
 
-        attention = self.hparams["attn_implementation"]
-        if attention == "flex_attention":
-            attention = compiled_flex_attention(self.attn_compile)
-        options = {"attn_implementation": attention, "trust_remote_code": self.hparams["trust_remote_code"]}
+        names = ("attn_implementation", "trust_remote_code")
+        options = {name: self.hparams[name] for name in names}
         if config is not None:
             return AutoModelForCausalLM.from_config(config, **options)
         options |= {"local_files_only": True, "dtype": torch.get_default_dtype()}

@@ -49,8 +49,7 @@ def export(checkpoint: str, output: str, merge: bool = False) -> None:
             "An adapter refers to the model that it was trained on, and this one has no path: set --merge."
         )
     tokenizer, source = _load_tokenizer(state, path)
-    # Attention that this machine lacks, and tiles, are not needed.
-    arguments.update(attn_implementation="eager", attn_compile=None, loss=False)
+    arguments.update(attn_implementation="eager", loss=False)  # whatever attention this machine lacks
     with torch.device("meta"):
         module: CausalLM = instantiate_class((), {"class_path": name, "init_args": arguments})
         module.configure_model()

@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face causal model: configuration, attention and adapters, with checked arguments."""
+"""The parts of a Hugging Face causal model: configuration and adapters, with checked arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lt_tiled._log import inform, warn
+from lt_tiled._log import warn
 from lt_tiled.errors import did_you_mean
 from lt_tiled.policies import check_count
 
@@ -113,22 +113,3 @@ def _unsharded(model: Any) -> Iterator[None]:
         yield
     finally:
         zero.restore_init_context()
-
-
-def compiled_flex_attention(options: Mapping[str, Any] | None) -> str:
-    """Register flex attention with options of ``torch.compile``, and return its ``attn_implementation``.
-
-    Hugging Face's function compiles ``flex_attention`` without options, unless it is itself being compiled. So options
-    apply to the whole function.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.flex_attention import flex_attention_forward
-    from transformers.masking_utils import flex_attention_mask
-
-    inform("compiles flex attention at its first use, which can take minutes", once="compile flex attention")
-    if not options:
-        return "flex_attention"
-    name = f"lt_tiled_flex_{abs(hash(repr(sorted(options.items()))))}"
-    AttentionInterface.register(name, torch.compile(flex_attention_forward, **options))
-    AttentionMaskInterface.register(name, flex_attention_mask)
-    return name

@@ -12,23 +12,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import bias
 from torch.utils import _pytree as pytree
 
-from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored
-from lt_tiled.planner.where import ModelLedger
+from lt_tiled.planner.where import FakeLedger
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 from lt_tiled.training_step.step import nothing
-
-aten = torch.ops.aten
 
 
 @contextmanager
@@ -71,29 +63,6 @@ def _unpacked() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
-
-
-class FakeLedger(ModelLedger):
-    """Adds what torch's fake kernels lack, and names the module in their errors."""
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is aten._local_scalar_dense.default and not self.in_module:
-            return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
-        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
-            left, right = args[0], args[1]
-            groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
-            return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
-        try:
-            return func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise self._error(func, "needs the values of tensors, which a simulation does not have") from error
-        except AssertionError as error:
-            if "FakeTensor" not in str(error):
-                raise
-            raise self._error(func, "uses a tensor that is not a parameter, buffer or attribute") from error
-
-    def _error(self, func: Any, reason: str) -> SimulationError:
-        return SimulationError(f"{func} in {self.place().path or 'the training step'} {reason}.")
 
 
 def fake_weights(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.patch import HOOKS, Order, Patch, is_of, remove_patches, set_patch
 from lt_tiled.planner.engines import Release
 from lt_tiled.planner.ledger import Allocation, Work
-from lt_tiled.planner.where import ModelLedger
+from lt_tiled.planner.where import FakeLedger
 from lt_tiled.tiling.deferred import values
 
 EDGE = 2
@@ -90,7 +90,7 @@ class RepeatPatch(Patch):
 class Repeats(ExitStack):
     """Repeats blocks in a forward and a backward pass: see NOTE [Blocks that repeat]."""
 
-    def __init__(self, model: nn.Module, ledger: ModelLedger) -> None:
+    def __init__(self, model: nn.Module, ledger: FakeLedger) -> None:
         super().__init__()
         self.ledger = ledger
         self.calls: dict[nn.Module, Call] = {}

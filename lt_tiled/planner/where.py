@@ -1,17 +1,22 @@
-"""A ledger that knows which module of a model is running, in the forward and in the backward pass."""
+"""The ledger of a simulation, which knows the module that is running, in the forward and in the backward pass."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lt_tiled.checkpointing import BlockPatch
-from lt_tiled.errors import NothingFoundError
+from lt_tiled.errors import NothingFoundError, SimulationError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import plain_name, unwrapped
 from lt_tiled.modules.patch import get_patch
@@ -21,19 +26,17 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.patched import tiled_patches
 
+aten = torch.ops.aten
 _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""
 
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+class FakeLedger(Ledger):
+    """Records fake tensors with the module that allocates them, and names the module in errors of torch's fake kernels.
 
-
-class ModelLedger(Ledger):
-    """Tells which module allocates: by hooks on all modules, and in the backward pass by autograd's node numbers.
-
-    The number of a node tells in which forward or recompute it was made, and so for which module it works. Autograd has
-    no public name for the current node and the next number.
+    It follows modules by hooks, and in the backward pass by the numbers of autograd's nodes: the number of a node tells
+    in which forward or recompute it was made, and so for which module it works. Autograd has no public name for the
+    current node and the next number.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +55,7 @@ class ModelLedger(Ledger):
         self._places: list[Place] = []
         self._hooks = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> FakeLedger:
         self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
         self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         super().__enter__()
@@ -61,11 +64,6 @@ class ModelLedger(Ledger):
     def __exit__(self, *error: Any) -> None:
         self._hooks.close()
         super().__exit__(*error)
-
-    @property
-    def in_module(self) -> bool:
-        """Whether a module's forward or recompute is running."""
-        return bool(self._stack)
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
@@ -104,3 +102,23 @@ class ModelLedger(Ledger):
             self._stack.pop()
         self._past_blocks |= id(module) in self._blocks
         self._note()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, also where torch's fake kernels lack something."""
+        if func is aten._local_scalar_dense.default and not self._stack:
+            return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
+            left, right = args[0], args[1]
+            groups = [] if left.dim() + right.dim() > 4 else [(args[2] if len(args) > 2 else kwargs["offs"]).shape[0]]
+            return left.new_empty([*(groups or left.shape[:-2]), left.shape[-2], right.shape[-1]])
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise self._error(func, "needs the values of tensors, which a simulation does not have") from error
+        except AssertionError as error:
+            if "FakeTensor" not in str(error):
+                raise
+            raise self._error(func, "uses a tensor that is not a parameter, buffer or attribute") from error
+
+    def _error(self, func: Any, reason: str) -> SimulationError:
+        return SimulationError(f"{func} in {self.place().path or 'the training step'} {reason}.")

@@ -217,70 +217,36 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [None, {"backend": "aot_eager"}])
-def test_flex_attention(options: dict[str, Any] | None, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
-    """Flex attention gives the logits of ``sdpa``, with compile options or without, and a line says that it is going to
-    be compiled.
-    """
-    models = []
-    for attention, compiled in (("sdpa", None), ("flex_attention", options)):
+def test_flex_attention(data: TextFiles) -> None:
+    """Flex attention gives the logits and the perplexity of ``sdpa``."""
+    models, found = [], []
+    for attention in ("sdpa", "flex_attention"):
         torch.manual_seed(0)
-        models.append(CausalLM(LLAMA, attn_implementation=attention, attn_compile=compiled))
-        with caplog.at_level("INFO", "lt_tiled"):
-            models[-1].configure_model()
+        models.append(CausalLM(LLAMA, attn_implementation=attention))
+        (metrics,) = trainer(TiledSingleDeviceStrategy(tiling=4), limit_val_batches=1).validate(
+            models[-1], data, verbose=False
+        )
+        found.append(metrics["val_perplexity"])
     ids = torch.arange(128)[None] % 256
     with torch.no_grad():
         torch.testing.assert_close(models[1](ids), models[0](ids), atol=1e-5, rtol=1e-4)
-    assert "compiles flex attention at its first use" in caplog.text
-
-
-@pytest.mark.full
-def test_flex_attention_uses_its_options(data: TextFiles) -> None:
-    """The backend of ``attn_compile`` compiles flex attention, and validation has the perplexity of ``sdpa``."""
-    used = []
-
-    def backend(graph: Any, example: Any) -> Any:
-        used.append(graph)
-        return graph.forward
-
-    found = []
-    for attention, options in (("sdpa", None), ("flex_attention", {"backend": backend})):
-        torch.manual_seed(0)
-        model = CausalLM(LLAMA, attn_implementation=attention, attn_compile=options)
-        (metrics,) = trainer(TiledSingleDeviceStrategy(tiling=4), limit_val_batches=1).validate(
-            model, data, verbose=False
-        )
-        found.append(metrics["val_perplexity"])
-    assert used
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
 def test_flex_attention_trains(data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
-    """On a GPU, flex attention with options and compiled tiles train: the losses are those of ``sdpa`` and plain
-    tiles.
-    """
+    """On a GPU, flex attention and compiled tiles train: the losses are those of ``sdpa`` and plain tiles."""
     losses = []
-    for attention, options, compiled in (("sdpa", None, False), ("flex_attention", {"dynamic": False}, True)):
+    for attention, compiled in (("sdpa", False), ("flex_attention", True)):
         torch.manual_seed(0)
-        model = CausalLM(LLAMA, attn_implementation=attention, attn_compile=options)
+        model = CausalLM(LLAMA, attn_implementation=attention)
         strategy = TiledSingleDeviceStrategy(tiling=Tiling(4, compile=compiled))
         run = trainer(strategy, accelerator="gpu", max_steps=3, limit_val_batches=0)
         run.fit(model, datamodule=data)
         losses.append(float(run.callback_metrics["train_loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert "runs uncompiled" not in caplog.text
-
-
-def test_compile_options_without_flex_attention() -> None:
-    """``attn_compile`` with another attention, or with what ``torch.compile`` does not take, is refused with the
-    remedy.
-    """
-    with pytest.raises(ValueError, match=r"attn_compile=.*'sdpa'.*'flex_attention'"):
-        CausalLM(LLAMA, attn_compile={"mode": "default"})
-    with pytest.raises(ValueError, match=r"attn_compile has no argument 'modes'"):
-        CausalLM(LLAMA, attn_implementation="flex_attention", attn_compile={"modes": "default"})
 
 
 @pytest.mark.parametrize("tiled", [True, False])
