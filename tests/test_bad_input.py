@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ from lt_tiled.cli import main
 from lt_tiled.cli.bad_input import registered_name
 from lt_tiled.errors import OffloadError
 from tests.lit import LitTiny
-from tests.test_cli import STRATEGY, config
+from tests.test_cli import STRATEGY
 
 RUN = """\
 model:
@@ -232,71 +232,34 @@ def test_weights_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> No
     assert ends(capsys, 1, text).startswith("path='model': the model cannot be built: SafetensorError: ")
 
 
-def cut(path: str) -> None:
-    """Write a checkpoint and cut it short."""
-    torch.save({"state_dict": {"a": torch.zeros(999)}}, path)
-    os.truncate(path, os.path.getsize(path) // 2)
-
-
-def of_another_model(path: str) -> None:
-    state: dict[str, Any] = {"state_dict": {"a": torch.zeros(3)}, "pytorch-lightning_version": "2.6.0"}
-    torch.save(state, path)
-
-
-@pytest.mark.table("another model|missing|cut")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: Path(path).write_text("hello"), "ckpt_path 'x.ckpt' cannot be loaded: KeyError: 101"),
-        (lambda path: Path(path).touch(), "ckpt_path 'x.ckpt' cannot be loaded: EOFError:"),
-        (cut, "ckpt_path 'x.ckpt' cannot be loaded: RuntimeError: PytorchStreamReader failed"),
-        (os.mkdir, "ckpt_path 'x.ckpt' cannot be loaded: IsADirectoryError: "),
-        (lambda path: torch.save(torch.zeros(3), path), "ckpt_path 'x.ckpt' cannot be loaded: AttributeError: "),
-        (of_another_model, "ckpt_path 'x.ckpt' cannot be loaded: "),
-        (
-            lambda path: None,
-            "ckpt_path 'x.ckpt' cannot be loaded: FileNotFoundError: Checkpoint file not found: x.ckpt",
-        ),
-    ],
-    ids=["text", "empty", "cut", "directory", "tensor", "another model", "missing"],
-)
-def test_what_is_no_checkpoint(make: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint that cannot be loaded is one line with its path and the reason."""
-    make("x.ckpt")
-    assert ends(capsys, 1, RUN, "--ckpt_path=x.ckpt").startswith(message)
-
-
-def test_pipes_are_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """A named pipe as a checkpoint or configuration is refused, as it would wait for a writer; ``<(command)`` works."""
-    os.mkfifo("pipe")
-    assert ends(capsys, 2, RUN, "--ckpt_path=pipe") == "pipe is a named pipe: write what it gives to a file."
-    assert "pipe is a named pipe" in ends(capsys, 2, RUN, "--config=pipe")
-    reader, writer = os.pipe()
-    os.write(writer, b"trainer: {max_steps: 3}")
-    os.close(writer)
-    assert config(capsys, *STRATEGY[:2], f"--config=/dev/fd/{reader}")["trainer"]["max_steps"] == 3
+def test_a_checkpoint_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """A path without a checkpoint is one line."""
+    assert ends(capsys, 1, RUN, "--ckpt_path=x.ckpt").startswith("Checkpoint file not found: x.ckpt")
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("class Own(Exception)\n    pass\n", "own.py:1: SyntaxError: expected ':'"),
-        ("\nx = undefined\n", "own.py:2: NameError: name 'undefined' is not defined"),
-        ("import not_installed\n", "own.py:1: ModuleNotFoundError: No module named 'not_installed'"),
-        ("import torch\ntorch.nno\n", "own.py:2: AttributeError: module 'torch' has no attribute 'nno'"),
-        ("import own_helper\n", "own_helper.py:2: ZeroDivisionError: division by zero"),
+        ("class Own(Exception)\n    pass\n", "expected ':' (own.py, line 1)"),
+        ("\nx = undefined\n", "name 'undefined' is not defined"),
+        ("import not_installed\n", "No module named 'not_installed'"),
     ],
-    ids=["syntax", "name", "dependency", "attribute", "import of an import"],
+    ids=["syntax", "name", "dependency"],
 )
-@pytest.mark.parametrize("argument", ["--model=own.Own", "--trainer.strategy=own.Own", "--trainer.callbacks=own.Own"])
+@pytest.mark.parametrize("argument", ["--model=own.Own", "--trainer.callbacks=own.Own"])
 def test_a_module_that_cannot_be_imported(
     argument: str, code: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An exception in the import of the user's module is one line: its file and line, and what it is."""
+    """An exception in the import of the user's module is one line."""
     Path("own.py").write_text(code)
-    Path("own_helper.py").write_text("\n1 / 0\n")
-    assert ends(capsys, 2, RUN, argument).endswith(f": {os.getcwd()}/{message}")
+    assert ends(capsys, 2, RUN, argument).endswith(f": {message}")
+
+
+def test_a_strategy_that_cannot_be_imported() -> None:
+    """An exception in the import of the user's strategy, whose name may be any text, has its traceback."""
+    Path("broken.py").write_text("\nx = undefined\n")
+    with pytest.raises(NameError, match="name 'undefined' is not defined"):
+        main(["fit", *STRATEGY[:2], "--trainer.strategy=broken.Own"])
 
 
 def test_strategies_by_the_name_of_their_class() -> None:

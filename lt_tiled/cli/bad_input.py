@@ -12,7 +12,6 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from textwrap import shorten
 from traceback import walk_tb
-from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
@@ -42,7 +41,6 @@ class Parser(LightningArgumentParser):
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         self.files.append(Path(path).absolute())
-        refuse_pipe(path)
         try:
             return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
@@ -85,8 +83,6 @@ def _keys_and_reason(text: str) -> tuple[list[str], str]:
         keys, reason = keys + inner[1].split("."), inner[2]
     if found := re.match(r"module '([\w.]+)' has no attribute '(\w+)'", reason):
         reason = f"{found[1]} has no {_near(found[2], dir(sys.modules.get(found[1])))}"
-    for module in re.findall(r"(?:class_path'?:? '|Given value: )([A-Za-z_][\w.]*)\.[A-Z]\w*\b", text):
-        reason = _failed_import(module) or reason
     return keys, reason
 
 
@@ -112,46 +108,17 @@ def _unfit_value(lines: Sequence[str]) -> str:
     return f"{value!r} is none of {types}"
 
 
-def _failed_import(module: str) -> str:
-    """Return where the import of a module fails in code that is not installed, and why, or an empty string."""
-    try:
-        import_module(module)  # again, because jsonargparse keeps nothing but the message
-    except Exception as error:
-        places = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__) if _is_users(f)]
-        if isinstance(error, SyntaxError):
-            places.append((str(error.filename), error.lineno or 0))
-        if places:
-            file, line = places[-1]
-            return f"{file}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}"
-    return ""
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Whether the code of a frame is neither of Python nor of an installed package."""
-    package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    known = package in sys.stdlib_module_names or package == "lt_tiled"
-    return not known and "site-packages" not in Path(frame.f_code.co_filename).parts
-
-
 def registered_name(strategy: str) -> str:
-    """Return the registered name of a strategy, also for the name of its class.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the registered name of a strategy, also for the name of its class, or raise ``ValueError``."""
     names = ["auto", *StrategyRegistry.available_strategies()]
     classes = {StrategyRegistry[name]["strategy"].__name__: name for name in sorted(names[1:], key=len, reverse=True)}
     if strategy in classes or strategy.lower() in names:
         return str(classes.get(strategy, strategy))
     module, _, name = strategy.rpartition(".")
+    if module:
+        import_module(module)  # an error of the user's code says more
     near = did_you_mean(name, {*names, *_names(Strategy)})
-    raise ValueError((module and _failed_import(module)) or f"there is no strategy {strategy!r}{near}")
-
-
-def refuse_pipe(path: Any) -> None:
-    """Raise ``ArgumentError`` for a named pipe, which would be waited for; that of ``<(command)`` has a writer."""
-    if Path(path).is_fifo() and not str(path).startswith("/dev/fd/"):
-        raise ArgumentError(None, f"{path} is a named pipe: write what it gives to a file.")
+    raise ValueError(f"there is no strategy {strategy!r}{near}")
 
 
 def _names(kind: type) -> set[str]:
@@ -191,11 +158,7 @@ def _find(file: Path, keys: Sequence[str], node: yaml.Node | None = None, outer:
 
 
 def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does, without a key that is twice in a mapping, and without endless aliases.
-
-    Raises:
-        yaml.YAMLError: If there are such.
-    """
+    """Load YAML as jsonargparse does, but refuse a key that is twice in a mapping, and endless aliases."""
     try:
         _refuse_repeated(yaml.compose(text, yaml.SafeLoader), len(text) + 10_000)
         return _load_yaml(text)
@@ -225,23 +188,9 @@ def _refuse_repeated(node: yaml.Node, limit: int) -> None:
 def message(error: Exception) -> str:
     """Return the message for an error that needs no traceback: one line, unless lt_tiled wrote several."""
     text = str(error)
-    if checkpoint := _checkpoint(error):
-        return _line(f"ckpt_path {str(checkpoint)!r} cannot be loaded: {type(error).__name__}: {text}")
     if any(sign in text for sign in ('Parser key "', "Does not validate against")):
         return explain(text)
     return text if type(error).__module__ == "lt_tiled.errors" else _line(text)
-
-
-def _checkpoint(error: Exception) -> Any:
-    """Return the path of the checkpoint that Lightning was loading, or ``None``."""
-    for frame, _ in walk_tb(error.__traceback__):
-        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if (module, function) == ("lightning.pytorch.cli", "_parse_ckpt_path"):
-            return frame.f_locals.get("ckpt_path")
-        loads = function.lstrip("_").startswith(("resume", "restore"))
-        if loads and module == "lightning.pytorch.trainer.connectors.checkpoint_connector":
-            return frame.f_locals["self"].trainer.ckpt_path
-    return None
 
 
 def needs_no_traceback(error: Exception) -> bool:
@@ -252,8 +201,6 @@ def needs_no_traceback(error: Exception) -> bool:
     *_, raised_in = (name for name in packages if name not in sys.stdlib_module_names)  # which says what it opens
     if raised_in == "jsonargparse" and isinstance(error.__cause__, Exception):  # of a class in the configuration
         return needs_no_traceback(error.__cause__)
-    if _checkpoint(error):
-        return raised_in in ("torch", "lightning", "fsspec", "deepspeed", "lt_tiled")
     kinds = (ValueError, OSError, ImportError, MisconfigurationException, *[TypeError] * (raised_in == "lightning"))
     libraries = ("lightning", "jsonargparse", "transformers", "fsspec", "deepspeed", "pydantic")
     return isinstance(error, kinds) and raised_in in ("lt_tiled", *libraries)

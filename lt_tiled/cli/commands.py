@@ -29,7 +29,7 @@ import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._log import quiet_libraries
 from lt_tiled.callbacks import TilingReport
-from lt_tiled.cli.bad_input import Parser, load_yaml, message, needs_no_traceback, refuse_pipe, registered_name
+from lt_tiled.cli.bad_input import Parser, load_yaml, message, needs_no_traceback, registered_name
 from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
 from lt_tiled.verification import run_verify
@@ -68,11 +68,9 @@ class TiledCLI(LightningCLI):
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
 
     def before_instantiate_classes(self) -> None:
-        """Reject values that Lightning would notice late, or wait for."""
+        """Reject values that Lightning would notice late."""
         config = self.config[self.config["subcommand"]]
         trainer = config["trainer"]
-        if config.get("ckpt_path") is not None:
-            refuse_pipe(config["ckpt_path"])
         if isinstance(trainer, list):
             self._refuse("trainer", f"{trainer} has no keys such as max_steps.")
         if isinstance(trainer["strategy"], str):

@@ -180,11 +180,7 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(has_label))
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the arguments of the model for a batch.
-
-        Raises:
-            ValueError: If it has others, such as a mask, or its documents would be mixed.
-        """
+        """Return the arguments of the model for a batch without others, such as a mask."""
         if others := sorted(set(batch) - {"input_ids", "labels", "position_ids"}):
             raise ValueError(
                 f"The batch has {', '.join(others)}, which CausalLM does not give to its model: leave that out, with"

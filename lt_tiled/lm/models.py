@@ -31,9 +31,7 @@ def require(package: str, install: str) -> None:
 def refusing(message: str, kind: bool = False) -> Iterator[None]:
     """Raise ``ValueError`` with this message and the original one for any exception except out of memory.
 
-    Args:
-        message: What failed, with the name and value of the argument.
-        kind: Add the name of the original exception.
+    With ``kind``, the name of the original exception is added.
     """
     try:
         yield
@@ -44,11 +42,7 @@ def refusing(message: str, kind: bool = False) -> Iterator[None]:
 
 
 def make_config(fields: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers with these fields.
-
-    Raises:
-        ValueError: If transformers has no such model, or the model has no such field or value.
-    """
+    """Return the configuration of transformers with these fields."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = str(fields["model_type"])
@@ -76,11 +70,7 @@ def make_config(fields: Mapping[str, Any]) -> Any:
 
 
 def make_lora_config(fields: Mapping[str, Any]) -> Any:
-    """Return peft's configuration of LoRA with these fields.
-
-    Raises:
-        ValueError: If it has no such field or value.
-    """
+    """Return peft's configuration of LoRA with these fields."""
     require("peft", "peft")
     from peft import LoraConfig
 

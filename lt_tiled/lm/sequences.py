@@ -102,11 +102,7 @@ class _ResumedLoader(DataLoader[dict[str, Tensor]]):
         yield from islice(super().__iter__(), trained, None)
 
     def _begin_epoch(self, trained: int, batches: float) -> None:
-        """Record what determines the batches of this epoch.
-
-        Raises:
-            ValueError: If the remaining batches would not be those of the checkpoint's epoch.
-        """
+        """Record what determines the batches of this epoch, which must be those of the checkpoint's epoch."""
         epoch: dict[str, Any] = {
             "seq_len": self.datamodule.seq_len,
             "batch_size": self.batch_size,

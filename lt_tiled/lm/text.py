@@ -71,11 +71,7 @@ class TextFiles(Sequences):
         super().setup(stage)
 
     def _tokenizer_of_the_model(self) -> str | None:
-        """Return the directory of the model if it has a tokenizer, or ``None`` for bytes.
-
-        Raises:
-            ValueError: If the model does not have 256 tokens, and no tokenizer.
-        """
+        """Return the directory of the model if it has a tokenizer, or ``None`` for bytes."""
         module = getattr(self.trainer, "lightning_module", None)
         if not isinstance(module, CausalLM) or (path := module.hparams["path"]) is None:
             return None
@@ -136,11 +132,7 @@ def check_tokenizer(directory: str) -> None:
 
 
 def load_tokenizer(tokenizer: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
-    """Return the tokenizer of a local directory, with the chat template of a file if there is one.
-
-    Raises:
-        ValueError: If one of them cannot be loaded.
-    """
+    """Return the tokenizer of a local directory, with the chat template of a file if there is one."""
     require("transformers", "'lt-tiled[hf]'")
     from transformers import AutoTokenizer
 
@@ -155,11 +147,7 @@ def load_tokenizer(tokenizer: str, trust_remote_code: bool = False, chat_templat
 
 
 def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
-    """Return the file, those of a directory with one of the suffixes, or those of a glob.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the file, those of a directory with one of the suffixes, or those of a glob: at least one."""
     if Path(path).is_dir():
         candidates = sorted(p for p in Path(path).rglob("*") if p.suffix in suffixes)
     else:  # a file's name may look like a glob
@@ -176,11 +164,7 @@ def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
 
 
 def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
-    """Return the first ``max_bytes`` bytes of the files.
-
-    Raises:
-        ValueError: If a file cannot be read, or all of them are empty.
-    """
+    """Return the first ``max_bytes`` bytes of the files, at least one."""
     text = bytearray()
     for file in files:
         try:

@@ -78,12 +78,7 @@ def draw_lengths(peaks: Mapping[str, Sequence[tuple[int, int]]], path: str | Pat
 
 
 def check_format(path: str | Path) -> None:
-    """Check that a plot can be written, before any work is done for it.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If the suffix names no format, or the directory does not exist.
-    """
+    """Check that a plot can be written, before any work is done for it."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError("Plots need the package matplotlib: pip install 'lt-tiled[plot]'.")
     if Path(path).suffix not in (".png", ".svg", ".pdf"):

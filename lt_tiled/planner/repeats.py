@@ -174,11 +174,7 @@ class Repeats(ExitStack):
         self.begun.append((call, Moment(self.ledger.now, self.ledger.work, self.ledger.clock)))
 
     def begin(self, phase: str) -> None:
-        """Enter the forward, backward or optimizer phase.
-
-        Raises:
-            IrregularError: After the backward pass, if what was left out could change the prediction.
-        """
+        """Enter a phase. After the backward pass, raise if what was left out could change the prediction."""
         repeated = [(call, call.like) for call in self.calls.values() if call.like is not None]
         if phase == "backward":
             for call, like in repeated:

@@ -129,10 +129,6 @@ def simulate(
 
     The model gets fake weights. ``step`` runs the forward pass and returns the loss. Of blocks that are alike a few are
     simulated, unless ``whole`` is true or the others may change the result: see NOTE [Blocks that repeat].
-
-    Raises:
-        SimulationError: If an operation needs values.
-        ValueError: If the policies do not fit the model.
     """
     found = _with_policy(model, step, make_optimizer, settings, whole)
     if found.saves_little:

@@ -34,11 +34,7 @@ def run_step(strategy: Strategy, module: LightningModule, batch: Any, optimizer:
 
 
 def training_loss(run: Callable[..., Any], module: LightningModule, batch: Any) -> Tensor:
-    """Run a module's ``training_step`` by ``run`` and return its loss.
-
-    Raises:
-        SimulationError: If it returns none.
-    """
+    """Run a module's ``training_step`` by ``run`` and return its loss, or raise ``SimulationError`` without one."""
     indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     output = run(batch, 0) if indexed else run(batch)
     loss = output["loss"] if isinstance(output, Mapping) else output
@@ -83,11 +79,7 @@ def create_optimizer_state(optimizer: Any) -> None:
 
 
 def first_batch(module: LightningModule, datamodule: LightningDataModule | None, index: int = 0) -> Any:
-    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU.
-
-    Raises:
-        SimulationError: If there is none.
-    """
+    """Return the first batch of the training data, or another, as ``training_step`` receives it, on the CPU."""
     loader = (module if datamodule is None else datamodule).train_dataloader()
     batches = deque(islice(CombinedLoader(loader, "max_size_cycle"), index + 1), maxlen=1)
     if not batches:
@@ -122,11 +114,7 @@ def size_of(batch: Any) -> int:
 
 
 def with_length(batch: Any, tokens: int) -> Any:
-    """Repeat or cut a batch's sequences to ``tokens``, in each dimension but the first that has the sequence length.
-
-    Raises:
-        ValueError: If the batch has no sequences.
-    """
+    """Repeat or cut a batch's sequences to ``tokens``, in each dimension but the first that has the sequence length."""
     length = length_of(batch)
     if not length:
         raise ValueError(

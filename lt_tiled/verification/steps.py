@@ -171,11 +171,7 @@ class EngineSteps:
         return {**gradients, **buffers, LOSS: self.strategy.reduce(loss.detach().clone()).cpu()}
 
     def evaluate(self, run: Callable[..., Any], module: LightningModule, batch: Any, state: Observation) -> Tensor:
-        """Return the loss in evaluation mode, averaged over the ranks: nan if the step fails there on all ranks.
-
-        Raises:
-            ValueError: If the step fails on this rank and not on all.
-        """
+        """Return the loss in evaluation mode, averaged over the ranks: nan if the step fails there on all ranks."""
         state.undo()
         try:
             with random_state_kept(self.device), torch.no_grad():
@@ -242,14 +238,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 class GradientReader(torch.optim.Optimizer):
-    """Changes no weight, but can put gradients in the place of weights.
-
-    Args:
-        model: The wrapped model. Zeros of its trained weights are replaced.
-
-    Raises:
-        ValueError: If all weights are frozen.
-    """
+    """Changes no weight but zeros of trained ones, and can put gradients in the place of weights."""
 
     def __init__(self, model: nn.Module) -> None:
         # The state dict has the parts of flat weights: those of frozen ones must not be taken for gradients.
