@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -40,6 +41,14 @@ def test_version(wheel: Path) -> None:
     assert {name for name in names if name.startswith("lt_tiled/configs/")} == {
         f"lt_tiled/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")
     }
+
+
+def test_readme(wheel: Path) -> None:
+    """The README of the wheel is that of the repository, and links to no file of the repository, which it lacks."""
+    text = zipfile.ZipFile(wheel).read(f"lt_tiled-{lt_tiled.__version__}.dist-info/METADATA").decode()
+    assert re.findall(r"\]\((?!http)", text) == []
+    assert "| engine | strategy | name | config |" in text
+    assert "Settings lists them in the order of their cost" in text
 
 
 @pytest.mark.full
