@@ -43,6 +43,7 @@ from lt_tiled.policies import (
     as_tiling,
 )
 from lt_tiled.report import Report
+from lt_tiled.selective import policy_of
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.share import find_shared, reach_attention
 from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
@@ -77,6 +78,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
         keep = activation_checkpointing.keep if activation_checkpointing else None
+        chooses = policy_of(activation_checkpointing.policy) if activation_checkpointing else None
         if keep == "exchange":
             _refuse_exchange(sequence_parallel)
         losses = find_losses(model) if loss else []
@@ -128,7 +130,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             for path, block in unpatched:
                 auto = Auto(allowance) if allowance else None
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
-                patch_block(block, offload, keep, AttentionMode() if block in call_torch else None, auto)
+                patch_block(block, offload, keep, AttentionMode() if block in call_torch else None, auto, chooses)
                 undo.callback(remove_patches, block, BlockPatch)
             for module in patch_models(model) if unpatched else ():
                 undo.callback(remove_patches, module, CachePatch)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public pytree
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lt_tiled._log import inform, warn
 from lt_tiled.auto import Auto, Call, SavedBytes
@@ -44,6 +44,7 @@ from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import ActivationCheckpointing, Keep
+from lt_tiled.selective import Chooses, Selective
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
@@ -75,9 +76,14 @@ class BlockPatch(Patch):
     order = Order.CHECKPOINT
 
     def __init__(
-        self, offload: BlockOffload | None, keep: Keep | None, mode: AttentionMode | None, auto: Auto | None
+        self,
+        offload: BlockOffload | None,
+        keep: Keep | None,
+        mode: AttentionMode | None,
+        auto: Auto | None,
+        chooses: Chooses | None,
     ) -> None:
-        self.offload, self.keep, self.auto = offload, keep, auto
+        self.offload, self.keep, self.auto, self.chooses = offload, keep, auto, chooses
         self.mode = mode
         """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
         self.history, self.runs = History(), CallCounter()
@@ -120,7 +126,8 @@ class BlockPatch(Patch):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
-        keeps = None if self.keep is None or not tensors else self.keeps(self.keep, tensors[0].device)
+        keeps_any = self.keep is not None or (self.chooses is not None and due is not None)
+        keeps = self.keeps(tensors[0].device) if tensors and keeps_any else None
         observed = None if due is None else self.observe(module, args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         compared, sizes = None, None if call is None else SavedBytes(module, tensors)
@@ -139,19 +146,21 @@ class BlockPatch(Patch):
                         f"{type(module).__name__} is recomputed under torch.func or forward-mode differentiation, and"
                         " its forward pass was not: run that under it too, or set activation_checkpointing=False."
                     )
-                with self.inside(region, keeps), _repeated(observed, modes):
+                with _repeated(observed, modes), self.inside(region, keeps):
                     return self.inner(module, *inner_args, **inner_kwargs)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
-            if keeps is not None and not keeps.found and has_gradient:
-                kind = type(module).__name__
-                inform(f"{kind} has no {self.keep} to keep, so all of it is recomputed", once=f"nothing kept {kind}")
+            if keeps is not None and has_gradient:
+                self.note_found(module, keeps)
             if observed is not None:
                 observed.end_forward()
             return output
 
         check = "default" if compared is None else DETERMINISM_CHECK
         checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, determinism_check=check)
+        if self.chooses is not None and due is None:  # the compiler takes the policy, and no modes in the block
+            modes_of = partial(create_selective_checkpoint_contexts, self.chooses)
+            checkpointed = partial(checkpointed, context_fn=modes_of)
         if offload is None:
             with nullcontext() if call is None or sizes is None else call.measured(module, sizes):
                 return checkpointed()
@@ -183,14 +192,23 @@ class BlockPatch(Patch):
                 stack.enter_context(self.mode)
             if keeps is not None:
                 stack.enter_context(keeps.begun())
+                if self.chooses is not None:
+                    stack.enter_context(Selective(self.chooses, keeps))
             yield
 
-    def keeps(self, what: Keep, device: torch.device) -> Kept:
+    def keeps(self, device: torch.device) -> Kept:
         """Return what a call keeps for its recompute."""
         if self.offload is None:
-            return Kept(what, device)
+            return Kept(self.keep, device)
         offloader, block = self.offload.offloader, self.offload.block
-        return Kept(what, device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+        return Kept(self.keep, device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+
+    def note_found(self, module: nn.Module, keeps: Kept) -> None:
+        """Log once if there was nothing to keep."""
+        kind = type(module).__name__
+        for asked, found in zip((self.keep, self.chooses and "output that policy chooses"), keeps.found, strict=True):
+            if asked and not found:
+                inform(f"{kind} has no {asked} to keep, so all of it is recomputed", once=f"no {asked} {kind}")
 
 
 @contextmanager
@@ -206,6 +224,7 @@ def patch_block(
     keep: Keep | None = None,
     mode: AttentionMode | None = None,
     auto: Auto | None = None,
+    chooses: Chooses | None = None,
 ) -> None:
     """Run the block with activation checkpointing, offload its inputs if ``offload`` is given, or let ``auto`` decide.
 
@@ -215,7 +234,7 @@ def patch_block(
     parameters = inspect.signature(type(module).forward).parameters
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
-    set_patch(module, BlockPatch(offload, keep, mode, auto))
+    set_patch(module, BlockPatch(offload, keep, mode, auto, chooses))
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:

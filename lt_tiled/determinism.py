@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 from lt_tiled.auto import SavedBytes
 from lt_tiled.tiling.observe import Observation
-from lt_tiled.tiling.recompute import Due, differ, other_values, sampled
+from lt_tiled.tiling.recompute import Due, differ, hidden_from_checkpoints, other_values, sampled
 
 
 class BlockSamples:
@@ -73,7 +73,8 @@ class _Values:
 
     def __init__(self, tensor: Tensor) -> None:
         self.samples = _samples.get()
-        self.sample = None if self.samples is None else self.samples.sample(tensor)
+        with hidden_from_checkpoints():
+            self.sample = None if self.samples is None else self.samples.sample(tensor)
         self.tensor = tensor if self.samples is None else None
 
     def __eq__(self, other: Any) -> bool:

@@ -122,6 +122,11 @@ class ActivationCheckpointing:
     recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
     recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
     inputs."""
+    policy: Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None
+    """Operators whose outputs a block keeps for its recompute, which skips them: names such as
+    ``["aten.mm.default"]``, or a function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as
+    ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it; in YAML its dotted path. Outputs are
+    offloaded like block inputs. What runs in tiles is not kept."""
     recompute: Literal["always", "auto"] = "always"
     """``"auto"`` skips the recompute of calls for which all blocks together save at most 256 MiB, or a quarter of the
     bytes of the weights on a rank where that is more. The first call of each block is recomputed to measure this.
@@ -150,6 +155,13 @@ class ActivationCheckpointing:
             raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
         if self.activations == "all" and self.keep is not None:
             raise ValueError(f"keep={self.keep!r} is for a recompute, and activations='all' has none: leave one out.")
+        if self.policy is not None and not callable(self.policy) and (isinstance(self.policy, str) or not self.policy):
+            raise ValueError(
+                f"policy={self.policy!r} must be a function, or a list of at least one operator, as in"
+                " ['aten.mm.default']."
+            )
+        if self.activations == "all" and self.policy is not None:
+            raise ValueError("policy chooses what a recompute skips, and activations='all' has none: leave one out.")
         if self.activations == "all" and self.every != 1:
             raise ValueError(
                 f"every={self.every} chooses what to recompute, and activations='all' recomputes nothing: leave one"

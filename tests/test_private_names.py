@@ -238,6 +238,23 @@ def metric_state() -> bool:
     return before == (1, None) and float(metric.compute()) == 1.0 == float(metric._computed)
 
 
+def shares_versions_below_autograd() -> bool:
+    """Whether a tensor that a dispatch mode detaches can share the version of the other one."""
+    kept = []
+
+    class Mode(_python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                kept.append(output.detach())
+            return output
+
+    with Mode():
+        y = torch.ones(1).sin()
+    y.add_(1)
+    return bool(kept[-1]._version == 1)
+
+
 def wrapped_by_checkpoint() -> bool:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -313,6 +330,10 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_subclasses": fake,
     "_checkpoint_hook": checkpoint_hook,
     "_recomputation_hook": checkpoint_hook,
+    "_SetExcludeDispatchKeyGuard": shares_versions_below_autograd,
+    "_ops": lambda: all(
+        hasattr(torch._ops, f"{name}") for name in ("HigherOrderOperator", "OpOverload", "OpOverloadPacket")
+    ),
     "_allowed_determinism_checks_to_fns": lambda: (
         "default" in activation_checkpointing._allowed_determinism_checks_to_fns
     ),

@@ -135,6 +135,8 @@ def describe(settings: Settings) -> str:
         parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
     if policy is not None and policy.keep is not None:
         parts.append(f"keep={policy.keep}")
+    if policy is not None and policy.policy is not None:
+        parts.append("outputs of operators kept")
     if shared is not None:
         parts.append(f"each sequence shared by {shared.size} ranks")
         parts += [f"head_tiles={shared.head_tiles}"] if shared.head_tiles > 1 else []

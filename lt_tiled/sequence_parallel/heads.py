@@ -34,6 +34,7 @@ from lt_tiled.tiling.recompute import (
     Precision,
     RandomState,
     SavedCounter,
+    hidden_from_checkpoints,
     random_state_kept,
     saves_elsewhere,
     wants_graph,
@@ -202,6 +203,7 @@ class _HeadTiles(torch.autograd.Function):
     """Attention up to its output projection; the inputs are hidden states and trainable weights."""
 
     @staticmethod
+    @hidden_from_checkpoints()
     def forward(ctx: Any, call: _Call, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import RandomState, wants_graph
+from lt_tiled.tiling.recompute import RandomState, hidden_from_checkpoints, version_of, wants_graph
 
 T = TypeVar("T")
 
@@ -27,10 +27,10 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 class Kept:
-    """What one call of a block keeps: recorded in its forward pass, replayed in the same order in its recompute.
+    """What one call of a block keeps: recorded in its forward pass, replayed in its recompute.
 
     Args:
-        what: What is kept.
+        what: What is kept, apart from outputs of operators.
         device: Where the block runs.
         pack: Stores a tensor until the recompute, for example in CPU memory.
         unpack: Returns it.
@@ -38,54 +38,78 @@ class Kept:
 
     def __init__(
         self,
-        what: Keep,
+        what: Keep | None,
         device: torch.device,
         pack: Callable[[Tensor], Any] = _apart,
         unpack: Callable[[Any], Tensor] = lambda t: t,
     ) -> None:
         self.what, self.device, self.pack, self.unpack = what, device, pack, unpack
-        self._values: list[Any] = []
+        self._values: dict[Hashable, Any] = {}
         self._next = 0
-        self._recorded = False
+        self.recorded = False
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Record what the first call computes, and replay it in later ones."""
+        """Record what the first call computes, and replay it in the same order in later ones."""
         self._next = 0
-        with keeping(self):
+        with keeping(None if self.what is None else self):
             yield
-        self._recorded = True
+        self.recorded = True
 
     @property
-    def found(self) -> bool:
-        """Whether there was something to keep."""
-        return bool(self._values)
+    def found(self) -> tuple[bool, bool]:
+        """Whether there was something to keep by name, and by a policy of operators."""
+        return self._next > 0, len(self._values) > self._next
 
     def value(self, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` returns, or returned in the forward pass, where alone it is called.
-
-        In the recompute, random numbers go on where they did after it.
-        """
-        if not self._recorded:
+        """Return what ``compute`` returns, or returned in the forward pass, where alone it is called."""
+        place, self._next = self._next, self._next + 1
+        with hidden_from_checkpoints():
+            if self.recorded:
+                replayed: T = self.replay(place)
+                return replayed
             before, found = RandomState.now(self.device), compute()
-            after = RandomState.now(self.device)
-            leaves, form = pytree.tree_flatten(found)
-            packed = [(True, self.pack(leaf)) if isinstance(leaf, Tensor) else (False, leaf) for leaf in leaves]
-            self._values.append((packed, form, None if before.same_as(after) else after))
+            self.record(place, found, before)
             return found
-        index, self._next = self._next, self._next + 1
-        if self._values[index] is None:
+
+    def record(self, place: Hashable, found: Any, before: RandomState | None) -> None:
+        """Keep what was computed, with the state of the generators if it is not the one before."""
+        after = None if before is None else RandomState.now(self.device)
+        leaves, form = pytree.tree_flatten(found)
+        packed = [(version_of(leaf), self.pack(leaf)) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
+        drew = before is not None and after is not None and not before.same_as(after)
+        self._values[place] = packed, form, after if drew else None
+
+    def forget(self, place: Hashable) -> None:
+        """Keep it no more."""
+        self._values.pop(place, None)
+
+    def __contains__(self, place: Hashable) -> bool:
+        return place in self._values
+
+    def replay(self, place: Hashable) -> Any:
+        """Return what was kept. Random numbers go on where they did after it."""
+        if self._values[place] is None:
             raise RuntimeError(
                 "A second backward pass needs what a block kept, and the first one freed it: call that with"
-                " retain_graph=True, or leave keep out of ActivationCheckpointing."
+                " retain_graph=True, or leave keep and policy out of ActivationCheckpointing."
             )
-        packed, form, random = self._values[index]
+        packed, form, random = self._values[place]
         if random is not None:
             random.set()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # no public name
-            self._values[index] = None  # no second backward pass will need it
-        replayed: T = pytree.tree_unflatten([self.unpack(leaf) if moved else leaf for moved, leaf in packed], form)
-        return replayed
+            self._values[place] = None  # no second backward pass will need it
+        return pytree.tree_unflatten(
+            [leaf if version is None else self._unpacked(version, leaf) for version, leaf in packed], form
+        )
+
+    def _unpacked(self, version: int, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor) and version_of(packed) != version:
+            raise RuntimeError(
+                f"A tensor of shape {list(packed.shape)} that a block keeps for its recompute was changed in place"
+                " after the block. Make the change out of place, or keep something else in ActivationCheckpointing."
+            )
+        return self.unpack(packed)
 
 
 _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
@@ -165,6 +189,7 @@ def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -
         return function(*args, **kwargs)
     kept, (leaves, form) = _kept.get(), pytree.tree_flatten((args, kwargs))
     assert kept is not None
+    assert kept.what is not None
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def compute(*inputs: Tensor) -> Tensor:

@@ -75,11 +75,14 @@ def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
     return _disable_current_modes() if type(tensor) in (Tensor, nn.Parameter) else nullcontext()
 
 
+_SELECTIVE = ("torch.utils.checkpoint", "lt_tiled.selective")
+
+
 @contextmanager
 def hidden_from_checkpoints() -> Iterator[None]:
     """Hide what runs from selective activation checkpoints, which would keep it, and expect it in the recompute."""
     modes = _get_current_dispatch_mode_stack()
-    others = [mode for mode in modes if type(mode).__module__ != "torch.utils.checkpoint"]
+    others = [mode for mode in modes if type(mode).__module__ not in _SELECTIVE]
     with ExitStack() as stack:
         if len(others) < len(modes):
             stack.enter_context(_disable_current_modes())

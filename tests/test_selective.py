@@ -1,0 +1,195 @@
+"""Blocks keep the outputs of the operators that a policy chooses, and do not recompute them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from lt_tiled.planner.ledger import Ledger
+from tests.meters import LiveBytes
+from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.parity import gradients, randn, step_of
+
+IDS = torch.arange(2 * 24).view(2, 24) % 32
+MM, SDPA = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
+OFFLOAD = {"offload": "cpu", "min_bytes": 0, "keep_last": 0}
+
+
+def everything(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def flops(run: Callable[[], Any]) -> int:
+    """The FLOPs of products and of attention, whose kernel on a CPU torch's counter does not know."""
+    with Ledger() as ledger:
+        run()
+    return ledger.flops
+
+
+@pytest.mark.parametrize("operators", [[MM], [SDPA], [MM, SDPA], ["aten.silu.default"]], ids=str)
+def test_flops(operators: list[str]) -> None:
+    """A recompute has exactly the FLOPs of the operators that are not kept, up to its early stop."""
+    model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
+    plain, work = flops(lambda: step_of(model, batch)), list[int]()
+    for policy in (None, operators):
+        with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=policy)):
+            work.append(flops(lambda: step_of(model, batch)) - plain)
+    projections = 2 * 2 * IDS.numel() * (2 * 32 * 32 + 2 * 32 * 16)
+    gate_and_up = 2 * 2 * IDS.numel() * 2 * 32 * 96  # the product after them is not recomputed
+    kept = projections + gate_and_up if MM in operators else 0
+    if SDPA in operators:
+        kept += work[0] - projections - gate_and_up
+    assert work[1] == work[0] - kept
+
+
+@pytest.mark.parametrize("tiling", [None, 3], ids=["untiled", "tiled"])
+@pytest.mark.parametrize("more", [{}, OFFLOAD, {"keep": "attention"}, {"every": 2}, {"recompute": "auto"}], ids=str)
+@pytest.mark.parametrize("policy", [[MM, SDPA], everything], ids=["products", "everything"])
+def test_same_gradients(policy: Any, more: dict[str, Any], tiling: int | None) -> None:
+    """Loss and gradients are bit for bit those without a policy, with dropout, tiles, offload and keep too."""
+    model, batch = tiny_llama(attention_dropout=0.2).train(), {"input_ids": IDS, "labels": IDS}
+
+    def steps(policy: Any) -> list[dict[str, Tensor]]:
+        torch.manual_seed(1)
+        with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing(policy=policy, **more)):
+            return [step_of(model, batch) for _ in range(3)]
+
+    for found, true in zip(steps(policy), steps(None), strict=True):
+        assert found.keys() == true.keys()
+        assert all(torch.equal(found[name], true[name]) for name in true)
+
+
+def test_what_is_kept_goes_where_block_inputs_go() -> None:
+    """Kept outputs are offloaded: no more bytes stay on the device than without a policy, and each is stored once."""
+    model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
+    held, stored = [], []
+    for policy in (None, [MM]):
+        with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=policy, **OFFLOAD)) as prepared:
+            step_of(model, batch)
+            with LiveBytes() as meter:
+                loss = model(**batch).loss
+                held.append(meter.now)
+            loss.backward()
+            assert prepared.offloader is not None
+            stored.append(prepared.offloader.so_far().cpu_bytes // 2)
+    products = 2 * IDS.numel() * (3 * 32 + 2 * 16 + 2 * 96) * 4
+    assert stored[1] - stored[0] == products
+    assert held[1] - held[0] < products // 100
+
+
+def test_what_runs_in_tiles_is_hidden() -> None:
+    """A policy is asked about no operator of tiles or of attention that keep names, in the first step too."""
+    seen = list[Any]()
+
+    def policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(operator)
+        return CheckpointPolicy.MUST_SAVE
+
+    model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
+    checkpointing = ActivationCheckpointing(policy=policy, keep="attention")
+    with prepare(model, tiling=Tiling(3), activation_checkpointing=checkpointing):
+        step_of(model, batch)
+    assert seen.count(torch.ops.aten.mm.default) == 2  # the output projections
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default not in seen
+
+
+class InPlace(nn.Module):
+    """Changes the output of a product in place, once under a name that does not share its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.more = GatedMLP(), nn.Linear(H, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.more(x), 0.5)
+        y = F.dropout(self.more(y).add_(x), 0.5).sin()
+        return self.mlp(y) + x
+
+
+def test_outputs_changed_in_place_and_random_numbers() -> None:
+    """An output that the block changes in place is recomputed, and random numbers go on after a kept operator."""
+    model, x = nn.Sequential(*(InPlace() for _ in range(3))), randn(2, 12, H)
+
+    def step(policy: Any, checkpointed: bool = True) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=policy) if checkpointed else None):
+            return gradients(model, x)
+
+    true = step(None, checkpointed=False)
+    for policy in ([MM], ["aten.native_dropout.default", "aten.bernoulli.p"], everything):
+        found = step(policy)
+        assert all(torch.equal(found[name], true[name]) for name in true)
+
+
+class Pair(GatedMLP):
+    """Returns what its last operator needs, beside what that returns."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.sin()
+
+
+def test_output_changed_after_its_block() -> None:
+    """An output that is changed in place after the block that keeps it is an error with the remedy."""
+    model, x = nn.Sequential(Pair()), randn(12, H)
+    policy = ActivationCheckpointing(targets=["Pair"], policy=[MM])
+
+    def loss(doubles: bool) -> Tensor:
+        y, z = model(x)
+        return (y.mul_(2) if doubles else y * 2).sum() + z.sum()
+
+    with prepare(model, activation_checkpointing=policy):
+        loss(doubles=False).backward()
+        with pytest.raises(RuntimeError, match=r"changed in place after .* Make the change out of place"):
+            loss(doubles=True).backward()
+
+
+def test_two_backward_passes() -> None:
+    """A graph that is kept has a second backward pass with the same gradients, which torch's own modes refuse."""
+    model, x = TinyLM(2), IDS
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=everything)):
+        loss = lm_loss(model(x), x)
+        first = torch.autograd.grad(loss, [*model.blocks.parameters()], retain_graph=True)
+        second = torch.autograd.grad(loss, [*model.blocks.parameters()])
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_copy_of_the_model() -> None:
+    """A deep copy keeps as much as the model does."""
+    model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=[MM, SDPA])):
+        assert flops(lambda: step_of(copy.deepcopy(model), batch)) == flops(lambda: step_of(model, batch))
+
+
+def test_bad_policies() -> None:
+    """Bad policies are errors with the value and the remedy, before the model is changed."""
+    with pytest.raises(ValueError, match=r"policy=\[\] must be a function, or a list of at least one operator"):
+        ActivationCheckpointing(policy=[])
+    with pytest.raises(ValueError, match=r"policy='aten\.mm\.default' must be a function, or a list"):
+        ActivationCheckpointing(policy="aten.mm.default")
+    with pytest.raises(ValueError, match=r"policy chooses what a recompute skips.*leave one out"):
+        ActivationCheckpointing(policy=[MM], activations="all", offload="cpu")
+    model = TinyLM()
+    before = set(model.blocks[0].__dict__)
+    for name, text in (
+        ("aten.mmm.default", r"policy names 'aten.mmm.default', which is no operator of torch.ops: write namespace"),
+        ("aten.mm", r"policy names 'aten.mm', which stands for several operators: name aten.mm.default"),
+        (torch.ops.aten.mm, r"policy names 'aten.mm', which stands for several operators: name aten.mm.default"),
+        (7, "policy names 7, which is no operator"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            prepare(model, activation_checkpointing=ActivationCheckpointing(policy=[name]))  # type: ignore[list-item]
+    assert set(model.blocks[0].__dict__) == before
+    with (
+        prepare(model, activation_checkpointing=ActivationCheckpointing(policy=lambda *_, **__: None)),
+        pytest.raises(ValueError, match=r"policy returned None for aten\..*: return a .*CheckpointPolicy"),
+    ):
+        model(IDS)
