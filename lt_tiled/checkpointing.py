@@ -133,7 +133,7 @@ class BlockPatch(Patch):
         compared, sizes = None, None if call is None else SavedBytes(module, tensors)
         if observed is not None and due is not None and hidden is not None:
             rounded = offload is not None and offload.offloader.policy.compress
-            compared = None if rounded else BlockSamples(observed, hidden, due, sizes)
+            compared = None if rounded else BlockSamples(observed, hidden, due, sizes, self.chooses is not None)
         modes = [Precision.now(t.device) for t in tensors[:1]]
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,10 +24,13 @@ class BlockSamples:
         hidden: The block's hidden states ``[..., hidden]``.
         due: Whether the recompute is to be compared.
         sizes: Counts the bytes of what is saved.
+        selects: Whether a policy of operators would see how samples are taken.
     """
 
-    def __init__(self, observed: Observation, hidden: Tensor, due: Due, sizes: SavedBytes | None = None) -> None:
-        self.observed, self.due = observed, due
+    def __init__(
+        self, observed: Observation, hidden: Tensor, due: Due, sizes: SavedBytes | None = None, selects: bool = False
+    ) -> None:
+        self.observed, self.due, self._selects = observed, due, selects
         self._tokens = {*hidden.shape[-2:-1], math.prod(hidden.shape[:-1])}
         self.sizes = sizes
 
@@ -48,7 +51,10 @@ class BlockSamples:
         if tensor.dim() > 1 and not self._tokens.intersection(tensor.shape):
             return None
         view = sampled(tensor)
-        return None if view is None or self.observed.holds(view) else view.clone()
+        if view is None or self.observed.holds(view):
+            return None
+        with hidden_from_checkpoints() if self._selects else nullcontext():
+            return view.clone()
 
     def compare(self, sample: Tensor, tensor: Tensor) -> None:
         """Refuse a tensor of the recompute that has other values than the sample.
@@ -73,8 +79,7 @@ class _Values:
 
     def __init__(self, tensor: Tensor) -> None:
         self.samples = _samples.get()
-        with hidden_from_checkpoints():
-            self.sample = None if self.samples is None else self.samples.sample(tensor)
+        self.sample = None if self.samples is None else self.samples.sample(tensor)
         self.tensor = tensor if self.samples is None else None
 
     def __eq__(self, other: Any) -> bool:
