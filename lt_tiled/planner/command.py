@@ -16,8 +16,8 @@ from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveFloat, PositiveInt, make_plain
 from lt_tiled.planner.job import Job, make_job
-from lt_tiled.planner.picture import check_format, draw_lengths, draw_step
-from lt_tiled.planner.search import GPU, Plan, cheapest, ladder, longest, plan
+from lt_tiled.planner.picture import check_format, draw_step
+from lt_tiled.planner.search import GPU, Plan, cheapest, longest, plan
 from lt_tiled.planner.speed import Machine, parse_machine
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling, parse_bytes
 
@@ -33,7 +33,6 @@ def run_plan(
     find: Literal["max-seq", "settings"] | None = None,
     output: str | None = None,
     plot: str | None = None,
-    plot_lengths: str | None = None,
     tflops: PositiveFloat = 400.0,
     gpu: str = GPU,
 ) -> None:
@@ -51,7 +50,6 @@ def run_plan(
             sequence length fits.
         output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
         plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step, and with activation checkpointing alone.
-        plot_lengths: A plot of the peak memory over the sequence length, for the combinations of features.
         tflops: The sustained speed of a device in 10**12 operations per second, for the bandwidth that hides
             offloading.
         gpu: The GPU of the predicted speed, by which ``settings`` ranks: ``a100``, ``h100``, ``h200`` or ``b200``, with
@@ -63,9 +61,8 @@ def run_plan(
     limit = None if memory is None else parse_bytes(memory, "memory")
     _check_find(find, limit, output, seq, trainer)
     machine = parse_machine(gpu)
-    for path in (plot, plot_lengths):
-        if path is not None:
-            check_format(path)
+    if plot is not None:
+        check_format(plot)
     job = make_job(model, datamodule, trainer, devices)
     console = Console()
     with progress("Planning") as tell:
@@ -77,10 +74,9 @@ def run_plan(
         if output is not None:
             Path(output).write_text(text)
             console.print(f"Written to {output}: add it to fit's arguments as a second --config.")
-    for path, draw in ((plot, _draw_step), (plot_lengths, _draw_lengths)):
-        if path is not None:
-            draw(job, found, path, limit)
-            console.print(f"Plot written to {path}.")
+    if plot is not None:
+        _draw_step(job, found, plot, limit)
+        console.print(f"Plot written to {plot}.")
 
 
 def _check_find(
@@ -117,24 +113,6 @@ def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:
         tiled = plan(job, found.tokens, found.settings, whole=True)
     runs = {"activation checkpointing alone": alone.simulation, "with lt_tiled": tiled.simulation}
     draw_step(runs, path, limit)
-
-
-def _draw_lengths(job: Job, found: Plan, path: str, limit: int | None) -> None:
-    """Plot the peak memory over the sequence length, for each combination of features."""
-    rungs = ladder(job)
-    if shared := found.settings.sequence_parallel:
-        most = rungs["+ offload to CPU memory"]
-        rungs[f"+ sequences shared by {shared.size} ranks"] = replace(most, sequence_parallel=shared)
-    del rungs["+ offload to disk"]  # its peak is that of CPU memory
-    lengths = [max(found.tokens * 2**power // 8, 256) for power in range(5)]
-    peaks: dict[str, list[tuple[int, int]]] = {name: [] for name in rungs}
-    with progress(f"Drawing {path}") as tell:
-        for name, settings in rungs.items():
-            for length in lengths:
-                tell(f"{length} tokens, {name}")
-                run = plan(job, length, settings, full_logits=name == "without lt_tiled")
-                peaks[name].append((length, run.peak))
-    draw_lengths(peaks, path, limit)
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Plots of memory over a step, and of the peak memory over the sequence length."""
+"""A plot of memory over a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lt_tiled.memory import gib
 from lt_tiled.planner.simulate import PARTS, Simulation
@@ -25,9 +24,12 @@ def draw_step(runs: Mapping[str, Simulation], path: str | Path, memory: int | No
         path: A ``.png``, ``.svg`` or ``.pdf`` file; errors as of :func:`check_format`.
         memory: The memory of a device in bytes, drawn as a line.
     """
-    figure, axes = _panels(len(runs), path)
+    check_format(path)
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    figure = Figure(figsize=(max(6.0, 4.2 * len(runs)), 4), layout="constrained", dpi=150)
+    axes = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     top = max([r.peak for r in runs.values()] + ([memory] if memory else [])) / 2**30
     shown = set[str]()
     for axis, (title, run) in zip(axes, runs.items(), strict=True):
@@ -53,30 +55,6 @@ def draw_step(runs: Mapping[str, Simulation], path: str | Path, memory: int | No
     figure.savefig(path)
 
 
-def draw_lengths(peaks: Mapping[str, Sequence[tuple[int, int]]], path: str | Path, memory: int | None = None) -> None:
-    """Plot the peak memory over the sequence length, with one line for each combination of features.
-
-    Args:
-        peaks: Pairs of tokens and bytes, by the name of the combination.
-        path: A ``.png``, ``.svg`` or ``.pdf`` file; errors as of :func:`check_format`.
-        memory: The memory of a device in bytes, drawn as a line.
-    """
-    figure, (axis,) = _panels(1, path)
-    for name, points in peaks.items():
-        axis.plot([t for t, _ in points], [b / 2**30 for _, b in points], marker="o", markersize=3, label=name)
-    if memory:
-        axis.axhline(memory / 2**30, color=_INK, linewidth=1, linestyle="--", label=gib(memory))
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_xlabel("sequence length in tokens")
-    axis.set_ylabel("predicted peak memory in GiB")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, frameon=False)
-    figure.savefig(path)
-
-
 def check_format(path: str | Path) -> None:
     """Check that a plot can be written, before any work is done for it."""
     if find_spec("matplotlib") is None:
@@ -85,14 +63,6 @@ def check_format(path: str | Path) -> None:
         raise ValueError(f"{str(path)!r} must end in .png, .svg or .pdf.")
     if not Path(path).absolute().parent.is_dir():
         raise ValueError(f"The directory of {str(path)!r} does not exist: create it first.")
-
-
-def _panels(count: int, path: str | Path) -> tuple[Any, Sequence[Any]]:
-    check_format(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(6.0, 4.2 * count), 4), layout="constrained", dpi=150)
-    return figure, figure.subplots(1, count, sharey=True, squeeze=False)[0]
 
 
 def _thinned(rows: dict[str, list[int]]) -> dict[str, list[int]]:

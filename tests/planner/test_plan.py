@@ -25,7 +25,7 @@ from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.job import Job, make_job
-from lt_tiled.planner.picture import draw_lengths, draw_step
+from lt_tiled.planner.picture import draw_step
 from lt_tiled.planner.search import Plan, cheapest, describe, longest, plan
 from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
@@ -367,14 +367,12 @@ def test_a_plan_leaves_the_module_as_it_was() -> None:
 @pytest.mark.table("svg")
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_pictures(found: Plan, ending: str, tmp_path: Path) -> None:
-    """Both pictures are drawn in each format; an unknown one, or a directory that is not there, is refused before any
+    """The picture is drawn in each format; an unknown one, or a directory that is not there, is refused before any
     work.
     """
     draw_step({"with": found.simulation, "again": found.simulation}, tmp_path / f"step.{ending}", 64 * MIB)
-    draw_lengths({"tiled": [(1024, found.peak), (2048, 2 * found.peak)]}, tmp_path / f"lengths.{ending}", 64 * MIB)
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
-    for name in ("step", "lengths"):
-        assert (tmp_path / f"{name}.{ending}").read_bytes().startswith(start)
+    assert (tmp_path / f"step.{ending}").read_bytes().startswith(start)
     for path, message in ((tmp_path / "step.jpeg2", "must end in"), (tmp_path / "no" / "step.png", "does not exist")):
         with pytest.raises(ValueError, match=message):
             draw_step({"with": found.simulation}, path)
