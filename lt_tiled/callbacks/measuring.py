@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from lt_tiled.memory import PeakMemory
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.report import Report, show
 from lt_tiled.strategies.base import log_step
-from lt_tiled.training_step.step import tokens_of
+from lt_tiled.training_step.step import shape_of
 
 
 class TilingReport(Callback):
@@ -72,7 +73,7 @@ class MemoryMonitor(Callback):
         self._measure(pl_module, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._begin_step(tokens_of(batch))
+        self._begin_step(prod(shape_of(batch)))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -90,7 +91,7 @@ class MemoryMonitor(Callback):
         self._begin_step()
 
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._tokens += tokens_of((args, kwargs))
+            self._tokens += prod(shape_of((args, kwargs)))
 
         module.register_forward_pre_hook(count, with_kwargs=True)
 

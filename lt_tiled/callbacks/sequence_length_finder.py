@@ -22,7 +22,7 @@ from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.namespaces import is_a
-from lt_tiled.policies import parse_bytes
+from lt_tiled.policies import check_count, parse_bytes
 from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.training_step.step import create_optimizer_state, first_batch, run_step, silence, with_length
 
@@ -59,9 +59,9 @@ class SequenceLengthFinder(Callback):
         memory: int | str | None = None,
         attribute: str = "seq_len",
     ) -> None:
-        for name, value in (("start", start), ("granule", granule), ("limit", limit)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        check_count("start", start)
+        check_count("granule", granule)
+        check_count("limit", limit, None)
         if limit is not None and limit < start:
             raise ValueError(f"limit={limit} is shorter than start={start}: raise limit, or lower start.")
         self.start, self.granule, self.attribute = int(start), int(granule), attribute

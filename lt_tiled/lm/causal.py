@@ -142,16 +142,13 @@ class CausalLM(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Compare the vocabularies of the model and the data before the model is built."""
-        config, data = self._config().get_text_config(), self.trainer.datamodule  # type: ignore[attr-defined]
-        model_tokens, data_tokens = config.vocab_size, getattr(data, "vocab_size", None)
+        data_tokens = getattr(self.trainer.datamodule, "vocab_size", None)  # type: ignore[attr-defined]
+        model_tokens = self.vocab_size
         if data_tokens is not None and data_tokens > model_tokens:
             raise ValueError(
                 f"The data has token ids up to {data_tokens - 1} and the model {model_tokens} tokens: set vocab_size:"
                 f" {data_tokens}."
             )
-        seq_len, positions = getattr(data, "seq_len", 0), getattr(config, "max_position_embeddings", None)
-        if positions is not None and seq_len > positions and not hasattr(config, "rope_parameters"):
-            warn(f"The data has seq_len={seq_len} and the model {positions} positions: a model that learns them fails.")
 
     def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
         """Return logits of shape ``[B, S, vocab_size]``; ``others`` are arguments of the model."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.namespaces import is_a
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.tiling.patched import whole_modules
 from lt_tiled.training_step.step import nothing, stepped_on
@@ -29,7 +30,6 @@ class Engine:
     """An engine, and the number of its ranks.
 
     Attributes:
-        strategy: The strategy of this package for the engine.
         bucket: The elements of DeepSpeed's buffers of ``reduce_bucket_size``.
         views: DDP's ``gradient_as_bucket_view``.
         offload_optimizer: Whether DeepSpeed keeps the optimizer state in CPU memory.
@@ -40,7 +40,6 @@ class Engine:
 
     name: EngineName = "single"
     ranks: int = 1
-    strategy: str = "TiledSingleDeviceStrategy"
     bucket: int = 0
     views: bool = False
     offload_optimizer: bool = False
@@ -49,39 +48,45 @@ class Engine:
     live: int = 0
 
     @property
+    def strategy(self) -> str:
+        """The strategy of this package for the engine."""
+        kinds = {"single": "SingleDevice", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "ModelParallel"}
+        return f"Tiled{kinds.get(self.name, 'DeepSpeed')}Strategy"
+
+    @property
     def stage(self) -> int:
         """The stage of ZeRO, or 0 for other engines."""
         return int(self.name[-1]) if self.name.startswith("zero") else 0
 
 
 def engine_of(strategy: Any, ranks: int) -> Engine:
-    """Return the engine of a strategy, by its class: a strategy of Lightning or of this package."""
-    names = {cls.__name__ for cls in type(strategy).__mro__}
-    if "DeepSpeedStrategy" in names:
-        zero = strategy.config.get("zero_optimization", {})
-        stage: Any = f"zero{zero.get('stage', 0)}"
-        if stage == "zero0":
-            return Engine("ddp", ranks, "TiledDDPStrategy")
-        offload = [zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param")]
-        overlap = zero.get("overlap_comm", False) and stage != "zero3"
-        live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
-        return Engine(
-            name=stage,
-            ranks=ranks,
-            strategy="TiledDeepSpeedStrategy",
-            bucket=int(zero.get("reduce_bucket_size", 5e8)) * (2 if overlap else 1),
-            offload_optimizer=str(offload[0]) != "none",
-            offload_weights=str(offload[1]) != "none",
-            live=live if stage == "zero3" else 0,
-        )
-    if "FSDPStrategy" in names:
-        return Engine("fsdp", ranks, "TiledFSDPStrategy")
-    if "ModelParallelStrategy" in names:
-        return Engine("fsdp2", ranks, "TiledModelParallelStrategy")
-    if "DDPStrategy" in names:  # Lightning keeps DDP's arguments in a private attribute only
-        views = bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False))
-        return Engine("ddp", ranks, "TiledDDPStrategy", views=views)
-    return Engine("ddp", ranks, "TiledDDPStrategy") if ranks > 1 else Engine()
+    """Return the engine of a strategy, of Lightning or of this package."""
+    if is_a(strategy, "DeepSpeedStrategy"):
+        return _deepspeed(strategy.config.get("zero_optimization", {}), ranks)
+    if is_a(strategy, "FSDPStrategy"):
+        return Engine("fsdp", ranks)
+    if is_a(strategy, "ModelParallelStrategy"):
+        return Engine("fsdp2", ranks)
+    if is_a(strategy, "DDPStrategy"):  # Lightning keeps DDP's arguments in a private attribute only
+        return Engine("ddp", ranks, views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False)))
+    return Engine("ddp", ranks) if ranks > 1 else Engine()
+
+
+def _deepspeed(zero: dict[str, Any], ranks: int) -> Engine:
+    stage: Any = f"zero{zero.get('stage', 0)}"
+    if stage == "zero0":
+        return Engine("ddp", ranks)
+    optimizer, weights = (zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param"))
+    overlap = zero.get("overlap_comm", False) and stage != "zero3"
+    live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
+    return Engine(
+        name=stage,
+        ranks=ranks,
+        bucket=int(zero.get("reduce_bucket_size", 5e8)) * (2 if overlap else 1),
+        offload_optimizer=str(optimizer) != "none",
+        offload_weights=str(weights) != "none",
+        live=live if stage == "zero3" else 0,
+    )
 
 
 class EngineMemory(ExitStack):
@@ -100,8 +105,7 @@ class EngineMemory(ExitStack):
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
 
-    def stepped(self) -> None:
-        """Follow the optimizer's step."""
+    def stepped(self) -> None: ...
 
 
 @dataclass(eq=False)

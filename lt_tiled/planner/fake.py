@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -26,43 +26,28 @@ from lt_tiled.training_step.step import nothing
 @contextmanager
 def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
     """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
-    with _unpacked(), _flash(), FakeTensorMode(), FakeLedger(model) as ledger:
-        yield ledger
+    with ExitStack() as stack:
+        # Causal masks that are aligned to the lower right take the flash kernel, as on a GPU: on a CPU torch makes the
+        # mask. There is no public switch.
+        stack.enter_context(_replaced(bias, "can_use_flash_attention", lambda params: True))
+        if find_spec("transformers") is not None:
+            from transformers import masking_utils
+
+            # It reads the values of position ids to look for packed sequences, and for fake ones it would make their
+            # mask: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
+            stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+        stack.enter_context(FakeTensorMode())
+        yield stack.enter_context(FakeLedger(model))
 
 
 @contextmanager
-def _flash() -> Iterator[None]:
-    """Let causal masks that are aligned to the lower right take the flash kernel, as on a GPU.
-
-    On a CPU torch makes the mask, and there is no public switch.
-    """
-    file: Any = bias
-    can_use = file.can_use_flash_attention
-    file.can_use_flash_attention = lambda params: True
+def _replaced(file: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    before = getattr(file, name)
+    setattr(file, name, function)
     try:
         yield
     finally:
-        file.can_use_flash_attention = can_use
-
-
-@contextmanager
-def _unpacked() -> Iterator[None]:
-    """Keep transformers from looking for packed sequences in position ids.
-
-    It reads their values, and for fake ones it would build the mask of packed sequences. There is no public switch:
-    https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
-    """
-    if find_spec("transformers") is None:
-        yield
-        return
-    from transformers import masking_utils
-
-    find_packed = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find_packed
+        setattr(file, name, before)
 
 
 def fake_weights(model: nn.Module) -> None:
@@ -93,11 +78,9 @@ class FakeGroup:
     group_name: str = "simulated"
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self.ranks
 
     def rank(self) -> int:
-        """Return the rank that is simulated."""
         return 0
 
 

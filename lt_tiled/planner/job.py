@@ -21,7 +21,7 @@ from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from lt_tiled.sequence_parallel.groups import check_size
 from lt_tiled.sequence_parallel.states import functions_of
-from lt_tiled.training_step.step import first_batch, length_of, silence, training_loss, with_length
+from lt_tiled.training_step.step import first_batch, shape_of, silence, training_loss, with_length
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -51,7 +51,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """The sequence length of the batch."""
-        return length_of(self.batch)
+        return shape_of(self.batch)[1]
 
     def simulate(self, tokens: int | None = None, settings: Settings | None = None, whole: bool = False) -> Simulation:
         """Simulate a step; by default with the sequence length of the batch and the settings of the job.

@@ -21,7 +21,7 @@ from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
-from lt_tiled.training_step.step import nothing, size_of
+from lt_tiled.training_step.step import nothing, shape_of
 
 LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
@@ -170,7 +170,7 @@ def plan(
             warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
             break
     with turned_off(job.module, HeadPatch) if full_logits else nullcontext():
-        return Plan(job.name, length, settings, job.simulate(tokens, settings, whole), size_of(job.batch))
+        return Plan(job.name, length, settings, job.simulate(tokens, settings, whole), shape_of(job.batch)[0])
 
 
 def longest(

@@ -98,24 +98,14 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
-def tokens_of(batch: Any) -> int:
-    """Return the number of tokens of a batch: the first two sizes of its first tensor that has two, or 0."""
-    return next((tensor.shape[0] * tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() > 1), 0)
-
-
-def length_of(batch: Any) -> int:
-    """Return a batch's sequence length: dimension 1 of its first 2D or 3D tensor, or 0 if there is none (images)."""
-    return next((tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() in (2, 3)), 0)
-
-
-def size_of(batch: Any) -> int:
-    """Return the number of a batch's sequences: dimension 0 of its first 2D or 3D tensor, or 1 if there is none."""
-    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() in (2, 3)), 1)
+def shape_of(batch: Any) -> tuple[int, int]:
+    """Return the number and the length of a batch's sequences, of its first 2D or 3D tensor; 1 and 0 without one."""
+    return next(((tensor.shape[0], tensor.shape[1]) for tensor in tensors_of(batch) if tensor.dim() in (2, 3)), (1, 0))
 
 
 def with_length(batch: Any, tokens: int) -> Any:
     """Repeat or cut a batch's sequences to ``tokens``, in each dimension but the first that has the sequence length."""
-    length = length_of(batch)
+    _, length = shape_of(batch)
     if not length:
         raise ValueError(
             "The batch has no tensor with two or three dimensions, so its sequences cannot be made longer: yield"

@@ -26,7 +26,7 @@ from lt_tiled.tiling.patched import TiledPatch, tiled_patches
 from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.training_step.ranks import raising_on_all
-from lt_tiled.training_step.step import first_batch, length_of, with_length
+from lt_tiled.training_step.step import first_batch, shape_of, with_length
 from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Verification, listed, norm_of, worst
 from lt_tiled.verification.steps import (
     EngineSteps,
@@ -182,7 +182,7 @@ class Comparison(Callback):
         if batch is None:
             place = getattr(strategy, "distributed_sampler_kwargs", None) or {}
             batch = first_batch(trained, self.trainer.datamodule, place.get("rank", 0))
-        if self.seq is not None and length_of(batch) > self.seq:
+        if self.seq is not None and shape_of(batch)[1] > self.seq:
             batch = with_length(batch, self.seq)
         return strategy.batch_to_device(batch)
 
@@ -208,7 +208,7 @@ class Comparison(Callback):
         precision, strategy = self.trainer.precision, type(self.trainer.strategy).__name__
         dtype = str(_reference_dtype(trained)).removeprefix("torch.")
         return Verification(
-            title=f"{name_of(self.module)}, {length_of(steps.batch)} tokens, {precision}, {strategy}",
+            title=f"{name_of(self.module)}, {shape_of(steps.batch)[1]} tokens, {precision}, {strategy}",
             reference=f"a step in {dtype}" if reference else "the untiled step",
             untiled=untiled.figures,
             tiled=tiled.figures,
