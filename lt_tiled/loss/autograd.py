@@ -64,8 +64,8 @@ def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tens
     plain = type(hidden) in (Tensor, nn.Parameter) and type(counted) is Tensor and not hidden.is_meta
     capturing = counted.is_cuda and torch.cuda.is_current_stream_capturing()
     if plain and not capturing and not torch.compiler.is_compiling():
-        least, most = hidden.aminmax(dim=-1)  # nan, if there is one
-        rows = (counted | ~(least.isfinite() & most.isfinite())).nonzero().squeeze(-1)
+        sums = hidden.sum(-1, dtype=wide_dtype(hidden))  # nan or inf, if one of them is
+        rows = (counted | ~sums.isfinite()).nonzero().squeeze(-1)
         if len(rows) < len(counted):
             size = bounds[0][1] - bounds[0][0]
             return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))

@@ -53,8 +53,9 @@ class CrossEntropy:
             factor: ``[t]`` in float32 or float64, the dtype of the losses; zero where a label does not count.
         """
         rows, vocab_size = logits.shape
-        least, most = (0, CACHED) if logits.device.type == "cpu" else (rows // PARTS, PART_LOGITS)
-        size = max(1, least, min(rows // 3, most // vocab_size))
+        size = max(rows // PARTS, min(rows // 3, PART_LOGITS // vocab_size), 1)
+        if logits.device.type == "cpu":
+            size = max(1, min(size, CACHED * torch.get_num_threads() // vocab_size))
         factors = repeat(None) if factor is None else factor.split(size)
         parts = zip(logits.split(size), labels.split(size), factors, strict=False)
         return torch.cat([self._part(*part) for part in parts])
@@ -107,7 +108,8 @@ PARTS = 8
 PART_LOGITS = 2**20
 CACHED = 2**18
 """A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits, so that only the temporaries of one
-part, two float32 copies (three with a cap), are alive at a time. On a CPU a part fits into the cache of a core."""
+part, two float32 copies (three with a cap), are alive at a time. On a CPU a thread has at most 2**18, which its cache
+holds."""
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
