@@ -11,7 +11,7 @@ are set later run above theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from enum import IntEnum, auto
 from functools import cache, partial
@@ -189,6 +189,12 @@ def remove_patch(module: nn.Module, patch: Patch) -> None:
         del module.__dict__[own], module.__dict__[patch.method]
         if replaced is not None:
             module.__dict__[patch.method] = replaced
+
+
+def patch_until(undo: ExitStack, module: nn.Module, patch: Patch) -> None:
+    """Set a patch that is removed when ``undo`` is closed."""
+    set_patch(module, patch)
+    undo.callback(remove_patch, module, patch)
 
 
 def remove_patches(module: nn.Module, kind: type[Patch]) -> None:

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.loss.transformers import loss_function_set
-from lt_tiled.modules.patch import is_of
+from lt_tiled.modules.patch import Order, Patch, is_of
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.positions import documents_of
-from lt_tiled.sequence_parallel.region import Region
+from lt_tiled.sequence_parallel.region import Region, current
 from lt_tiled.sequence_parallel.states import STATE_LAYERS
 
 MAX_MASK_BYTES = 2**30
@@ -112,7 +113,7 @@ def own_arguments(region: Region, call: Call) -> dict[str, Any]:
     region.position_ids = torch.arange(region.total, device=tokens.device)[None] if positions is None else positions
     own = call.changed(region.owner, region.total, region.local(tokens), region.local).arguments
     region.own_position_ids = region.local(region.position_ids, -1)
-    region.from_tokens, region.made_mask = True, masks
+    region.made_mask = masks
     padding = call.arguments.get("attention_mask")  # which the head is given, and its decoder is not
     return own | {"attention_mask": padding, "position_ids": region.own_position_ids, "use_cache": False}
 
@@ -197,3 +198,35 @@ def shared_loss(region: Region, call: Call) -> Iterator[None]:
             f"{region.owner} did not compute its loss by its loss_function, so its labels cannot be shared: call it"
             " without labels and compute the loss from its output."
         )
+
+
+class DecoderPatch(Patch):
+    """On the decoder of a causal model: it is given the masks that were made for all tokens, and its head the padding.
+
+    The head computes the loss that balances experts, from the router logits and the padding of all tokens.
+    """
+
+    order = Order.POSITIONS
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the mask, and gather the router logits."""
+        region, call = current(), Call(module, args, kwargs)
+        if region is None or region.made_mask is None:
+            return call.run(self.inner)
+        output = call.replaced(attention_mask=region.made_mask).run(self.inner)
+        if output.get("router_logits") is not None:
+            output["router_logits"] = _of_all_tokens(region, output["router_logits"])
+        return output
+
+
+def _of_all_tokens(region: Region, logits: Any) -> Any:
+    """Return router logits ``[B * S, E]`` or ``[B, S, E]`` for those of the rank's own tokens, in one all-gather."""
+    leaves, form = pytree.tree_flatten(logits)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    rows = [tensor.reshape(-1, region.length, tensor.shape[-1]) for tensor in tensors]
+    parts = region.gathered(torch.cat(rows, -1)).split([row.shape[-1] for row in rows], -1)
+    gathered = []
+    for tensor, part in zip(tensors, parts, strict=True):
+        gathered.append(part.flatten(0, 1) if tensor.dim() == 2 else part)
+    everything = iter(gathered)
+    return pytree.tree_unflatten([next(everything) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)

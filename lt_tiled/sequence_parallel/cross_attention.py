@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
+from lt_tiled.modules.patch import Order, Patch, patch_until
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.region import Region, current
 
@@ -72,5 +72,4 @@ def share_cross_attention(blocks: Sequence[tuple[str, nn.Module]], undo: ExitSta
     for _, block in blocks:
         for _, part in walk(block):
             if not set(_OTHER_SEQUENCE).isdisjoint(inspect.signature(type(part).forward).parameters):
-                set_patch(part, CrossAttentionPatch())
-                undo.callback(remove_patches, part, CrossAttentionPatch)
+                patch_until(undo, part, CrossAttentionPatch())

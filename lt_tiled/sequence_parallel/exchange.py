@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_tiled.policies import Keep
 from lt_tiled.sequence_parallel.collectives import all_to_all
 from lt_tiled.sequence_parallel.kept import attended, kept_or
 from lt_tiled.sequence_parallel.region import Region, entered
@@ -167,15 +168,15 @@ def over_heads(
         return compute(mine, own[: len(queries)], own[len(queries) : len(of_ranks)], own[len(of_ranks) :])
 
     def run(*inputs: Tensor) -> Tensor:
-        exchanged = _exchanged(region, of_ranks, inputs[: len(of_ranks)], to_heads=True)
-        own_queries, own_keys = exchanged[: len(queries)], exchanged[len(queries) :]
+        arrived = exchanged(region, of_ranks, inputs[: len(of_ranks)], to_heads=True)
+        own_queries, own_keys = arrived[: len(queries)], arrived[len(queries) :]
         if record is not None:
             record.append((mine, *own_queries, *own_keys))
         own_keys = mine.matched(own_keys)
         with entered(None):  # attention may call another one that is exchanged, which has all tokens already
             parts = [vector[mine.heads] for vector in inputs[len(of_ranks) :]]
             out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts)
-        return _exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
+        return exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
 
     return attended("attention", run, *queries, *keys, *vectors)
 
@@ -184,16 +185,18 @@ Parts = list[list[Part]]
 """For each tensor of an exchange, the part of each rank. Ranks may share key-value heads, and query heads."""
 
 
-def _exchanged(region: Region, parts: Parts, tensors: Sequence[Tensor], to_heads: bool) -> list[Tensor]:
+def exchanged(
+    region: Region, parts: Parts, tensors: Sequence[Tensor], to_heads: bool, keep: Keep | None = "exchange"
+) -> list[Tensor]:
     """Return the tokens of the rank's heads, ``[B, h, s, D]``, for its tokens of all heads, ``[B, H, S/n, D]``.
 
     With ``to_heads=False`` it is the other way round, and what several ranks have is summed. Each direction is the
-    adjoint of the other.
+    adjoint of the other. A block that keeps ``keep``, or anything with ``None``, keeps what arrives for its recompute.
     """
     found = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors) if region.size > 1 else ():  # one all-to-all sends one dtype
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        outputs = _Exchange.apply(region, [parts[i] for i in places], to_heads, *(tensors[i] for i in places))
+        outputs = _Exchange.apply(region, [parts[i] for i in places], to_heads, keep, *(tensors[i] for i in places))
         for place, output in zip(places, outputs, strict=True):
             found[place] = output
     return found
@@ -201,10 +204,12 @@ def _exchanged(region: Region, parts: Parts, tensors: Sequence[Tensor], to_heads
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Region, parts: Parts, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = region, parts, not to_heads
+    def forward(
+        ctx: Any, region: Region, parts: Parts, to_heads: bool, keep: Keep | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange = region, parts, not to_heads, keep
         # In a backward pass nothing is kept.
-        arrived = kept_or("exchange", partial(_arrived, region, parts, to_heads, tensors))
+        arrived = kept_or(keep, partial(_arrived, region, parts, to_heads, tensors))
         outputs, begin = [], 0
         for tensor, of_ranks in zip(tensors, parts, strict=True):
             mine = of_ranks[region.rank]
@@ -220,7 +225,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, *_Exchange.apply(*ctx.exchange, *gradients)
+        return None, None, None, None, *_Exchange.apply(*ctx.exchange, *gradients)
 
 
 def _views(region: Region, parts: Parts, tensors: Sequence[Tensor], by_heads: bool) -> Iterator[Tensor]:

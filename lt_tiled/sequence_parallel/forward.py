@@ -146,8 +146,8 @@ class SharedBlock(SharedPart):
                 )
                 return None
         with sharing.compared(call):
-            if (given := sharing.check_region or sharing.loss_region) is not None:
-                return given
+            if sharing.given is not None:
+                return sharing.given
             return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
     def _run(self, region: Region, call: Call) -> Any:

@@ -11,7 +11,7 @@ projections gets its gradient from one part, rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
+from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.kept import keeping, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.states import find_mixers, has_heads
@@ -349,10 +349,3 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
 def _gated(module: Any) -> bool:
     """Whether queries have a gate beside them in one projection, as in Qwen3-Next, which makes their rows wider."""
     return bool(module.q_proj.out_features != module.o_proj.in_features)
-
-
-def tile_heads(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
-    """Compute the heads of attention modules in parts, until ``undo`` is closed."""
-    for path, module in modules:
-        set_patch(module, HeadTilesPatch(path))
-        undo.callback(remove_patches, module, HeadTilesPatch)

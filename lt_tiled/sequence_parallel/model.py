@@ -175,13 +175,9 @@ class SharedModel(SharedPart):
         small_call = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
 
         def run(region: Region) -> Tensor:
-            sharing.check_region = region if region.size > 1 else None
-            outside = None if region.size > 1 else region  # the first block opens the region
-            try:
-                with sharing.around_blocks(), entered(outside):
-                    output = small_call.run(self.inner)
-            finally:
-                sharing.check_region = None
+            shared = region.size > 1
+            with sharing.opened_by_first_block(region) if shared else nullcontext(), entered(None if shared else region):
+                output = small_call.run(self.inner)
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
 

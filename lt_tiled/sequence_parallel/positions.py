@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
+from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.region import Region, current
 
@@ -76,10 +75,3 @@ def find_rotary(module: nn.Module) -> list[nn.Module]:
         if takes_positions and next(part.parameters(), None) is None:
             found.append(part)
     return found
-
-
-def share_positions(modules: Iterable[nn.Module], undo: ExitStack) -> None:
-    """Give these modules the positions of all tokens, until ``undo`` is closed."""
-    for module in modules:
-        set_patch(module, RotaryPatch())
-        undo.callback(remove_patches, module, RotaryPatch)

@@ -67,10 +67,8 @@ class Region:
     mask: Any = None
     """The mask of all tokens, which attention uses instead of the one that it is given, if ``own_mask`` is set."""
     own_mask: bool = False
-    from_tokens: bool = False
-    """Whether a causal model is given the rank's own token ids, and returns the loss."""
     made_mask: Any = None
-    """The mask or masks that the decoder of such a model is given."""
+    """The mask or masks that the decoder of a causal model is given, if that gets the rank's own token ids."""
     head_tiles: int = 1
     """How many times attention computes a part of the heads."""
     losses: int = 0

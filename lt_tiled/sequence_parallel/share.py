@@ -13,15 +13,15 @@ from torch import nn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk, walk_all
-from lt_tiled.modules.patch import remove_patches, set_patch
+from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, eager_files, share_interface
+from lt_tiled.sequence_parallel.causal import DecoderPatch
 from lt_tiled.sequence_parallel.cross_attention import share_cross_attention
-from lt_tiled.sequence_parallel.decoder import share_decoder
 from lt_tiled.sequence_parallel.forward import SharedBlock
-from lt_tiled.sequence_parallel.heads import find_attention, tile_heads
+from lt_tiled.sequence_parallel.heads import HeadTilesPatch, find_attention
 from lt_tiled.sequence_parallel.model import SharedModel
-from lt_tiled.sequence_parallel.positions import find_rotary, share_positions
+from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.sequence_parallel.states import STATE_LAYERS, find_mixers, replace_functions, share_states
 from lt_tiled.sequence_parallel.switches import switches
@@ -57,22 +57,24 @@ class Shared:
         """Share the sequences until ``undo`` is closed."""
         sharing, blocks = self.sharing, [block for chain in self.chains for block in chain]
         if sharing.policy.head_tiles > 1:
-            tile_heads(find_attention(blocks, sharing.policy.head_tiles), undo)
+            for path, module in find_attention(blocks, sharing.policy.head_tiles):
+                patch_until(undo, module, HeadTilesPatch(path))
         share_states(blocks, undo)
         for chain in self.chains:
             for path, block in chain:
-                set_patch(block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
-                undo.callback(remove_patches, block, SharedBlock)
+                patch_until(undo, block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
         if not sharing.hand_written:
             share_interface([block for _, block in blocks], undo)
             share_cross_attention(blocks, undo)
         roots = [block for _, block in blocks] if self.caller is None else [self.caller]
         rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
-        share_positions(rotary, undo)
+        for part in rotary:
+            patch_until(undo, part, RotaryPatch())
         if self.caller is not None:
-            share_decoder(self.caller, undo)
-            set_patch(self.caller, SharedModel(sharing, sharing.owner, bool(rotary)))
-            undo.callback(remove_patches, self.caller, SharedModel)
+            decoder: Any = getattr(self.caller, "base_model", None)  # the model itself if it has no head
+            if decoder is not None and decoder is not self.caller:
+                patch_until(undo, decoder, DecoderPatch())
+            patch_until(undo, self.caller, SharedModel(sharing, sharing.owner, bool(rotary)))
 
 
 def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:

@@ -42,10 +42,8 @@ class Sharing:
     """Whether a call of the model runs that fills no key-value cache."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
-    check_region: Region | None = None
-    """The region of a self-check, which the first block opens in place of its own."""
-    loss_region: Region | None = None
-    """A region that ends with the loss, which the first block opens in place of its own."""
+    given: Region | None = None
+    """A region that the first block opens in place of its own: one that ends with the loss, or of a self-check."""
     regions: WeakSet[Region] = field(default_factory=WeakSet)
     """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
     same_batch: SameBatch | None = field(init=False, default=None)
@@ -124,13 +122,13 @@ class Sharing:
 
     @contextmanager
     def opened_by_first_block(self, region: Region) -> Iterator[None]:
-        """Let the first block open a region that ends with the loss of the model."""
-        self.loss_region = region
+        """Let the first block open this region."""
+        self.given = region
         try:
             with self.around_blocks():
                 yield
         finally:
-            self.loss_region = None
+            self.given = None
 
     def recomputed(self, name: str) -> Region:
         """Return the region of a block that a checkpoint around it recomputes.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import Order, Patch, remove_patches, set_patch
+from lt_tiled.modules.patch import Order, Patch, patch_until
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import Replacement, replace
-from lt_tiled.sequence_parallel.collectives import all_gather, all_to_all
-from lt_tiled.sequence_parallel.exchange import Share, over_heads, shares_of
-from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention, kept_or
+from lt_tiled.sequence_parallel.collectives import all_gather
+from lt_tiled.sequence_parallel.exchange import Part, Share, exchanged, over_heads, shares_of
+from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention
 from lt_tiled.sequence_parallel.region import Region, current, entered
 
 
@@ -191,59 +190,14 @@ def convolved(
     region.exchanges += 1
     if region.size == 1:
         return function(x, weight, *args, **kwargs)
-    halo = _Halo.apply(region, weight.shape[-1] - 1, x)
+    channels, count = x.shape[1], weight.shape[-1] - 1
+    before = [Part(slice(0, channels), [slice(max(0, begin - count), begin)]) for begin in region.begins]
+    halo = exchanged(region, [before], [x.unsqueeze(-1)], to_heads=True, keep=None)[0].squeeze(-1)
     count = halo.shape[-1]
     if kwargs.get("seq_idx") is not None:
         begin = region.begins[region.rank]
         kwargs["seq_idx"] = kwargs["seq_idx"][..., begin - count : begin + region.length].contiguous()
     return function(torch.cat([halo, x], -1), weight, *args, **kwargs)[..., count:]
-
-
-class _Halo(torch.autograd.Function):
-    """The last tokens of the ranks before ``[B, C, at most count]``; its backward pass returns their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, region: Region, count: int, x: Tensor) -> Tensor:
-        ctx.region, ctx.count = region, count
-        # Tokens first: what goes to a rank is consecutive.
-        arrived = kept_or(None, partial(_exchange_halos, region, count, x.movedim(-1, 0), False))
-        return arrived.view(-1, *x.shape[:-1]).movedim(0, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        region: Region = ctx.region
-        arrived = _exchange_halos(region, ctx.count, gradient.movedim(-1, 0), True)
-        total = gradient.new_zeros(region.length, *gradient.shape[:-1])
-        begin = 0
-        for part in _before_each_rank(region, ctx.count, total):
-            part += arrived[begin : begin + part.numel()].view(part.shape)
-            begin += part.numel()
-        return None, None, total.movedim(0, -1)
-
-
-def _before_each_rank(region: Region, count: int, x: Tensor) -> list[Tensor]:
-    """Return for each rank those of this rank's tokens ``[S/n, ...]`` that are among the ``count`` before its own."""
-    parts, first = [], region.begins[region.rank]
-    for begin in region.begins:
-        low, high = max(begin - count, first), min(begin, first + region.length)
-        parts.append(x[low - first : max(low, high) - first])
-    return parts
-
-
-def _exchange_halos(region: Region, count: int, x: Tensor, back: bool) -> Tensor:
-    """Send each rank the tokens before its own, or their gradients ``back``. Return what arrives as one flat tensor."""
-    each = prod(x.shape[1:])
-    mine = region.begins[region.rank]
-    there = [each * len(part) for part in _before_each_rank(region, count, x.new_empty(region.length, 0))]
-    here = []
-    for begin, length in zip(region.begins, region.lengths, strict=True):
-        here.append(each * max(0, min(begin + length, mine) - max(begin, mine - count)))
-    if back:
-        packed, send, receive = x.flatten(), here, there
-    else:
-        packed, send, receive = torch.cat([part.flatten() for part in _before_each_rank(region, count, x)]), there, here
-    arrived: Tensor = all_to_all(packed, send, receive, region.name)
-    return arrived
 
 
 class MixerPatch(Patch):
@@ -353,5 +307,4 @@ def share_states(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> N
     """Let layers that mix tokens by a state or a convolution share sequences, until ``undo`` is closed."""
     replace_functions(modules, undo)
     for path, module in find_mixers(modules):
-        set_patch(module, MixerPatch(path, _names(module)))
-        undo.callback(remove_patches, module, MixerPatch)
+        patch_until(undo, module, MixerPatch(path, _names(module)))
