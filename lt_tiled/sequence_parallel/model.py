@@ -175,8 +175,7 @@ class SharedModel(SharedPart):
         small_call = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
 
         def run(region: Region) -> Tensor:
-            shared = region.size > 1
-            with sharing.opened_by_first_block(region) if shared else nullcontext(), entered(None if shared else region):
+            with sharing.opened_by_first_block(region) if region.size > 1 else nullcontext():
                 output = small_call.run(self.inner)
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])

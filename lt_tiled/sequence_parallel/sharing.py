@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
-from lt_tiled.sequence_parallel.region import Region
+from lt_tiled.sequence_parallel.region import Region, entered
 from lt_tiled.sequence_parallel.same_batch import SameBatch
 from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS
 from lt_tiled.sequence_parallel.switches import UNNAMED
@@ -125,7 +125,7 @@ class Sharing:
         """Let the first block open this region."""
         self.given = region
         try:
-            with self.around_blocks():
+            with entered(None), self.around_blocks():
                 yield
         finally:
             self.given = None
