@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from lt_tiled.modules.cache import by_name
 
 DOCUMENTS = ("cu_seq_lens", "max_length")
 """How arguments begin that tell the places of packed documents."""
@@ -29,11 +30,7 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The arguments by name, positional ones first."""
-        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        named = {}
-        for index, value in enumerate(self.args):
-            named[names[index] if index < len(names) else f"argument {index}"] = value
-        return named | self.kwargs
+        return by_name(type(self.module).forward, self.args, self.kwargs)
 
     @cached_property
     def tokens(self) -> Tensor | None:
@@ -56,17 +53,14 @@ class Call:
     def changed(
         self, owner: str, total: int, tokens: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
     ) -> Call:
-        """Return the call for other tokens.
+        """Return the call for other ``tokens``, with a change of each other tensor of ``total`` tokens.
 
         Args:
             owner: The name in messages.
             total: The sequence length.
             tokens: Takes the place of :attr:`tokens`.
-            change: Applied to each other tensor of ``total`` tokens, with the dimension that these are in.
-            masks: Apply it to masks too, once for each dimension of tokens; otherwise they stay as they are.
-
-        Raises:
-            ValueError: If two dimensions of a tensor could be the tokens.
+            change: Gets a tensor and the dimension of its tokens.
+            masks: Change masks too, once for each dimension of tokens; otherwise they stay as they are.
         """
 
         def changed(name: str, leaf: Any) -> Any:
@@ -104,11 +98,7 @@ def is_mask(name: str, tensor: Tensor, total: int) -> bool:
 
 
 def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
-    """Return the dimensions of tokens: one, two of a mask, or none.
-
-    Raises:
-        ValueError: If it is not clear which one it is.
-    """
+    """Return the dimensions of tokens: one, two of a mask, or none."""
     if name.startswith(DOCUMENTS):
         return []
     if name.startswith(_OTHER_SEQUENCE):

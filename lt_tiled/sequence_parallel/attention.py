@@ -36,12 +36,7 @@ class Replacement:
 
 
 class _Shared(Replacement):
-    """An attention function of transformers, which attends to the tokens of all ranks in a region.
-
-    Args:
-        name: Its name in the table of transformers.
-        function: What it replaces.
-    """
+    """An attention function in the table of transformers, which attends to the tokens of all ranks in a region."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -58,7 +53,8 @@ class _Shared(Replacement):
         if region is None or region.other_tokens is not None:
             if self.name == "eager" or not keeps_attention():  # eager attention may be asked for its weights
                 return self.function(module, query, key, value, attention_mask, *args, **kwargs)
-            return attended_alone(self._output, module, query, key, value, attention_mask, *args, **kwargs), None
+            given = (module, query, key, value, attention_mask, *args)
+            return attended_alone(lambda *a, **k: self.function(*a, **k)[0], *given, **kwargs), None
         if kwargs.get("position_bias") is not None:
             raise ValueError(
                 f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
@@ -91,10 +87,6 @@ class _Shared(Replacement):
 
         vectors = [] if sinks is None else [sinks]
         return attend(region, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
-
-    def _output(self, *args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = self.function(*args, **kwargs)[0]
-        return output
 
     def _mask(self, region: Region, call: AttentionCall) -> Any:
         """Return the mask of a call, or refuse one that cannot tell which keys its queries see."""

@@ -32,16 +32,11 @@ _NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
 def refuse_outputs(owner: str, call: Call, from_tokens: bool) -> None:
     """Raise ``ValueError`` if a call asks for outputs of which each rank has its own tokens.
 
-    Args:
-        owner: The name in messages.
-        call: The call.
-        from_tokens: Whether the model is shared from its token ids to its loss: its router logits are then gathered.
+    Router logits are gathered in a model that is shared ``from_tokens`` to its loss.
     """
-    for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
+    for name in ("output_attentions", "output_hidden_states", *([] if from_tokens else ["output_router_logits"])):
         asked = call.arguments.get(name)
         if getattr(call.module.config, name, False) if asked is None else asked:
-            if from_tokens and name == "output_router_logits":
-                continue
             raise ValueError(
                 f"{owner} is asked for {name}, of which each rank has its own tokens: with sequence parallelism set"
                 " it to False."
@@ -164,9 +159,6 @@ def shared_loss(region: Region, call: Call) -> Iterator[None]:
     """Let a model compute its loss from the rank's own labels, which are shifted before they are cut.
 
     Each rank divides by the mean of the ranks' counts of labels: see NOTE [Sequence parallelism].
-
-    Raises:
-        ValueError: If there are not as many labels as tokens, or the model does not use its loss function.
     """
     model, labels, tokens = cast(Any, call.module), call.arguments["labels"], call.tokens
     assert tokens is not None

@@ -43,13 +43,9 @@ class CrossAttentionPatch(Patch):
 
 
 def check_cross_attention(region: Region, query: Tensor, key: Tensor, mask: Any) -> None:
-    """Raise ``ValueError`` if attention to another sequence is not that of a rank's own tokens to that sequence alone.
+    """Raise ``ValueError`` unless queries ``[B, H, S/n, D]`` of a rank's own tokens attend to all of another sequence.
 
-    Args:
-        region: Where it runs.
-        query: Of the rank's own tokens, ``[B, H, S/n, D]``.
-        key: ``[B, K, T, D]``.
-        mask: Of these, if there is one.
+    The keys have the shape ``[B, K, T, D]``.
     """
     own, other = query.shape[2], key.shape[2]
     if (own, other) != (region.length, region.other_tokens):

@@ -116,9 +116,6 @@ def attend(
     """Compute the attention of a rank's tokens ``[B, H, S/n, D]`` to the tokens of all ranks.
 
     ``attention`` gets its heads' part of ``vectors``, which have an entry for each query head.
-
-    Raises:
-        ValueError: If the shapes are not those of self-attention in the region.
     """
     if not query.dim() == key.dim() == value.dim() == 4 or {t.shape[2] for t in (query, key, value)} != {region.length}:
         shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
@@ -150,7 +147,7 @@ def over_heads(
     """Compute what mixes the tokens of each head ``[B, H, S, D]``, where each rank has its tokens of all heads.
 
     Args:
-        region: Where the tokens are shared.
+        region: The region.
         queries: Tensors of all heads, ``[B, H, S/n, ...]``.
         keys: Tensors with an entry for several heads, ``[B, K, S/n, ...]``.
         vectors: Tensors with an entry for each head, ``[H, ...]``, and no tokens.

@@ -23,12 +23,8 @@ class Groups:
 
     @classmethod
     def of_size(cls, size: int) -> Groups:
-        """Make the groups of all ranks. Every rank calls it.
-
-        Raises:
-            ValueError: If the size does not divide the number of ranks.
-        """
-        if not _started():  # as on a single device
+        """Make the groups of all ranks. Every rank calls it."""
+        if not (dist.is_available() and dist.is_initialized()):  # as on a single device
             raise ValueError(
                 f"sequence_parallel={size} needs as many ranks, and there is one: use a distributed strategy such as"
                 " tiled_ddp, or sequence_parallel=1."
@@ -54,7 +50,3 @@ def check_size(size: int, ranks: int) -> None:
     """Raise ``ValueError`` if groups of these ranks cannot have this size."""
     if size not in (possible := sizes_of(ranks)):
         raise ValueError(f"sequence_parallel={size} does not divide the {ranks} ranks: choose one of {possible}.")
-
-
-def _started() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -67,12 +67,7 @@ WHOLE = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 
 
 class SharedFunction(Replacement):
-    """A function in the module of a layer, which in a region mixes the tokens of all ranks.
-
-    Args:
-        name: Its name.
-        function: What it replaces.
-    """
+    """A function in the module of a layer, which in a region mixes the tokens of all ranks."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -100,11 +95,7 @@ class SharedFunction(Replacement):
             return None
         if self.name == CONVOLUTION:
             return self.function(*args, **kwargs)
-
-        def rule(*own_args: Any, **own_kwargs: Any) -> Tensor:
-            return _output(self.function(*own_args, **own_kwargs))
-
-        output = attended_alone(rule, *args, **kwargs)
+        output = attended_alone(lambda *a, **k: _output(self.function(*a, **k)), *args, **kwargs)
         return (output, None) if RULES[self.name].with_state else output
 
 
@@ -127,7 +118,8 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
         own = dict(zip(vectors, parts, strict=True))
         for name, tensor in zip(by_heads + by_groups, [*queries, *keys], strict=True):
             own[name] = _as(rule.dims[name], tensor)
-        found = function(*(own[name] for name in list(rule.dims)[: len(args)]), **kwargs | _without(own, rule, args))
+        positional = [own.pop(name) for name in list(rule.dims)[: len(args)]]
+        found = function(*positional, **kwargs | own)
         return _by_heads(rule.dims[rule.output], _output(found))
 
     def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
@@ -156,12 +148,6 @@ def _output(found: Any) -> Tensor:
     """Return what a rule computed, without the last state that some return beside it."""
     output: Tensor = found[0] if isinstance(found, tuple) else found
     return output
-
-
-def _without(own: dict[str, Tensor], rule: Rule, args: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the arguments that are not positional."""
-    positional = list(rule.dims)[: len(args)]
-    return {name: tensor for name, tensor in own.items() if name not in positional}
 
 
 def _by_heads(dims: str, tensor: Tensor) -> Tensor:
@@ -209,11 +195,7 @@ class MixerPatch(Patch):
         self.path, self.names = path, names
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer on the rank's own tokens, for which its functions exchange.
-
-        Raises:
-            ValueError: If the layer did not call its functions, and so mixed the tokens of one rank.
-        """
+        """Run the layer on the rank's own tokens, and check that it called the functions, which exchange."""
         region = current()
         if region is None:
             return self.inner(module, *args, **kwargs)
@@ -250,11 +232,7 @@ def _on_all_tokens(patch: MixerPatch, region: Region, call: Call) -> Any:
         once=f"all tokens {region.owner}",
     )
 
-    def gathered(tensor: Tensor, dim: int) -> Tensor:
-        found: Tensor = all_gather(tensor, region.lengths, dim, region.name)
-        return found
-
-    whole = call.changed(patch.path, region.length, gathered(call.tokens, 1), gathered)
+    whole = call.changed(patch.path, region.length, region.gathered(call.tokens), region.gathered)
     with entered(None):
         output = whole.run(patch.inner)
     first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
