@@ -45,11 +45,7 @@ class Engine(EngineNeeds):
         return copy
 
     def find(self, module: nn.Module) -> None:
-        """Find what wraps the model that this tiled module is a part of.
-
-        Raises:
-            ValueError: If the engine would shard weights while tiles need them, or lose their gradients.
-        """
+        """Find what wraps the model that this tiled module is a part of."""
         model = self._model() or module
         weights = list(model.parameters())
         units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
@@ -82,9 +78,6 @@ def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:
     """Return whether neighbors may be deferred, given the FSDP units of a model.
 
     If a norm or MLP is its own FSDP unit, its weights are gathered only during its call, so nothing is deferred.
-
-    Raises:
-        ValueError: If a tiled module contains an FSDP unit, whose weights would be all-gathered once per tile.
     """
     for path, module, _ in tiled_patches(model) if units else ():
         for name, part in module.named_modules():

@@ -100,16 +100,7 @@ class LeafPatch(Patch):
 
 
 def patch_leaves(model: nn.Module, needs: EngineNeeds, blocks: bool = True) -> None:
-    """Prepare a model with patched modules for ZeRO-3.
-
-    Args:
-        model: The model.
-        needs: What its engine needs.
-        blocks: Whether to make modules leaf modules. Otherwise only those that a user made are patched.
-
-    Raises:
-        ValueError: If ZeRO-3 wraps the model already, and a tiled module is not inside a leaf module.
-    """
+    """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone."""
     whole = whole_modules(model)
     if not whole or not is_installed():
         return
@@ -141,9 +132,6 @@ def adapt_to_zero3(model: nn.Module) -> bool:
     """Return whether neighbors may be deferred under ZeRO-3.
 
     Otherwise it would run hooks on what is deferred, and might free a neighbor's weights.
-
-    Raises:
-        ValueError: If a tiled module is not inside a leaf module, or leaf modules share weights.
     """
     check_leaves(model)
     trained = (row for row in shared_weights(model, outermost(_leaves_in(model))) if row[2].requires_grad)
@@ -306,11 +294,7 @@ def is_zero(weight: Tensor) -> bool:
 
 
 def agree_on_tiles(model: nn.Module) -> None:
-    """Compare on all ranks what the first step left untiled.
-
-    Raises:
-        RuntimeError: On all ranks, if they differ.
-    """
+    """Compare on all ranks what the first step left untiled, and raise on all of them if it differs."""
     own = {}
     for _, _, patch in tiled_patches(model):
         refused, alone = (sorted(map(repr, keys)) for keys in (patch.learned.refused, patch.learned.alone))

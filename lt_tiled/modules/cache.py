@@ -66,11 +66,7 @@ def patch_models(model: nn.Module) -> list[nn.Module]:
 def without_unread_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove a key-value cache that a model made and nobody asked for. Others are restored for the recompute.
-
-    Raises:
-        ValueError: If a cache was left out of another call, so that it lacks those tokens.
-    """
+    """Remove a key-value cache that a model made and nobody asked for. Others are restored for the recompute."""
     given = by_name(type(module).forward, args, kwargs) if len(args) > 1 else kwargs  # a cache is not the first one
     if getattr(module, "_can_checkpoint_with_cache", False):  # transformers' layers that restore their cache
         return args, kwargs

@@ -55,11 +55,7 @@ Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str, nn.Module]]:
-    """Return the outermost modules that match a class name or a path glob, or that a function chooses.
-
-    Raises:
-        ValueError: If a target matches nothing, or a container.
-    """
+    """Return the outermost modules that match a class name or a path glob, or that a function chooses."""
     everything = list(walk(model))
     if callable(targets):
         chosen = [(path, m) for path, m in everything if has_forward(m) and targets(path, m)]

@@ -16,12 +16,7 @@ from lt_tiled.policies import Tiling
 
 
 def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
-    """Return the modules that the policy names: with ``"mlp"`` the MLP of every block, with ``"auto"`` norms too.
-
-    Raises:
-        ValueError: If a target matches nothing.
-        NothingFoundError: If ``"mlp"`` or ``"auto"`` finds no MLP.
-    """
+    """Return the modules that the policy names: with ``"mlp"`` the MLP of every block, with ``"auto"`` norms too."""
     targets = tiling.targets
     if callable(targets):
         return [Tileable.of_module(path, m, named=True) for path, m in find_named(model, targets, "Tiling")]

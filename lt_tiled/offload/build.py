@@ -17,15 +17,9 @@ from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
 
 def build_offloader(policy: ActivationCheckpointing, ranks_per_node: int | None = None) -> Offloader:
-    """Open the tiers of a policy.
+    """Open the tiers of a policy with ``offload`` set.
 
-    Args:
-        policy: A policy with ``offload`` set.
-        ranks_per_node: Processes that share a node's budgets; by default the launcher's number, else all ranks.
-
-    Raises:
-        OffloadDiskFullError: If the disk has no room for ``disk_budget``.
-        OffloadError: If the directory cannot be used.
+    ``ranks_per_node`` processes share a node's budgets: by default the launcher's number, else all ranks.
     """
     assert policy.offload is not None
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

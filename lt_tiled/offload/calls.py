@@ -56,11 +56,7 @@ class SystemCall:
         return self.done
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has ended.
-
-        Raises:
-            OffloadError: If it failed, or has not ended within ``seconds``.
-        """
+        """Wait until it has ended. Raise :class:`OffloadError` if it failed, or has not ended within ``seconds``."""
         if not self.ended_within(seconds):
             late = f"{self.what} has not ended within {seconds:g} s"
             raise OffloadError(late, offset=self.offset, directory=self.directory)
@@ -84,11 +80,7 @@ class CallThreads:
         self._threads = [Thread(target=self._work, name="lt_tiled-spill", daemon=True) for _ in range(THREADS)]
 
     def start(self) -> None:
-        """Start the threads, which :meth:`close` ends.
-
-        Raises:
-            OffloadError: If the system starts none.
-        """
+        """Start the threads, which :meth:`close` ends."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -98,11 +90,7 @@ class CallThreads:
             raise OffloadError(reason, directory=self.directory) from error
 
     def submit(self, run: Callable[[], None], what: str, offset: int | None = None) -> SystemCall:
-        """Let a thread make a call.
-
-        Raises:
-            OffloadError: If the threads are closed.
-        """
+        """Let a thread make a call."""
         if self.closed:
             raise OffloadError(CLOSED, directory=self.directory)
         call = SystemCall(run, what, self.directory, offset)

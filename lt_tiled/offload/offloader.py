@@ -65,12 +65,8 @@ class Offloader:
     def pack(self, tensor: Tensor, block: str) -> Tensor | OffloadedTensor:
         """Offload a tensor and return what :meth:`unpack` turns into it again.
 
-        Args:
-            tensor: Any tensor; one that is small or cannot be moved is returned as it is.
-            block: The block that it belongs to, as errors name it.
-
-        Raises:
-            OffloadError: If this tensor or an earlier one could not be stored, or a CUDA graph is being captured.
+        One that is small or cannot be moved is returned as it is. Errors, also those of an earlier one that could not
+        be stored, name the block that it belongs to.
         """
         if not movable(tensor) or Geometry.of(tensor).nbytes < self.min_bytes:
             return tensor
@@ -94,11 +90,7 @@ class Offloader:
             return packed
 
     def unpack(self, packed: Tensor | OffloadedTensor) -> Tensor:
-        """Return the tensor that was saved, with its values, strides and dtype.
-
-        Raises:
-            OffloadError: If it cannot be restored, or a CUDA graph is being captured.
-        """
+        """Return the tensor that was saved, with its values, strides and dtype."""
         if isinstance(packed, Tensor):
             return packed
         with self._in_step(packed.device, packed.origin):
@@ -176,11 +168,7 @@ class Offloader:
                 self._free(packed)
 
     def _free(self, packed: OffloadedTensor) -> None:
-        """Wait until the bytes of a tensor are stored, and free it.
-
-        Raises:
-            OffloadError: If it could not be stored in time, or was changed in place before it was.
-        """
+        """Wait until the bytes of a tensor are stored, and free it."""
         assert packed.stored is not None
         del self._storing[packed]
         try:

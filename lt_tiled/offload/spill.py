@@ -56,10 +56,6 @@ class SpillFile:
         budget: The bytes to reserve now and never exceed; ``None`` reserves space as the file grows.
         direct: Bypass the page cache if the filesystem supports it.
         checksum: Keep a checksum of each range in memory and compare it when the range is read.
-
-    Raises:
-        OffloadDiskFullError: If the disk has no room for the budget.
-        OffloadError: If the directory does not exist or is not writable, or no threads can be started.
     """
 
     def __init__(
@@ -84,12 +80,7 @@ class SpillFile:
             raise
 
     def take(self, nbytes: int) -> Extent:
-        """Reserve a range, which is free again when nothing refers to it.
-
-        Raises:
-            OffloadDiskFullError: If the file cannot hold it and cannot grow.
-            OffloadError: If the disk does not respond.
-        """
+        """Reserve a range, which is free again when nothing refers to it."""
         need, collected = aligned(nbytes), False
         while (extent := self._take(need)) is None:
             if self._wait_for_a_call():

@@ -77,11 +77,7 @@ class DiskTier:
         self.spill, self.memory = spill, CPUMemory(MAX_BYTES)
 
     def store(self, raw: Tensor) -> Stored:
-        """Begin to write bytes.
-
-        Raises:
-            OffloadDiskFullError: If there is no room.
-        """
+        """Begin to write bytes."""
         extent = self.spill.take(raw.nbytes)
         if raw.is_cuda:
             slot = self._stage(raw)

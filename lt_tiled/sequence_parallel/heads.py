@@ -242,13 +242,7 @@ class _HeadTiles(torch.autograd.Function):
 
 
 class _Gradients:
-    """The gradients of one call, summed over the parts of its heads.
-
-    Args:
-        call: The call.
-        hidden: The hidden states.
-        wants_hidden: Whether these want a gradient.
-    """
+    """The gradients of one call, summed over the parts of its heads."""
 
     def __init__(self, call: _Call, hidden: Tensor, wants_hidden: bool) -> None:
         self.call, self.hidden, self.wants_hidden = call, hidden.detach(), wants_hidden
@@ -321,8 +315,7 @@ class _Gradients:
 def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list[tuple[str, nn.Module]]:
     """Return the attention modules in these, whose heads can be computed in parts.
 
-    Raises:
-        ValueError: If there are none, and no layers whose state has heads.
+    Raise ``ValueError`` if there are none, and no layers whose state has heads.
     """
     found, others = [], set()
     state_layers = find_mixers(modules)

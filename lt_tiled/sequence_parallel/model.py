@@ -128,14 +128,9 @@ class SharedModel(SharedPart):
     def _check_tokens(
         self, call: Call, tokens: Tensor, count: int, begin: int | None = None, all_of_them: bool = True
     ) -> None:
-        """Check some tokens, which the model shares or not, as if it were called without labels.
+        """Check ``count`` tokens, repeated if needed, at positions from ``begin``, as in a call without labels.
 
-        Args:
-            call: The call.
-            tokens: Its tokens.
-            count: How many of them, repeated if needed.
-            begin: The position of the first one.
-            all_of_them: Compare what attention is given and all logits, and not the logits of each rank's last tokens.
+        Compare what attention is given and all logits, or the logits of each rank's last tokens alone.
         """
         name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         given: dict[str, Any] = {"use_cache": False}

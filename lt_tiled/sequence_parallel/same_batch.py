@@ -39,12 +39,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class SameBatch:
-    """Compares the batches of the ranks of a group.
-
-    Args:
-        owner: The name of the model in messages.
-        group: The ranks that share each sequence.
-    """
+    """Compares the batches of the ranks of a group that shares each sequence."""
 
     def __init__(self, owner: str, group: dist.ProcessGroup) -> None:
         self.owner, self.size, self._group = owner, group.size(), group
@@ -56,23 +51,14 @@ class SameBatch:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def check(self, inputs: Iterable[tuple[str, object]]) -> None:
-        """Compare the tensors among named inputs, on all ranks of the group.
-
-        Raises:
-            ValueError: On all ranks, if they differ between ranks.
-            RuntimeError: On all ranks, if one of them failed since the last check and went on.
-        """
+        """Compare the tensors among named inputs. All ranks raise if they differ, or if one failed and went on."""
         tensors = [(name, value) for name, value in inputs if isinstance(value, Tensor)]
         described = zlib.crc32(repr([(name, t.dtype, [*t.shape]) for name, t in tensors]).encode())
         shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in tensors)
         self._compare(described, self._on_host(_values([t for _, t in tensors])), shapes)
 
     def check_last(self) -> None:
-        """Compare the values of the last pass on a GPU, where no other pass follows.
-
-        Raises:
-            ValueError: On all ranks, if they differ between ranks.
-        """
+        """Compare the values of the last pass on a GPU, where no other pass follows."""
         if self._last is not None and (arrived := self._last[1]) is not None:
             arrived.synchronize()
             values, self._last = self._last[0], None

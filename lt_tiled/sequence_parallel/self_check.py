@@ -44,6 +44,8 @@ def check_shared(
 ) -> None:
     """Compare a call of a module with its tokens on one rank and shared by the group, in evaluation mode.
 
+    All ranks raise ``ValueError`` if they differ on any.
+
     Args:
         module: What runs.
         owner: The name in messages.
@@ -54,9 +56,6 @@ def check_shared(
             loss of all.
         blocks: Whether all of the module is in the region. Otherwise it may attend elsewhere, and is not checked if it
             cannot run on so few tokens.
-
-    Raises:
-        ValueError: On all ranks, if they differ on any, or if the module cannot run on so few tokens.
     """
     outputs: list[Tensor] = []
     kept: list[dict[str, Tensor]] = []
@@ -174,10 +173,7 @@ def _difference(
 def _excess(found: Tensor, true: Tensor, dtype: torch.dtype) -> float:
     """Return the relative difference if it is above the tolerance, and 0 otherwise.
 
-    Args:
-        found: What is compared.
-        true: What it should be.
-        dtype: In which the module computes; a float32 tensor of a module of 16 bits was upcast.
+    ``dtype`` is that in which the module computes: a float32 tensor of a module of 16 bits was upcast.
     """
     same = (found == true) | (found.isnan() & true.isnan())  # infinite ones too
     difference = torch.where(same, 0.0, (found - true).double())

@@ -99,10 +99,6 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     """Return the parts of a model that share its sequences.
 
     These are the modules that the policy names, or every model of transformers, or the blocks of a hand-written model.
-
-    Raises:
-        NothingFoundError: If there are no blocks.
-        ValueError: If a target matches nothing, or a model cannot be shared.
     """
     everything = list(walk_all(model))
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))

@@ -80,9 +80,7 @@ class Sharing:
     def check_tokens(self, total: int, positions: bool = True) -> list[int]:
         """Return the numbers of tokens of the self-check for sequences of ``total`` tokens: a few, and past switches.
 
-        Args:
-            total: The sequence length.
-            positions: Whether positions count as lengths, as they do where they cannot be chosen.
+        Positions count as lengths unless they can be chosen.
         """
         few = TOKENS * self.size + 1
         lengths = [*self.lengths, *(self.positions if positions else ())]
@@ -131,11 +129,7 @@ class Sharing:
             self.given = None
 
     def recomputed(self, name: str) -> Region:
-        """Return the region of a block that a checkpoint around it recomputes.
-
-        Raises:
-            RuntimeError: If several regions, or none, may be the one.
-        """
+        """Return the region of a block that a checkpoint around it recomputes, if no other may be the one."""
         found = list(self.regions)
         if len(found) != 1:
             raise RuntimeError(

@@ -43,10 +43,7 @@ def users_hooks(module: nn.Module, kinds: Sequence[str] = HOOKS) -> list[Any]:
 def refuse_hooks(name: str, block: nn.Module, outside: Sequence[str]) -> None:
     """Raise ``ValueError`` if a user's hook would get the tokens of one rank.
 
-    Args:
-        name: The name of the block.
-        block: The block.
-        outside: The kinds of hooks on the block itself that get all tokens.
+    Hooks of the kinds ``outside`` on the block itself get all tokens.
     """
     for path, part in walk_all(block):
         kinds = [kind for kind in HOOKS if path or kind not in outside]

@@ -80,11 +80,7 @@ class TiledStrategy(Base):
         self.make_groups()
 
     def make_groups(self) -> None:
-        """Make the groups of ranks that share sequences, once.
-
-        Raises:
-            ValueError: If their size does not divide the number of ranks.
-        """
+        """Make the groups of ranks that share sequences, once."""
         policy = self.sequence_parallel
         if policy is not None and policy.size > 1 and self._groups is None:
             self._groups = Groups.of_size(policy.size)
@@ -180,11 +176,7 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint.
-
-        Raises:
-            ValueError: If the number of ranks per sequence changed in the middle of an epoch.
-        """
+        """Load a checkpoint, unless the number of ranks per sequence changed in the middle of an epoch."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         saved, size = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
@@ -262,17 +254,11 @@ def log_step(trainer: pl.Trainer, steps: int, metrics: dict[str, float], step: i
 
 
 def register(registry: Any, strategies: Mapping[str, Any]) -> None:
-    """Make strategies known by name to the Trainer or Fabric that this registry belongs to.
-
-    Args:
-        registry: Lightning's.
-        strategies: The strategy classes by name, as in ``globals()`` of the module that defines them.
-    """
+    """Make strategy classes, by name, known to the Trainer or Fabric that a registry of Lightning belongs to."""
 
     def add(name: str, strategy: str, description: str, **arguments: Any) -> None:
-        registry.register(
-            name, strategies[strategy], description, override=True, **arguments
-        )  # modules may be reloaded
+        # Modules may be reloaded.
+        registry.register(name, strategies[strategy], description, override=True, **arguments)
 
     deepspeed = "TiledDeepSpeedStrategy"
     add("tiled", "TiledSingleDeviceStrategy", "Tiled modules on a single device")
