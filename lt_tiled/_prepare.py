@@ -45,7 +45,7 @@ from lt_tiled.policies import (
 from lt_tiled.report import Report
 from lt_tiled.selective import policy_of
 from lt_tiled.sequence_parallel.attention import AttentionMode
-from lt_tiled.sequence_parallel.share import find_shared, reach_attention
+from lt_tiled.sequence_parallel.share import find_shared, reach_attention, share
 from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds, Owner
 
@@ -135,7 +135,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             for module in patch_models(model) if unpatched else ():
                 undo.callback(remove_patches, module, CachePatch)
             for part in shared:
-                part.patch(undo)
+                share(part, undo)
             self._undo = undo.pop_all()
         self._shared, self._needs = shared, needs
         inform(self.report().summary())
@@ -156,8 +156,8 @@ class Prepared(AbstractContextManager["Prepared"]):
     def check_last_batch(self) -> None:
         """Compare the last batch between the ranks that share its sequences, where no other pass follows."""
         for part in self._shared:
-            if part.sharing.same_batch is not None:
-                part.sharing.same_batch.check_last()
+            if part.same_batch is not None:
+                part.same_batch.check_last()
 
     def release(self) -> None:
         """Restore the model, and free CPU memory and disk. Does nothing the second time."""

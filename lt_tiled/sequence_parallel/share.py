@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -42,39 +41,28 @@ _INSTEAD_OF_EAGER = {
 """Attentions that are replaced in a region, and what transformers says where a model supports them."""
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A part of a model that shares its sequences."""
-
-    sharing: Sharing
-    caller: nn.Module | None
-    """The module that calls the blocks; ``None`` if the policy names the module."""
-    chains: Sequence[Sequence[tuple[str, nn.Module]]]
-    """The modules, with their paths, from whose first to whose last one there is a region: one chain, or that of an
-    encoder and that of a decoder."""
-
-    def patch(self, undo: ExitStack) -> None:
-        """Share the sequences until ``undo`` is closed."""
-        sharing, blocks = self.sharing, [block for chain in self.chains for block in chain]
-        if sharing.policy.head_tiles > 1:
-            for path, module in find_attention(blocks, sharing.policy.head_tiles):
-                patch_until(undo, module, HeadTilesPatch(path))
-        share_states(blocks, undo)
-        for chain in self.chains:
-            for path, block in chain:
-                patch_until(undo, block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
-        if not sharing.hand_written:
-            share_interface([block for _, block in blocks], undo)
-            share_cross_attention(blocks, undo)
-        roots = [block for _, block in blocks] if self.caller is None else [self.caller]
-        rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
-        for part in rotary:
-            patch_until(undo, part, RotaryPatch())
-        if self.caller is not None:
-            decoder: Any = getattr(self.caller, "base_model", None)  # the model itself if it has no head
-            if decoder is not None and decoder is not self.caller:
-                patch_until(undo, decoder, DecoderPatch())
-            patch_until(undo, self.caller, SharedModel(sharing, sharing.owner, bool(rotary)))
+def share(sharing: Sharing, undo: ExitStack) -> None:
+    """Share the sequences of a part of a model until ``undo`` is closed."""
+    caller, blocks = sharing.caller, [block for chain in sharing.chains for block in chain]
+    if sharing.policy.head_tiles > 1:
+        for path, module in find_attention(blocks, sharing.policy.head_tiles):
+            patch_until(undo, module, HeadTilesPatch(path))
+    share_states(blocks, undo)
+    for chain in sharing.chains:
+        for path, block in chain:
+            patch_until(undo, block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
+    if not sharing.hand_written:
+        share_interface([block for _, block in blocks], undo)
+        share_cross_attention(blocks, undo)
+    roots = [block for _, block in blocks] if caller is None else [caller]
+    rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
+    for part in rotary:
+        patch_until(undo, part, RotaryPatch())
+    if caller is not None:
+        decoder: Any = getattr(caller, "base_model", None)  # the model itself if it has no head
+        if decoder is not None and decoder is not caller:
+            patch_until(undo, decoder, DecoderPatch())
+        patch_until(undo, caller, SharedModel(sharing, sharing.owner, bool(rotary)))
 
 
 def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:
@@ -95,7 +83,7 @@ def _of_transformers(model: nn.Module) -> set[nn.Module]:
     return {part for _, m in walk_all(model) if has_class(m, ("PreTrainedModel",)) for part in m.modules()}
 
 
-def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Shared]:
+def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Sharing]:
     """Return the parts of a model that share its sequences.
 
     These are the modules that the policy names, or every model of transformers, or the blocks of a hand-written model.
@@ -104,10 +92,10 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
     inside = _of_transformers(model)
 
-    def shared(path: str, module: nn.Module, caller: nn.Module | None, *chains: list[tuple[str, nn.Module]]) -> Shared:
+    def shared(path: str, module: nn.Module, caller: nn.Module | None, *chains: list[tuple[str, nn.Module]]) -> Sharing:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
-            return Shared(Sharing(owner, policy, group, AttentionMode(), hand_written=True), caller, chains)
+            return Sharing(owner, policy, group, caller, chains, AttentionMode(), hand_written=True)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
         two = len(chains) > 1
         if two and policy.head_tiles > 1:
@@ -116,8 +104,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
             )
         lengths, positions = switches(config if two else config.get_text_config())
         mode = AttentionMode() if calls_attention(module) else None
-        sharing = Sharing(owner, policy, group, mode, lengths=lengths, positions=positions, in_model_only=two)
-        return Shared(sharing, caller, chains)
+        return Sharing(owner, policy, group, caller, chains, mode, False, lengths, positions, in_model_only=two)
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")

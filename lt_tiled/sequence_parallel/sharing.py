@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.arguments import Call
@@ -22,12 +23,17 @@ from lt_tiled.sequence_parallel.switches import UNNAMED
 
 @dataclass(eq=False)
 class Sharing:
-    """How one model shares its sequences, and the regions that it is in."""
+    """How a part of a model shares its sequences, and the regions that it is in."""
 
     owner: str
     """The name of the model in messages."""
     policy: SequenceParallel
     group: dist.ProcessGroup | None
+    caller: nn.Module | None
+    """The module that calls the blocks; ``None`` if the policy names the module."""
+    chains: Sequence[Sequence[tuple[str, nn.Module]]]
+    """The modules, with their paths, from whose first to whose last one there is a region: one chain, or that of an
+    encoder and that of a decoder."""
     mode: AttentionMode | None = None
     """Finds attention in models that call ``F.scaled_dot_product_attention`` themselves."""
     hand_written: bool = False
