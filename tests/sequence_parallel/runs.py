@@ -91,21 +91,21 @@ def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> t
     except NothingFoundError:
         policies = {}
     true = step(reference, inputs)
-    exchanges, exchanged = 0, exchange._exchanged
+    exchanges, exchanged = 0, exchange.exchanged
 
     def counted(region: Any, heads: Any, tensors: Any, to_heads: bool) -> Any:
         nonlocal exchanges
         exchanges += region.size == size and to_heads and torch.is_grad_enabled()  # the self-check needs no gradients
         return exchanged(region, heads, tensors, to_heads)
 
-    exchange._exchanged = counted
+    exchange.exchanged = counted
     try:
         with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(size, **options), **policies):
             return worst(step(model, inputs), true), exchanges, ""
     except ValueError as error:
         return 0.0, 0, str(error)
     finally:
-        exchange._exchanged = exchanged
+        exchange.exchanged = exchanged
 
 
 class Counts(TorchDispatchMode):
