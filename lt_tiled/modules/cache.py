@@ -43,7 +43,6 @@ class CachePatch(Patch):
     order = Order.CACHE
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note what the caller wants while the model runs."""
         if torch.compiler.is_compiling() or _call.get() is not None:
             return self.inner(module, *args, **kwargs)
         given = by_name(type(module).forward, args, kwargs)

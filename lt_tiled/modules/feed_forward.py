@@ -38,12 +38,10 @@ class Tileable:
 
     @classmethod
     def of_module(cls, path: str, module: nn.Module, **fields: Any) -> Tileable:
-        """Return a whole module."""
         return cls(path, module, type(module).__name__, **fields)
 
     @classmethod
     def of_method(cls, path: str, module: nn.Module, method: str, **fields: Any) -> Tileable:
-        """Return a method of a module."""
         return cls(f"{path}.{method}".lstrip("."), module, f"{type(module).__name__}.{method}", method, **fields)
 
     @property

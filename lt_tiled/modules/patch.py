@@ -76,7 +76,6 @@ class Patch:
     """The object that set the patch and removes it."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module in this patch's way."""
         raise NotImplementedError
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +203,6 @@ def remove_patches(module: nn.Module, kind: type[Patch]) -> None:
 
 
 def _own(module: nn.Module, method: str) -> Callable[..., Any]:
-    """Return the method of the module's class."""
     return MethodType(getattr(type(module), method), module)
 
 

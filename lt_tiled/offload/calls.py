@@ -80,7 +80,6 @@ class CallThreads:
         self._threads = [Thread(target=self._work, name="lt_tiled-spill", daemon=True) for _ in range(THREADS)]
 
     def start(self) -> None:
-        """Start the threads, which :meth:`close` ends."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -90,7 +89,6 @@ class CallThreads:
             raise OffloadError(reason, directory=self.directory) from error
 
     def submit(self, run: Callable[[], None], what: str, offset: int | None = None) -> SystemCall:
-        """Let a thread make a call."""
         if self.closed:
             raise OffloadError(CLOSED, directory=self.directory)
         call = SystemCall(run, what, self.directory, offset)

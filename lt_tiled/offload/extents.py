@@ -74,7 +74,6 @@ class Extents:
 
     @property
     def used(self) -> int:
-        """The number of bytes in use."""
         return sum(extent.length for extent in self._in_use())
 
     def _in_use(self) -> list[Extent]:

@@ -182,7 +182,6 @@ class Offloader:
         packed.tensor = None
 
     def _load(self, packed: OffloadedTensor) -> Tensor:
-        """Return a tensor whose bytes are stored."""
         began_early, on_gpu = packed.loading is not None, packed.device.type == "cuda"
         loading = packed.begin_loading()
         packed.loading = None

@@ -83,7 +83,6 @@ class CPUMemory:
 
     @property
     def size(self) -> int:
-        """The bytes of all slabs."""
         return sum(memory.nbytes for memory, _ in self._slabs)
 
     def take(self, nbytes: int, device: torch.device) -> Slot | None:

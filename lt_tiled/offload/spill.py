@@ -39,8 +39,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Buffer(local):
-    """A page-aligned buffer for each thread."""
-
     def __init__(self) -> None:
         self.view = memoryview(mmap.mmap(-1, CHUNK))
 
@@ -111,7 +109,6 @@ class SpillFile:
 
     @property
     def used(self) -> int:
-        """The number of bytes in use."""
         return self._extents.used
 
     def _grow(self, nbytes: int) -> None:

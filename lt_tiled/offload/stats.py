@@ -39,7 +39,6 @@ class OffloadStats:
         return OffloadStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures by name, for a logger."""
         return {f"lt_tiled/offload_{name}": float(value) for name, value in asdict(self).items()}
 
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:

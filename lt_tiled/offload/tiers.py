@@ -77,7 +77,6 @@ class DiskTier:
         self.spill, self.memory = spill, CPUMemory(MAX_BYTES)
 
     def store(self, raw: Tensor) -> Stored:
-        """Begin to write bytes."""
         extent = self.spill.take(raw.nbytes)
         if raw.is_cuda:
             slot = self._stage(raw)
@@ -121,11 +120,9 @@ class DiskTier:
         return slot
 
     def free_buffers(self) -> None:
-        """Return unused CPU memory to the system."""
         self.memory.free_buffers()
 
     def close(self) -> None:
-        """Close the file and free the memory."""
         self.spill.close()
         self.memory.close()
 

@@ -42,7 +42,6 @@ class Call:
         return None
 
     def run(self, forward: Callable[..., Any]) -> Any:
-        """Return what a function returns for the module and the arguments."""
         return forward(self.module, *self.args, **self.kwargs)
 
     def without_documents(self) -> Call:
@@ -75,11 +74,9 @@ class Call:
         return self._with({n: pytree.tree_map(partial(changed, n), value) for n, value in self.arguments.items()})
 
     def mapped(self, change: Callable[[Any], Any]) -> Call:
-        """Return the call with another value in place of each argument."""
         return self._with({name: change(value) for name, value in self.arguments.items()})
 
     def replaced(self, **arguments: Any) -> Call:
-        """Return the call with other values for these arguments."""
         return self._with(self.arguments | arguments)
 
     def _with(self, arguments: dict[str, Any]) -> Call:

@@ -41,7 +41,6 @@ class AttentionCall:
     """Whether the keys are of the same tokens as the queries."""
 
     def of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of the call."""
         return _run(query, self.queries), _run(key, self.keys), _run(value, self.keys)
 
     def lower_right(self) -> Any:

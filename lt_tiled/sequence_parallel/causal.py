@@ -201,7 +201,6 @@ class DecoderPatch(Patch):
     order = Order.POSITIONS
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the mask, and gather the router logits."""
         region, call = current(), Call(module, args, kwargs)
         if region is None or region.made_mask is None:
             return call.run(self.inner)

@@ -28,7 +28,6 @@ class CrossAttentionPatch(Patch):
     order = Order.POSITIONS
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the length of the other sequence while the module runs."""
         region, call = current(), Call(module, args, kwargs)
         other = None
         for name in _OTHER_SEQUENCE if region is not None else ():

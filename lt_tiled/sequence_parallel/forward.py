@@ -47,7 +47,6 @@ class SharedPart(Patch):
         """Whether it was seen in training that the module keeps no gradients beside its output."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call in the region that is there, or share its sequences."""
         if (region := current()) is not None:
             self.begin_inside(module, region)
             with entered(region):  # what recomputes the whole block may begin here
@@ -58,7 +57,6 @@ class SharedPart(Patch):
         """Check what cannot be in a region, before the module runs in one."""
 
     def share(self, call: Call) -> Any:
-        """Run a call outside of any region."""
         raise NotImplementedError
 
     def lengths_to_check(self, total: int, positions: bool = True) -> list[int]:
@@ -102,12 +100,10 @@ class SharedBlock(SharedPart):
         return ["_forward_pre_hooks"] * self.first + ["_forward_hooks"] * self.last
 
     def begin_inside(self, module: nn.Module, region: Region) -> None:
-        """Refuse a user's hooks, which would get the tokens of one rank."""
         if region.size > 1 and not is_backward():
             refuse_hooks(self.name, module, outside=())
 
     def share(self, call: Call) -> Any:
-        """Run a block in the region that the first block opens."""
         sharing = self.sharing
         if is_backward():  # a checkpoint around the block recomputes it
             region: Region | None = sharing.recomputed(self.name)

@@ -53,7 +53,6 @@ class HeadTilesPatch(Patch):
         self.path = path
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the heads in parts if the region says so."""
         region = current()
         if region is None or region.head_tiles == 1:
             return self.inner(module, *args, **kwargs)
@@ -113,8 +112,6 @@ _OUTPUT = object()
 
 @dataclass(eq=False)
 class _Call:
-    """One call of an attention module."""
-
     module: Any
     patch: HeadTilesPatch
     region: Region

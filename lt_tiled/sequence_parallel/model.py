@@ -36,7 +36,6 @@ class SharedModel(SharedPart):
         """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
 
     def share(self, call: Call) -> Any:
-        """Run a model whose sequences are shared from token ids to the loss, or by its blocks."""
         sharing, compares, fills_cache = self.sharing, False, False
         if sharing.hand_written:  # its first block compares the batches
             self._check_around(call)
@@ -165,7 +164,6 @@ class SharedModel(SharedPart):
                 self._check_ids(call, ids, tokens)
 
     def _check_ids(self, call: Call, ids: Tensor, tokens: int) -> None:
-        """Check a hand-written model with so many of its token ids."""
         sharing, some = self.sharing, repeated_to(tokens)
         small_call = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
 

@@ -27,7 +27,6 @@ class RotaryPatch(Patch):
     order = Order.POSITIONS
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the tables of all positions, and return the rank's own rows."""
         region, call = current(), Call(module, args, kwargs)
         if region is None or region.size == 1:
             return call.run(self.inner)

@@ -107,7 +107,6 @@ class Region:
 
     @property
     def length(self) -> int:
-        """The number of tokens of this rank."""
         return self.lengths[self.rank]
 
     def local(self, x: Tensor, dim: int = 1) -> Tensor:

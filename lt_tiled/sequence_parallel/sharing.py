@@ -61,7 +61,6 @@ class Sharing:
 
     @property
     def size(self) -> int:
-        """The number of ranks that share a sequence."""
         return 1 if self.group is None else self.group.size()
 
     @contextmanager
@@ -77,7 +76,6 @@ class Sharing:
             self._compared = not outermost
 
     def region(self, total: int, **options: Any) -> Region:
-        """Return a region of the group for sequences of ``total`` tokens."""
         options = {"head_tiles": self.policy.head_tiles} | options
         region = Region(self.group, total, self.owner, mode=self.mode, **options)
         self.regions.add(region)

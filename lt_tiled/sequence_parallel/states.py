@@ -195,7 +195,6 @@ class MixerPatch(Patch):
         self.path, self.names = path, names
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer on the rank's own tokens, and check that it called the functions, which exchange."""
         region = current()
         if region is None:
             return self.inner(module, *args, **kwargs)
@@ -221,7 +220,6 @@ class MixerPatch(Patch):
 
 
 def _on_all_tokens(patch: MixerPatch, region: Region, call: Call) -> Any:
-    """Run a layer on the tokens of all ranks, and return its output for the rank's own."""
     if region.size == 1 or call.tokens is None:
         return call.run(patch.inner)
     region.check_recompute()

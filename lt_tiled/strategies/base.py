@@ -72,7 +72,6 @@ class TiledStrategy(Base):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the strategy trains on the CPU."""
         return self.root_device.type == "cpu"
 
     def setup_environment(self) -> None:

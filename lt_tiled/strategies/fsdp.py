@@ -37,8 +37,6 @@ _FULL = StateDictOptions(full_state_dict=True)
 
 
 class _FSDP(TiledStrategy):
-    """What FSDP1 needs under Trainer and under Fabric."""
-
     shards_weights = True
     cpu_offload: Any
     mixed_precision_config: Any
@@ -90,7 +88,6 @@ class _FSDP(TiledStrategy):
             return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
     def unit_arguments(self) -> dict[str, Any]:
-        """Return the arguments of each FSDP unit."""
         return {
             "cpu_offload": None if self.on_cpu else self.cpu_offload,  # torch needs a device to offload from
             "mixed_precision": self.mixed_precision_config,

@@ -33,8 +33,6 @@ else:
 
 
 class _FSDP2(TiledStrategy):
-    """What FSDP2 needs under Trainer and under Fabric."""
-
     shards_weights = True
     device_mesh: DeviceMesh
     num_nodes: int
