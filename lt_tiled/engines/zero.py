@@ -31,7 +31,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,12 +53,6 @@ from lt_tiled.tiling.state import EngineNeeds
 
 _OF_DEEPSPEED = ("deepspeed.",)
 _INSTEAD = "Use another strategy or stage, or do not tile it: Tiling(targets=...), or tiling=False."
-
-
-@cache
-def is_installed() -> bool:
-    """Whether DeepSpeed may wrap a model later."""
-    return find_spec("deepspeed") is not None
 
 
 # ZeRO-3
@@ -102,7 +96,7 @@ class LeafPatch(Patch):
 def patch_leaves(model: nn.Module, needs: EngineNeeds, blocks: bool = True) -> None:
     """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone."""
     whole = whole_modules(model)
-    if not whole or not is_installed():
+    if not whole or find_spec("deepspeed") is None:
         return
     if any(is_of(hook, _OF_DEEPSPEED) for _, module in whole for hook in module._forward_pre_hooks.values()):
         check_leaves(model)

@@ -197,7 +197,7 @@ class Offloader:
 
         with name_origin(packed.origin), self.clock.waiting(packed.device, count):
             raw = loading.wait(spill.WAIT_SECONDS)
-        return packed.rebuild(raw)
+        return packed.geometry.rebuild(raw).to(packed.origin.dtype)
 
     def _count_stall(self, ms: float) -> None:
         self.stats.stalled_ms += ms

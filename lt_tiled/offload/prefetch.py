@@ -89,10 +89,6 @@ class OffloadedTensor:
                 self.loading = self.stored.tier.load(self.stored.room, self.geometry.nbytes, self.device)
         return self.loading
 
-    def rebuild(self, raw: Tensor) -> Tensor:
-        """Return the tensor that has these bytes."""
-        return self.geometry.rebuild(raw).to(self.origin.dtype)
-
 
 class Prefetcher:
     """Loads tensors in the reverse order of saving.

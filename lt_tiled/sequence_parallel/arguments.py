@@ -71,16 +71,10 @@ class Call:
                     leaf = change(leaf, dim)
             return leaf
 
-        return self._with({n: pytree.tree_map(partial(changed, n), value) for n, value in self.arguments.items()})
+        return self.replaced(**{n: pytree.tree_map(partial(changed, n), value) for n, value in self.arguments.items()})
 
-    def mapped(self, change: Callable[[Any], Any]) -> Call:
-        return self._with({name: change(value) for name, value in self.arguments.items()})
-
-    def replaced(self, **arguments: Any) -> Call:
-        return self._with(self.arguments | arguments)
-
-    def _with(self, arguments: dict[str, Any]) -> Call:
-        count = len(self.args)
+    def replaced(self, **new: Any) -> Call:
+        arguments, count = self.arguments | new, len(self.args)
         return Call(self.module, tuple(arguments.values())[:count], dict(list(arguments.items())[count:]))
 
 

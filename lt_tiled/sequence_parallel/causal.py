@@ -103,7 +103,7 @@ def own_arguments(region: Region, call: Call) -> dict[str, Any]:
         )
     masks = _masks(region, call, documents, tokens)
     if not isinstance(masks, dict):
-        region.mask, region.own_mask = masks, True
+        region.mask = masks
         masks = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)  # four dimensions: it makes no other
     region.position_ids = torch.arange(region.total, device=tokens.device)[None] if positions is None else positions
     own = call.changed(region.owner, region.total, region.local(tokens), region.local).arguments

@@ -69,10 +69,7 @@ class HeadTilesPatch(Patch):
         hidden = args[0] if args else kwargs.pop("hidden_states", None)
         leaves = [t for t in pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
         if not isinstance(hidden, Tensor) or any(t.requires_grad for t in leaves):
-            raise ValueError(
-                f"{self.path} is called with other tensors that want a gradient than hidden states, so its heads cannot"
-                " be computed in parts: set head_tiles=1."
-            )
+            raise _no_parts(f"{self.path} is called with other tensors that want a gradient than hidden states")
         if hooked := Work(module.forward, (module,)).hooked():
             raise ValueError(
                 f"{self.path} has a hook on its {hooked}, which would see a part of the heads: remove it, or set"
@@ -105,6 +102,10 @@ def _cut_heads(module: Any, tiles: int, size: int) -> list[_Part]:
         tiles -= 1
     cuts = [keys * index // tiles * width for index in range(tiles + 1)]
     return [_Part(slice(low * group, high * group), slice(low, high)) for low, high in pairwise(cuts)]
+
+
+def _no_parts(reason: str) -> ValueError:
+    return ValueError(f"{reason}, so its heads cannot be computed in parts: set head_tiles=1.")
 
 
 _OUTPUT = object()
@@ -146,10 +147,8 @@ class _Call:
             mode.end()
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if len(tensors) != 1 or tensors[0] is not mode.found:
-            raise ValueError(
-                f"{self.patch.path} ({type(self.module).__name__}) does not return what its o_proj returns and nothing"
-                " else, so its heads cannot be computed in parts: set head_tiles=1."
-            )
+            owner = f"{self.patch.path} ({type(self.module).__name__})"
+            raise _no_parts(f"{owner} does not return what its o_proj returns and nothing else")
         self.output = pytree.tree_map(lambda leaf: _OUTPUT if leaf is mode.found else leaf, output)
         return tensors[0], mode
 
@@ -182,9 +181,7 @@ class _Projections(Substituted):
             return args[0]
         if name in self.outputs or args[0] is not self._hidden:
             what = "run twice" if name in self.outputs else "not given the module's own input"
-            raise ValueError(
-                f"{self._path}.{name} is {what}, so its heads cannot be computed in parts: set head_tiles=1."
-            )
+            raise _no_parts(f"{self._path}.{name} is {what}")
         rows = self._part.rows(name)
         with torch.no_grad():
             out = func(args[0], linear.weight[rows], None if linear.bias is None else linear.bias[rows])

@@ -156,24 +156,20 @@ class SharedModel(SharedPart):
 
     def _check_around(self, call: Call) -> None:
         """Check a hand-written model with some of its token ids: code between the blocks may need all tokens."""
-        ids = call.tokens
+        ids, sharing = call.tokens, self.sharing
         if ids is None or ids.dim() != 2 or ids.is_floating_point():
             return
         for tokens in self.lengths_to_check(ids.shape[1]):
-            with self.sharing.compared(call):
-                self._check_ids(call, ids, tokens)
+            some = repeated_to(tokens)
+            few = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
+            with sharing.compared(call):
+                self.check(call, partial(self._run_few, few), tokens, blocks=False)
 
-    def _check_ids(self, call: Call, ids: Tensor, tokens: int) -> None:
-        sharing, some = self.sharing, repeated_to(tokens)
-        small_call = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
-
-        def run(region: Region) -> Tensor:
-            with sharing.opened_by_first_block(region) if region.size > 1 else nullcontext():
-                output = small_call.run(self.inner)
-            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
-
-        self.check(call, run, tokens, blocks=False)
+    def _run_few(self, call: Call, region: Region) -> Tensor:
+        with self.sharing.opened_by_first_block(region) if region.size > 1 else nullcontext():
+            output = call.run(self.inner)
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
 
 
 def _refuse_logits(name: str) -> Any:

@@ -43,7 +43,7 @@ class RotaryPatch(Patch):
                 return value.detach()[:, :1].expand(-1, region.total, -1)
             return value
 
-        output = call.mapped(in_whole_call).run(self.inner)
+        output = call.replaced(**{name: in_whole_call(value) for name, value in call.arguments.items()}).run(self.inner)
         return pytree.tree_map(partial(_own_rows, region), output)
 
 

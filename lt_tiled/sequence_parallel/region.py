@@ -65,10 +65,10 @@ class Region:
     documents: list[int] | None = None
     """The lengths of packed documents that attend only to themselves."""
     mask: Any = None
-    """The mask of all tokens, which attention uses instead of the one that it is given, if ``own_mask`` is set."""
-    own_mask: bool = False
+    """The mask of all tokens, where all layers have the same one."""
     made_mask: Any = None
-    """The mask or masks that the decoder of a causal model is given, if that gets the rank's own token ids."""
+    """What the decoder of a causal model is given, if that gets the rank's own token ids: masks of all tokens by the
+    kinds of layers, or one that stands for ``mask``."""
     head_tiles: int = 1
     """How many times attention computes a part of the heads."""
     losses: int = 0

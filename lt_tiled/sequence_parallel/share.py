@@ -14,9 +14,15 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk, walk_all
 from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, eager_files, share_interface
+from lt_tiled.sequence_parallel.attention import (
+    AttentionMode,
+    CrossAttentionPatch,
+    attends_elsewhere,
+    calls_attention,
+    eager_files,
+    share_interface,
+)
 from lt_tiled.sequence_parallel.causal import DecoderPatch
-from lt_tiled.sequence_parallel.cross_attention import share_cross_attention
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import HeadTilesPatch, find_attention
 from lt_tiled.sequence_parallel.model import SharedModel
@@ -53,7 +59,9 @@ def share(sharing: Sharing, undo: ExitStack) -> None:
             patch_until(undo, block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
     if not sharing.hand_written:
         share_interface([block for _, block in blocks], undo)
-        share_cross_attention(blocks, undo)
+        for part in (part for _, block in blocks for _, part in walk(block)):
+            if attends_elsewhere(part):
+                patch_until(undo, part, CrossAttentionPatch())
     roots = [block for _, block in blocks] if caller is None else [caller]
     rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
     for part in rotary:
