@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from enum import IntEnum, auto
 from functools import cache, partial
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, signature
 from itertools import count
 from types import MethodType
 from typing import Any, ClassVar, TypeVar
@@ -163,7 +163,11 @@ def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
     if place is None:
         place = next(p for n in count() if (p := f"_lt_tiled_{n}_{method}") not in module.__dict__)
         module.__dict__[place] = replaced
-        module.__dict__[method] = MethodType(_dispatcher(place, method, replaced, type(module)), module)
+        if replaced is None:
+            dispatcher = _dispatcher_of_class(place, method, getattr(type(module), method), False)
+        else:
+            dispatcher = _dispatcher(place, method, replaced, True)
+        module.__dict__[method] = MethodType(dispatcher, module)
     above, below = None, module.__dict__[place]
     while isinstance(below, Patch) and below.order < patch.order:
         above, below = below, below.below
@@ -206,23 +210,13 @@ def _own(module: nn.Module, method: str) -> Callable[..., Any]:
     return MethodType(getattr(type(module), method), module)
 
 
-def _dispatcher(place: str, method: str, replaced: Callable[..., Any] | None, cls: Any) -> Callable[..., Any]:
+def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool) -> Callable[..., Any]:
     """Return the function that runs the patches in an attribute of a module.
 
-    Its name is what pickle looks up on the class. It has the signature of what it replaces, from which transformers
-    reads the arguments.
+    Its name is what pickle looks up on the class. It has the signature of the method that is changed, from which
+    transformers reads the arguments.
     """
-    if replaced is None:
-        return _for_class(place, method, cls)
-    return _with_signature(place, method, lambda: _with_self(signature(replaced)))
 
-
-@cache
-def _for_class(place: str, method: str, cls: Any) -> Callable[..., Any]:
-    return _with_signature(place, method, lambda: signature(getattr(cls, method)))
-
-
-def _with_signature(place: str, name: str, read: Callable[[], Signature]) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = self.__dict__[place]
         if isinstance(below, Patch):
@@ -232,12 +226,14 @@ def _with_signature(place: str, name: str, read: Callable[[], Signature]) -> Cal
     method.__name__ = name
     method.__dict__["_lt_tiled_place"] = place
     with suppress(TypeError, ValueError):  # a callable that tells no signature
-        method.__dict__["__signature__"] = read()
+        found = signature(changed)
+        own = [Parameter("self", Parameter.POSITIONAL_ONLY)] if bound else []
+        method.__dict__["__signature__"] = found.replace(parameters=[*own, *found.parameters.values()])
     return method
 
 
-def _with_self(of: Signature) -> Signature:
-    return of.replace(parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *of.parameters.values()])
+_dispatcher_of_class = cache(_dispatcher)
+"""The modules of a class have one function, unless other code set a method on the instance."""
 
 
 def _place(method: Any) -> str | None:

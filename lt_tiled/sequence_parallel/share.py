@@ -28,7 +28,7 @@ from lt_tiled.sequence_parallel.heads import HeadTilesPatch, find_attention
 from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.sequence_parallel.states import STATE_LAYERS, find_mixers, replace_functions, share_states
+from lt_tiled.sequence_parallel.states import STATE_LAYERS, MixerPatch, find_mixers, replace_functions
 from lt_tiled.sequence_parallel.switches import switches
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -53,7 +53,9 @@ def share(sharing: Sharing, undo: ExitStack) -> None:
     if sharing.policy.head_tiles > 1:
         for path, module in find_attention(blocks, sharing.policy.head_tiles):
             patch_until(undo, module, HeadTilesPatch(path))
-    share_states(blocks, undo)
+    replace_functions(blocks, undo)
+    for path, module in find_mixers(blocks):
+        patch_until(undo, module, MixerPatch(path, module))
     for chain in sharing.chains:
         for path, block in chain:
             patch_until(undo, block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))

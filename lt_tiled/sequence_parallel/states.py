@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import Order, Patch, patch_until
+from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather
@@ -191,8 +191,8 @@ class MixerPatch(Patch):
 
     order = Order.HEADS
 
-    def __init__(self, path: str, names: frozenset[str]) -> None:
-        self.path, self.names = path, names
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.names = path, _names(module)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = current()
@@ -277,10 +277,3 @@ def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack)
     for table, names in _tables(find_mixers(modules)):
         for name in names:
             replace(table, name, partial(SharedFunction, name), undo)
-
-
-def share_states(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
-    """Let layers that mix tokens by a state or a convolution share sequences, until ``undo`` is closed."""
-    replace_functions(modules, undo)
-    for path, module in find_mixers(modules):
-        patch_until(undo, module, MixerPatch(path, _names(module)))
