@@ -32,12 +32,8 @@ EVENTS_MS = 0.1
 class Offloader:
     """Stores saved tensors in CPU memory, on disk, or in both, and loads them in reverse order. Thread-safe.
 
-    A stored tensor is freed with the graph that saved it, whether or not the backward pass ran.
-
-    Args:
-        policy: Sets which tensors stay on the device, and how many to load ahead.
-        cpu: The CPU memory tier, if there is one.
-        disk: The disk tier, if there is one; with both, it takes the tensors that exceed the CPU budget.
+    A stored tensor is freed with the graph that saved it, whether or not the backward pass ran. With both tiers, the
+    disk takes the tensors that exceed the CPU budget.
     """
 
     def __init__(self, policy: ActivationCheckpointing, cpu: CPUTier | None, disk: DiskTier | None) -> None:

@@ -93,10 +93,8 @@ class OffloadedTensor:
 class Prefetcher:
     """Loads tensors in the reverse order of saving.
 
-    Args:
-        depth: How many tensors to load ahead, or ``"auto"``: one, and one more after each stall, up to
-            :data:`MAX_PREFETCH` and :data:`MAX_PREFETCH_BYTES`. After an out-of-memory error the depth drops to the
-            number of loads that began.
+    ``"auto"`` loads one tensor ahead, and one more after each stall, up to :data:`MAX_PREFETCH` and
+    :data:`MAX_PREFETCH_BYTES`. After an out-of-memory error the depth drops to the number of loads that began.
     """
 
     def __init__(self, depth: int | Literal["auto"]) -> None:

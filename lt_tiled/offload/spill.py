@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock, local
-from typing import Any, Literal
+from typing import Literal
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
@@ -129,17 +129,14 @@ class SpillFile:
 
         All pieces of the data but the last have a multiple of :data:`PIECE` bytes.
         """
-        return self._submit("write", self._write, extent, data, first)
+        return self._submit("write", partial(self._write, extent, data, first), extent, data)
 
     def read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None = None) -> SystemCall:
         """Begin to read a range of the length of ``into``, whose pieces are as in :meth:`write`, then call ``then``."""
-        return self._submit("read", self._read, extent, into, then)
+        return self._submit("read", partial(self._read, extent, into, then), extent, into)
 
-    def _submit(
-        self, verb: str, run: Callable[..., None], extent: Extent, data: Sequence[memoryview], *args: Any
-    ) -> SystemCall:
-        what = f"the {verb} of {sum(map(len, data))} bytes"
-        return self._threads.submit(partial(run, extent, data, *args), what, extent.offset)
+    def _submit(self, verb: str, run: Callable[[], None], extent: Extent, data: Sequence[memoryview]) -> SystemCall:
+        return self._threads.submit(run, f"the {verb} of {sum(map(len, data))} bytes", extent.offset)
 
     def _write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None) -> None:
         if first is not None:

@@ -124,10 +124,7 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy, TrainerParent):
 
 @contextmanager
 def _with_hook(module: pl.LightningModule) -> Iterator[None]:
-    """Give a module a ``configure_model`` during setup, if it has none.
-
-    Lightning raises without one, in which the user should parallelize the model. :meth:`_FSDP2.shard` has done that.
-    """
+    """Give a module the ``configure_model`` that Lightning demands during setup, if it has none."""
     attributes = vars(module)
     own = attributes.get("configure_model")
     attributes["configure_model"] = own or nothing
