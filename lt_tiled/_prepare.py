@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled._log import inform, warn
-from lt_tiled.auto import Allowance, Auto, ranks
+from lt_tiled.allowance import Allowance, Room
+from lt_tiled.auto import Auto, allowed, ranks
 from lt_tiled.checkpointing import (
     BlockOffload,
     BlockPatch,
@@ -79,6 +80,9 @@ class Prepared(AbstractContextManager["Prepared"]):
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
         keep = activation_checkpointing.keep if activation_checkpointing else None
         chooses = policy_of(activation_checkpointing.policy) if activation_checkpointing else None
+        offloads = activation_checkpointing is not None and activation_checkpointing.offload is not None
+        if keep == "auto" and (offloads or chooses or (sequence_parallel is not None and sequence_parallel.size > 1)):
+            keep = None
         if keep == "exchange":
             _refuse_exchange(sequence_parallel)
         losses = find_losses(model) if loss else []
@@ -101,7 +105,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         owner, needs = Owner(), needs or Engine(model)
         unpatched = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
         with ExitStack() as undo:
-            if activation_checkpointing is not None and activation_checkpointing.offload is not None:
+            if activation_checkpointing is not None and offloads:
                 if not unpatched:
                     raise ValueError(
                         f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use"
@@ -125,10 +129,11 @@ class Prepared(AbstractContextManager["Prepared"]):
             switched = turn_off_own_checkpointing(model) if unpatched else []
             for module in switched:
                 undo.callback(setattr, module, "gradient_checkpointing", True)
-            measures = activation_checkpointing is not None and activation_checkpointing.recompute == "auto"
-            allowance = Allowance(model, len(unpatched), sharded) if measures and not switched else None
+            skips = activation_checkpointing is not None and activation_checkpointing.recompute == "auto"
+            allowance = allowed(model, sharded) if skips and not switched else None
+            room = Room(ranks_per_node) if keep == "auto" else None
             for path, block in unpatched:
-                auto = Auto(allowance) if allowance else None
+                auto = Auto(len(unpatched), allowance or Allowance(-1), room) if allowance or room else None
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
                 patch_block(block, offload, keep, AttentionMode() if block in call_torch else None, auto, chooses)
                 undo.callback(remove_patches, block, BlockPatch)

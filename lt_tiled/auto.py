@@ -1,4 +1,4 @@
-"""Which calls of blocks are recomputed under ``recompute="auto"``.
+"""Which calls of blocks are recomputed under ``recompute="auto"``, and which keep attention under ``keep="auto"``.
 
 NOTE [What is not recomputed]
 The first call of a block is recomputed, which measures how many bytes the block would save without a recompute. A later
@@ -14,7 +14,7 @@ forever. So a block is always recomputed if an engine has hooks inside it, or if
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lt_tiled._log import inform
+from lt_tiled.allowance import Allowance, Room
+from lt_tiled.memory import gib
 from lt_tiled.modules.patch import is_of
+from lt_tiled.sequence_parallel.kept import Kept, Watch, apart
 from lt_tiled.tiling.weights import weight_bytes
 
 LEAST = 2**28
@@ -33,109 +37,164 @@ LEAST = 2**28
 _ENGINES = ("torch.distributed.", "deepspeed.")
 
 
-class Allowance:
-    """The bytes that the blocks of a model may save in place of a recompute.
-
-    Args:
-        model: The model.
-        blocks: The number of its blocks.
-        ranks: The number of ranks that shard its weights.
-    """
-
-    def __init__(self, model: nn.Module, blocks: int, ranks: int = 1) -> None:
-        self.blocks, self.limit, self.used = blocks, max(LEAST, weight_bytes(model) // ranks // 4), 0
+def allowed(model: nn.Module, ranks: int = 1) -> Allowance:
+    """Return the bytes that the blocks of a model may save in place of a recompute, if so many ranks shard it."""
+    return Allowance(max(LEAST, weight_bytes(model) // ranks // 4))
 
 
 class Auto:
-    """What the recomputed calls of a block showed."""
+    """What the calls of a block showed so far.
 
-    def __init__(self, allowance: Allowance) -> None:
-        self.allowance = allowance
+    Args:
+        blocks: The number of blocks of the model.
+        allowance: The bytes that they may save in place of a recompute.
+        room: The bytes that they may keep of attention, with ``keep="auto"``.
+    """
+
+    def __init__(self, blocks: int, allowance: Allowance, room: Room | None = None) -> None:
+        self.blocks, self.allowance, self.room = blocks, allowance, room
         self.largest = 0
         """The tokens of the largest call that was not recomputed."""
+        self.kept = (0, 0)
+        """The tokens of the largest call that kept attention's output, and the bytes that it kept."""
         self.communicates: bool | None = None
         """Whether a recompute may communicate; ``None`` before the first call."""
-        self.measured: dict[Hashable, list[tuple[list[int], int]]] = {}
-        """The sizes of the largest calls and the bytes they would save, by what else is known of calls."""
+        self.measured: dict[Hashable, list[Row]] = {}
+        """The largest calls, by what else is known of calls."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Return a call, if its inputs alone are not too large."""
+        """Return a call, unless it is always recomputed and keeps nothing."""
         if torch.compiler.is_compiling():
             return None
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(t.is_nested for t in tensors):  # their sizes are not integers
             return None
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
-        if self.communicates or hidden is None or hidden.nbytes * self.allowance.blocks > self.allowance.limit:
+        if hidden is None:
+            return None
+        if self.room is None and (self.communicates or not self.may_save(hidden.nbytes)):
             return None
         trained = sum(p.requires_grad for p in module.parameters())
         key = (module.training, trained, *[(t.dtype, t.requires_grad, t.dim()) for t in tensors])
-        return Call(self, key, [size for t in tensors for size in t.shape], hidden.shape[:-1].numel())
+        return Call(self, key, [size for t in tensors for size in t.shape], hidden)
+
+    def may_save(self, nbytes: float) -> bool:
+        """Whether all blocks together may save so many bytes each."""
+        return nbytes * self.blocks <= self.allowance.limit
 
     @property
     def saves_little(self) -> bool:
         """Whether no call like those so far is recomputed again."""
-        sizes = [nbytes for rows in self.measured.values() for _, nbytes in rows]
-        fits = bool(sizes) and max(sizes) * self.allowance.blocks <= self.allowance.limit
-        return fits and self.communicates is False
+        rows = [row for rows in self.measured.values() for row in rows]
+        return bool(rows) and all(self.may_save(row.saved) for row in rows) and self.communicates is False
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a block."""
+@dataclass
+class Row:
+    """A call that was measured: the largest one of its kind, or the largest one that need not be recomputed."""
 
-    auto: Auto
-    key: Hashable
-    """What is known of it besides its size."""
     sizes: list[int]
     tokens: int
+    saved: int
+    """The bytes that it would save without a recompute."""
+    attends: bool
+    """Whether there is attention in it whose output can be kept."""
+    kept: int | None = None
+    """The bytes of that output with what else attention saves, once it was kept."""
+
+
+class Call:
+    """A call of a block.
+
+    Args:
+        auto: What the block's calls showed so far.
+        key: What is known of the call besides its size.
+        sizes: Its size.
+        hidden: The block's hidden states.
+    """
+
+    def __init__(self, auto: Auto, key: Hashable, sizes: list[int], hidden: Tensor) -> None:
+        self.auto, self.key, self.sizes = auto, key, sizes
+        self.tokens, self.nbytes, self.device = hidden.shape[:-1].numel(), hidden.nbytes, hidden.device
+        self._counted: SavedBytes | None = None
+        larger = [row for row in auto.measured.get(key, ()) if all(map(int.__le__, sizes, row.sizes))]
+        row = self.row = min(larger, key=lambda row: row.saved, default=None)
+        """A call at least as large that was measured."""
+        self.measures = row is None or (
+            self.tokens < row.tokens
+            and not auto.may_save(row.saved)
+            and auto.may_save(row.saved * self.tokens / row.tokens)
+        )
+        """Whether it is to be measured: if none is as large, or if it may be short enough not to be recomputed."""
 
     @property
     def saves(self) -> int | None:
         """The bytes that it saves at most without a recompute, if it needs none."""
-        allowance = self.auto.allowance
-        for sizes, nbytes in self.auto.measured.get(self.key, ()):
-            fits = nbytes * allowance.blocks <= allowance.limit and allowance.used + nbytes <= allowance.limit
-            if fits and all(map(int.__le__, self.sizes, sizes)):
-                return nbytes
-        return None
+        auto = self.auto
+        if self.row is None or auto.communicates or not auto.may_save(self.row.saved):
+            return None
+        return self.row.saved if auto.allowance.fits(self.row.saved) else None
 
     def hold(self, nbytes: int, output: Any) -> None:
-        """Count the bytes that it saves until its backward pass."""
+        """Count the bytes that it saves without a recompute until its backward pass."""
         self.auto.largest = max(self.auto.largest, self.tokens)
-        nodes = (leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        if (node := next((node for node in nodes if node is not None), None)) is not None:
-            node.register_prehook(_Held(self.auto.allowance, nbytes))
+        self.auto.allowance.hold(nbytes, output)
+
+    def keeps(self, module: nn.Module, arguments: list[Tensor]) -> Kept | None:
+        """Return what it keeps for its recompute under ``keep="auto"``, or what looks for attention in it."""
+        room, row = self.auto.room, self.row
+        if room is None:
+            return None
+        may_keep = room.begin(self.device, self.nbytes, larger=row is None)
+        if row is None or self.measures:
+            return Watch(self.device, Collectives() if ranks() > 1 else None)
+        if not may_keep or not row.attends:
+            return None
+        if not room.fits(row.saved if row.kept is None else row.kept):
+            inform(
+                f"keep='auto' has {gib(room.limit)} on {self.device} for what blocks keep of attention, which is not"
+                f" enough for all of them on {self.tokens} tokens: the others recompute attention.",
+                once="no room to keep",
+            )
+            return None
+        if row.kept is None:
+            self._counted = SavedBytes(module, arguments)
+        return Kept("attention_output", self.device, self._pack)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self._counted is not None:
+            self._counted.add(tensor)
+        return apart(tensor)
+
+    def end(self, kept: Kept, output: Any) -> None:
+        """Count the bytes that it keeps until its backward pass, once its forward pass has ended."""
+        auto, row = self.auto, self.row
+        if isinstance(kept, Watch) or row is None or auto.room is None:
+            return
+        if self._counted is not None:
+            row.kept, row.attends, self._counted = self._counted.total, kept.attends, None
+        if row.attends and row.kept is not None:
+            auto.room.hold(row.kept, output)
+            auto.kept = max(auto.kept, (self.tokens, row.kept))
 
     @contextmanager
-    def measured(self, module: nn.Module, sizes: SavedBytes) -> Iterator[None]:
-        """Learn from a recomputed call what it would save, and whether it communicates."""
+    def measured(self, module: nn.Module, sizes: SavedBytes, kept: Kept | None) -> Iterator[None]:
+        """Learn from a recomputed call what it would save, whether it communicates, and whether it has attention."""
         auto = self.auto
         watch = Collectives() if ranks() > 1 and auto.communicates is None else None
-        with ExitStack() as stack:
-            if watch is not None:
-                stack.enter_context(watch)
+        with nullcontext() if watch is None else watch:
             yield
         if auto.communicates is None:
             auto.communicates = watch is not None and (watch.seen or has_engine_inside(module))
         rows = auto.measured.setdefault(self.key, [])
-        rows[:] = [row for row in rows if not all(map(int.__le__, row[0], self.sizes))]
-        rows.append((self.sizes, sizes.total))
-
-
-class _Held:
-    """Bytes that are in use until the backward pass, or until a graph that has none is freed."""
-
-    def __init__(self, allowance: Allowance, nbytes: int) -> None:
-        self.allowance, self.nbytes = allowance, nbytes
-        allowance.used += nbytes
-
-    def __call__(self, _: Any = None) -> None:
-        """Give the bytes back, and leave the gradients as they are."""
-        self.allowance.used -= self.nbytes
-        self.nbytes = 0
-
-    __del__ = __call__
+        new = Row(self.sizes, self.tokens, sizes.total, kept is not None and kept.attends)
+        useful = auto.may_save(new.saved)
+        rows[:] = [
+            row
+            for row in rows
+            if not all(map(int.__le__, row.sizes, new.sizes)) or (auto.may_save(row.saved) and not useful)
+        ]
+        rows.append(new)
 
 
 def ranks() -> int:
@@ -164,7 +223,7 @@ class SavedBytes:
 def _storage(tensor: Tensor) -> StorageWeakRef | object:
     try:
         return StorageWeakRef(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # sparse tensors and subclasses without a storage
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse tensors, subclasses without one, lazy weights
         return object()
 
 

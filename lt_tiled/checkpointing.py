@@ -84,6 +84,7 @@ class BlockPatch(Patch):
         chooses: Chooses | None,
     ) -> None:
         self.offload, self.keep, self.auto, self.chooses = offload, keep, auto, chooses
+        """``auto`` is there if it decides what is recomputed, or what is kept."""
         self.mode = mode
         """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
         self.history, self.runs = History(), CallCounter()
@@ -92,7 +93,7 @@ class BlockPatch(Patch):
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, BlockPatch)
         copy.history, copy.runs = History(), CallCounter()
-        copy.auto = None if self.auto is None else Auto(self.auto.allowance)
+        copy.auto = None if self.auto is None else Auto(self.auto.blocks, self.auto.allowance, self.auto.room)
         return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,10 +128,10 @@ class BlockPatch(Patch):
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
         keeps_any = self.keep is not None or (self.chooses is not None and due is not None)
-        keeps = self.keeps(tensors[0].device) if tensors and keeps_any else None
+        keeps = self.keeps(module, tensors, region, call) if tensors and keeps_any else None
         observed = None if due is None else self.observe(module, args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
-        compared, sizes = None, None if call is None else SavedBytes(module, tensors)
+        compared, sizes = None, SavedBytes(module, tensors) if call is not None and call.measures else None
         if observed is not None and due is not None and hidden is not None:
             rounded = offload is not None and offload.offloader.policy.compress
             compared = None if rounded else BlockSamples(observed, hidden, due, sizes, self.chooses is not None)
@@ -141,6 +142,8 @@ class BlockPatch(Patch):
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = arguments.call_with(given)
             if next(runs) > 0:
+                if call is not None and call.auto.room is not None:
+                    call.auto.room.recomputed()
                 if is_transformed():
                     raise RuntimeError(
                         f"{type(module).__name__} is recomputed under torch.func or forward-mode differentiation, and"
@@ -162,8 +165,11 @@ class BlockPatch(Patch):
             modes_of = partial(create_selective_checkpoint_contexts, self.chooses)
             checkpointed = partial(checkpointed, context_fn=modes_of)
         if offload is None:
-            with nullcontext() if call is None or sizes is None else call.measured(module, sizes):
-                return checkpointed()
+            with nullcontext() if call is None or sizes is None else call.measured(module, sizes, keeps):
+                output = checkpointed()
+            if call is not None and keeps is not None:
+                call.end(keeps, output)
+            return output
         select = offload.offloader.policy.select
         chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
         chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
@@ -196,15 +202,20 @@ class BlockPatch(Patch):
                     stack.enter_context(Selective(self.chooses, keeps))
             yield
 
-    def keeps(self, device: torch.device) -> Kept:
+    def keeps(self, module: nn.Module, tensors: list[Tensor], region: Region | None, call: Call | None) -> Kept | None:
         """Return what a call keeps for its recompute."""
+        if self.keep == "auto":
+            shared = region is not None and region.size > 1  # by ranks that would have to decide together
+            return None if call is None or shared else call.keeps(module, tensors)
         if self.offload is None:
-            return Kept(self.keep, device)
+            return Kept(self.keep, tensors[0].device)
         offloader, block = self.offload.offloader, self.offload.block
-        return Kept(self.keep, device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+        return Kept(self.keep, tensors[0].device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
 
     def note_found(self, module: nn.Module, keeps: Kept) -> None:
         """Log once if there was nothing to keep."""
+        if self.keep == "auto":
+            return
         kind = type(module).__name__
         for asked, found in zip((self.keep, self.chooses and "output that policy chooses"), keeps.found, strict=True):
             if asked and not found:

@@ -1,13 +1,17 @@
-"""The peak memory of some work: of the accelerator if there is one, otherwise of the process."""
+"""The memory of the accelerator if there is one, otherwise of the process and the node: peak, in use and free."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -36,9 +40,8 @@ class PeakMemory:
         if self.counts:
             return int(torch.get_device_module(self.device).max_memory_allocated(self.device))
         try:
-            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-            return int(line.split()[1]) * 1024
-        except (OSError, StopIteration):
+            return _status("VmHWM")
+        except (OSError, KeyError):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def describe(self, peak: int) -> str:
@@ -55,3 +58,81 @@ def provides(device: torch.device, name: str) -> bool:
 def gib(nbytes: float) -> str:
     """Return bytes as text in GiB, or in MiB below 128 MiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"
+
+
+class Usage(NamedTuple):
+    """Bytes of a device, for one rank."""
+
+    used: int
+    """In use now."""
+    peak: int
+    """The most that was in use since the counter of peaks was reset, which this rank may use again."""
+    free: int
+    """What it can use beside ``used``."""
+
+
+def usage(device: torch.device, ranks: int) -> Usage:
+    """Return the bytes that the allocator of an accelerator uses, or the process on a CPU that ``ranks`` ranks share.
+
+    A device without such figures has no bytes free.
+    """
+    peak = PeakMemory(device).read()
+    if device.type == "cpu":
+        try:
+            return Usage(_status("VmRSS"), peak, available_memory() // ranks)
+        except (OSError, KeyError):
+            return Usage(0, peak, 0)
+    if not provides(device, "mem_get_info"):
+        return Usage(0, peak, 0)
+    module = torch.get_device_module(device)
+    used = module.memory_allocated(device)
+    free, total = module.mem_get_info(device)
+    free += module.memory_reserved(device) - used
+    if provides(device, "get_per_process_memory_fraction"):
+        free = min(free, int(total * module.get_per_process_memory_fraction(device)) - used)
+    return Usage(used, peak, free)
+
+
+def _status(name: str) -> int:
+    """Return the bytes that Linux tells of the process under a name."""
+    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of CPU memory that the system, or this process's cgroups, can allocate now."""
+    try:
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return max(min([available, *_cgroup_memory(root)]), 0)
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each cgroup that has a limit: the process's own and all above it.
+
+    psutil does not read them.
+    """
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                mount, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            elif "memory" in controllers.split(","):
+                mount, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+                cache = "total_inactive_file"
+            else:
+                continue
+            group = mount / path.lstrip("/")  # in a container it may not be there, but the mount is the container's
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # ValueError: no limit, "max"
+                    free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    yield free + int(stat.get(cache, 0))  # the kernel frees unused page cache first
+
+
+def ranks_on_node(ranks_per_node: int | None) -> int:
+    """Return the processes that share a node's memory: by default the launcher's number, else all ranks."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))  # torchrun sets it

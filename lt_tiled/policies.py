@@ -12,7 +12,7 @@ import torch
 
 from lt_tiled.cli.numbers import NonNegativeInt, PositiveInt
 
-Keep = Literal["exchange", "attention", "attention_output"]
+Keep = Literal["auto", "exchange", "attention", "attention_output"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
 LossShards = int | Literal["auto"]
 """Tiles of a loss."""
@@ -117,11 +117,12 @@ class ActivationCheckpointing:
     activations: Literal["inputs", "all"] = "inputs"
     """``"all"`` recomputes nothing and offloads every large tensor that a block saves. Use it for models with few
     blocks and a fast link."""
-    keep: Keep | None = None
+    keep: Keep | None = "auto"
     """What a block keeps for its recompute, besides its input. ``"attention"`` keeps attention's saved tensors, and the
     recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
     recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
-    inputs."""
+    inputs. ``"auto"`` keeps attention's output from the third step on, in half of the memory that steps leave free on
+    the device, and nothing with ``offload``, with ``policy`` or where ranks share a sequence."""
     policy: Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None
     """Operators whose outputs a block keeps for its recompute, which skips them: names such as
     ``["aten.mm.default"]``, or a function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as
@@ -135,10 +136,10 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         _check_targets(self.targets)
         _check_choice("recompute", self.recompute, ("always", "auto"))
-        if self.recompute == "auto" and (self.offload is not None or self.keep is not None):
+        if self.recompute == "auto" and self.offload is not None:
             raise ValueError(
-                f"recompute='auto' has no effect with offload={self.offload!r} and keep={self.keep!r}, which are for"
-                " blocks that are always recomputed: leave one out."
+                f"recompute='auto' has no effect with offload={self.offload!r}, which is for blocks that are always"
+                " recomputed: leave one out."
             )
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
         _check_choice("activations", self.activations, ("inputs", "all"))
@@ -153,7 +154,7 @@ class ActivationCheckpointing:
             )
         if self.activations == "all" and self.offload is None:
             raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
-        if self.activations == "all" and self.keep is not None:
+        if self.activations == "all" and self.keep not in (None, "auto"):
             raise ValueError(f"keep={self.keep!r} is for a recompute, and activations='all' has none: leave one out.")
         if self.policy is not None and not callable(self.policy) and (isinstance(self.policy, str) or not self.policy):
             raise ValueError(

@@ -11,6 +11,7 @@ from torch import nn
 
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.memory import gib
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
@@ -47,6 +48,10 @@ class RecomputedBlock:
     kind: str
     tokens: int = 0
     """The tokens of the largest call so far that was not recomputed, because it saves little."""
+    kept_tokens: int = 0
+    """Those of the largest call that kept attention's output under ``keep="auto"``, so that attention ran once."""
+    kept_bytes: int = 0
+    """The bytes that this call kept."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Report:
             if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
                 losses.append(TiledModule(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
-                tokens = block.auto.largest if block.auto is not None else 0
-                blocks.append(RecomputedBlock(path, type(module).__name__, tokens))
+                showed = (0, 0, 0) if block.auto is None else (block.auto.largest, *block.auto.kept)
+                blocks.append(RecomputedBlock(path, type(module).__name__, *showed))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
             for part in get_patches(module, SharedBlock):
@@ -132,6 +137,8 @@ class Report:
 
         lines = [f"peak memory of a step: {peak}"] if peak else []
         lines += self.offloaded.describe(steps, seconds) if self.offloaded is not None else []
+        if kept := [row.kept_bytes for row in self.blocks if row.kept_bytes]:
+            lines.append(f"{gib(sum(kept))} of attention's output kept, so that {len(kept)} blocks compute it once")
         table = Table(title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")
         table.add_column("what", no_wrap=True)
         table.add_column("modules", no_wrap=True)
@@ -143,10 +150,12 @@ class Report:
             for (path, kind, tokens, tiles), count in alike.items():
                 calls = (str(tokens), str(tiles)) if tokens else ("-", "never tiled")
                 table.add_row(what, f"{count} x {kind}", path, *calls)
-        same = Counter((pattern(row.path), row.kind, row.tokens) for row in self.blocks)
-        for (path, kind, tokens), count in same.items():
-            spared = f"not recomputed: {tokens}" if tokens else ""
-            table.add_row("activation checkpointing", f"{count} x {kind}", path, spared, "")
+        same = Counter((pattern(row.path), row.kind, row.tokens, row.kept_tokens) for row in self.blocks)
+        for (path, kind, tokens, kept_tokens), count in same.items():
+            spared = [f"not recomputed: {tokens}"] * (tokens > 0) + [f"attention kept: {kept_tokens}"] * (
+                kept_tokens > 0
+            )
+            table.add_row("activation checkpointing", f"{count} x {kind}", path, ", ".join(spared), "")
         for row in self.shared:
             where = f"{row.first} to {row.last}"
             if row.ranks > 1:

@@ -18,7 +18,7 @@ from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
-from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
+from lt_tiled.policies import ActivationCheckpointing, Keep, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.layout import MIN_TILE_TOKENS
 from lt_tiled.training_step.step import nothing, shape_of
@@ -133,7 +133,7 @@ def describe(settings: Settings) -> str:
         parts[-1] += f" of one block in {policy.every}"
     if policy is not None and policy.offload is not None:
         parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
-    if policy is not None and policy.keep is not None:
+    if policy is not None and policy.keep not in (None, "auto"):
         parts.append(f"keep={policy.keep}")
     if policy is not None and policy.policy is not None:
         parts.append("outputs of operators kept")
@@ -238,7 +238,8 @@ def cheapest(
     """Return the plan of :func:`ladder` with the shortest predicted step, of those that fit into ``memory`` bytes.
 
     Of equally fast plans it is the first. It uses the fewest tiles that fit. Ranks share a sequence, the fewest
-    possible, if it does not fit otherwise.
+    possible, if it does not fit otherwise. Blocks keep attention's output, or attention where ranks share a sequence,
+    if that fits and is faster.
 
     Raises:
         DoesNotFitError: If no settings fit.
@@ -251,6 +252,9 @@ def cheapest(
             tried.append(known := plan(job, tokens, settings))
         return known
 
+    def seconds(found: Plan) -> float:
+        return found.speed(machine or parse_machine(GPU)).seconds
+
     for size in sizes_of(job.settings.engine.ranks):
         shared = SequenceParallel(size) if size > 1 else None
         finest = max(1, tokens // size // MIN_TILE_TOKENS)
@@ -262,14 +266,19 @@ def cheapest(
             except ValueError:  # so many ranks cannot share a sequence of this model
                 break
         if fitting := [found for settings in sized if (found := planned(settings)).peak <= memory]:
-            fastest = min(fitting, key=lambda found: found.speed(machine or parse_machine(GPU)).seconds)
+            fastest = min(fitting, key=seconds)
             shards = 2
             while shards < finest and fastest.settings.tiling is not None:
                 fewer = planned(_with_shards(fastest.settings, shards))
                 if fewer.peak <= memory:
-                    return fewer
+                    fastest = fewer
+                    break
                 shards *= 2
-            return fastest
+            if (policy := fastest.settings.activation_checkpointing) is None:
+                return fastest
+            keeps: list[Keep] = ["attention_output"] if shared is None else ["attention_output", "attention"]
+            kept = [planned(replace(fastest.settings, activation_checkpointing=replace(policy, keep=k))) for k in keeps]
+            return min([fastest, *[found for found in kept if found.peak <= memory]], key=seconds)
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"

@@ -144,7 +144,7 @@ def _with_policy(
     whole: bool,
 ) -> Simulation:
     policy = settings.activation_checkpointing
-    keeps = policy is not None and (policy.keep is not None or policy.activations == "all")
+    keeps = policy is not None and (policy.keep not in (None, "auto") or policy.activations == "all")
     if not whole and not keeps:
         try:
             return _simulate(model, step, make_optimizer, settings, whole=False)
@@ -219,11 +219,14 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     for tensor in (*model.parameters(), *model.buffers()):
         ledger.name(tensor, "weights")
     tiling, shared, stage = settings.tiling, settings.sequence_parallel, settings.engine.stage
+    policy = settings.activation_checkpointing
+    if policy is not None and policy.keep == "auto":  # which keeps something only where memory is left
+        policy = replace(policy, keep=None)
     group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
     return Prepared(
         model,
         tiling and replace(tiling, self_check=False, compile=False),
-        settings.activation_checkpointing,
+        policy,
         settings.loss,
         shared and replace(shared, self_check=False, batch="trust"),
         group=group,

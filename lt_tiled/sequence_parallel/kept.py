@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,12 +17,19 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import RandomState, hidden_from_checkpoints, version_of, wants_graph
+from lt_tiled.tiling.recompute import (
+    Precision,
+    RandomState,
+    hidden_from_checkpoints,
+    random_state_kept,
+    version_of,
+    wants_graph,
+)
 
 T = TypeVar("T")
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def apart(tensor: Tensor) -> Tensor:
     """Return a tensor to keep: an output that its own node held through a hook would keep the node alive."""
     return tensor if tensor.is_leaf else tensor.detach()
 
@@ -40,10 +48,14 @@ class Kept:
         self,
         what: Keep | None,
         device: torch.device,
-        pack: Callable[[Tensor], Any] = _apart,
+        pack: Callable[[Tensor], Any] = apart,
         unpack: Callable[[Any], Tensor] = lambda t: t,
     ) -> None:
         self.what, self.device, self.pack, self.unpack = what, device, pack, unpack
+        self.attends = False
+        """Whether there was attention to keep."""
+        self.drew: RandomState | None = None
+        """Where random numbers began in the last computation, if it may have drawn some."""
         self._values: dict[Hashable, Any] = {}
         self._next = 0
         self.recorded = False
@@ -65,12 +77,20 @@ class Kept:
         """Return what ``compute`` returns, or returned in the forward pass, where alone it is called."""
         place, self._next = self._next, self._next + 1
         with hidden_from_checkpoints():
-            if self.recorded:
+            if self.recorded and self._holds(place):
                 replayed: T = self.replay(place)
                 return replayed
-            before, found = RandomState.now(self.device), compute()
-            self.record(place, found, before)
+            self.drew, self.attends = RandomState.now(self.device), True
+            found = compute()
+            if not self.recorded:
+                self.record(place, found, self.drew)
+                self.drew = self._values[place][-1] and self.drew
             return found
+
+    def _holds(self, place: Hashable) -> bool:
+        """Whether something is there, which no backward pass freed and nobody changed in place."""
+        packed = () if self._values[place] is None else self._values[place][0]
+        return bool(packed) and not any(isinstance(t, Tensor) and version_of(t) != version for version, t in packed)
 
     def record(self, place: Hashable, found: Any, before: RandomState | None) -> None:
         """Keep what was computed, with the state of the generators if it is not the one before."""
@@ -78,7 +98,7 @@ class Kept:
         leaves, form = pytree.tree_flatten(found)
         packed = [(version_of(leaf), self.pack(leaf)) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
         drew = before is not None and after is not None and not before.same_as(after)
-        self._values[place] = packed, form, after if drew else None
+        self._values[place] = packed, form, (before, after) if drew else None
 
     def forget(self, place: Hashable) -> None:
         """Keep it no more."""
@@ -95,21 +115,47 @@ class Kept:
                 " retain_graph=True, or leave keep and policy out of ActivationCheckpointing."
             )
         packed, form, random = self._values[place]
+        self.drew = random and random[0]
         if random is not None:
-            random.set()
+            random[1].set()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # no public name
             self._values[place] = None  # no second backward pass will need it
         return pytree.tree_unflatten(
-            [leaf if version is None else self._unpacked(version, leaf) for version, leaf in packed], form
+            [leaf if version is None else self.unpacked(version, leaf) for version, leaf in packed], form
         )
 
-    def _unpacked(self, version: int, packed: Any) -> Tensor:
+    def unpacked(self, version: int, packed: Any) -> Tensor:
+        """Return a packed tensor that had this version.
+
+        Raises:
+            RuntimeError: If it was changed in place since.
+        """
         if isinstance(packed, Tensor) and version_of(packed) != version:
             raise RuntimeError(
                 f"A tensor of shape {list(packed.shape)} that a block keeps for its recompute was changed in place"
                 " after the block. Make the change out of place, or keep something else in ActivationCheckpointing."
             )
         return self.unpack(packed)
+
+
+class Watch(Kept):
+    """Looks for attention in a call of a block, and keeps nothing.
+
+    Args:
+        device: Where the block runs.
+        collectives: Notes whether what runs in it communicates, if there are other ranks.
+    """
+
+    def __init__(self, device: torch.device, collectives: Any = None) -> None:
+        super().__init__("attention_output", device)
+        self.collectives = collectives
+
+    def value(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns. Attention that communicates is not to be kept."""
+        with nullcontext() if self.collectives is None else self.collectives:
+            found = compute()
+        self.attends = self.collectives is None or not self.collectives.seen
+        return found
 
 
 _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
@@ -134,16 +180,19 @@ def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:
     return compute() if kept is None or what not in (kept.what, None) else kept.value(compute)
 
 
-def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor, alone: bool = False) -> Tensor:
     """Return attention of queries, keys and values, or what it was in the forward pass of the block, with its graph.
 
     Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once. Where it keeps the
     output, they do but for the inputs, which the recompute computes again. Attention that reads something else that
-    wants a gradient, as a learned bias, is not kept: its graph would end there.
+    wants a gradient, as a learned bias, is not kept: its graph would end there. ``alone`` says that ``compute`` holds
+    none of the inputs, so that it may be called again in the backward pass.
     """
     kept = _kept.get()
     if kept is None or kept.what != what or not any(t.requires_grad for t in inputs):  # as in frozen blocks
         return compute(*inputs)
+    if isinstance(kept, Watch):
+        return kept.value(partial(compute, *inputs))
 
     def run() -> tuple[_Graph | None, Tensor | None]:
         recomputed = _Recomputed(kept, inputs if what == "attention_output" else ())
@@ -158,9 +207,12 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
 
     graph, output = kept.value(run)
     if graph is None:
+        kept.attends = False
         inform("attention that reads a learned bias, or another weight, is not kept: it is recomputed", once="not kept")
         return compute(*inputs)
-    return _Attended.apply(graph, output, *inputs)  # type: ignore[no-any-return]
+    again = _Again(compute, Precision.now(kept.device), kept.drew) if alone and what == "attention_output" else None
+    # Outside of the arguments, because one that is returned could not be changed in place.
+    return _Attended.apply((graph, again, output), *inputs)  # type: ignore[no-any-return]
 
 
 def _reads_others(output: Tensor) -> bool:
@@ -191,6 +243,9 @@ def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -
     assert kept is not None
     assert kept.what is not None
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    inputs = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None
 
     def compute(*inputs: Tensor) -> Tensor:
         own = list(leaves)
@@ -199,7 +254,7 @@ def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -
         own_args, own_kwargs = pytree.tree_unflatten(own, form)
         return function(*own_args, **own_kwargs)
 
-    return attended(kept.what, compute, *(leaves[place] for place in places))
+    return attended(kept.what, compute, *inputs, alone=True)
 
 
 class _Recomputed:
@@ -222,21 +277,20 @@ class _Recomputed:
         """Whether there are inputs that are recomputed."""
         return bool(self._layouts)
 
+    def fits(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether recomputed inputs have the layouts of those of the forward pass."""
+        return [_layout(tensor) for tensor in inputs] == self._layouts
+
     def pack(self, tensor: Tensor) -> Any:
         place = self._places.get(storage_key(tensor))
         if place is None or tensor.dtype != self._layouts[place][0] or tensor.is_conj() or tensor.is_neg():
-            return self._kept.pack(tensor)
+            return version_of(tensor), self._kept.pack(tensor)
         return _View(place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _View):
-            return self._kept.unpack(packed)
-        whole, expected = self.inputs[packed.place], self._layouts[packed.place]
-        if _layout(whole) != expected:
-            raise RuntimeError(
-                f"The recompute of a block gave attention an input of the layout {_layout(whole)}, and its forward pass"
-                f" one of {expected}: set keep='attention'."
-            )
+            return self._kept.unpacked(*packed)
+        whole = self.inputs[packed.place]
         return whole.as_strided(packed.shape, packed.stride, packed.offset)
 
 
@@ -276,28 +330,50 @@ class _Begin(torch.autograd.Function):
         return None, None
 
 
+@dataclass(frozen=True)
+class _Again:
+    """Attention as it was computed, to compute it again."""
+
+    compute: Callable[..., Tensor]
+    precision: Precision
+    random: RandomState | None
+
+    def gradients(self, inputs: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the inputs, which may be differentiated."""
+        random = nullcontext() if self.random is None else random_state_kept(self.random.device, self.random)
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), self.precision.context(), random:
+            output = self.compute(*inputs)
+        wanted = [t for t in inputs if t.requires_grad]
+        found = iter(torch.autograd.grad([output], wanted, [gradient], create_graph=again, allow_unused=True))
+        return [next(found) if t.requires_grad else None for t in inputs]
+
+
 class _Attended(torch.autograd.Function):
     """The output of a run, whose backward pass goes through the run's graph."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, output: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.graph = graph
-        if graph.recomputed.any:
+    def forward(ctx: Any, run: tuple[_Graph, _Again | None, Tensor], *inputs: Tensor) -> Tensor:
+        ctx.graph, ctx.again, output = run
+        if ctx.graph.recomputed.any:
             ctx.save_for_backward(*inputs)  # those of the recompute: the block's checkpoint saves none before
-        return output.view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if wants_graph([gradient]):
+        starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
+        inputs = ctx.saved_tensors
+        if wants_graph([gradient]) or not recomputed.fits(inputs):
+            if ctx.again is not None:
+                return (None, *ctx.again.gradients(inputs, gradient))
             raise RuntimeError(
                 "Attention that a block keeps has no second derivative, and this backward pass is differentiated"
-                " (create_graph=True) or batched (is_grads_batched=True). Call it without, or leave keep out of"
-                " ActivationCheckpointing."
+                " (create_graph=True) or batched (is_grads_batched=True), or the recompute gave attention inputs of"
+                " other layouts. Call it without, or set keep=None."
             )
-        starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
         wanted = [start for start in starts if start is not None]
         again = torch._C._autograd._get_current_graph_task_keep_graph()
-        recomputed.inputs = ctx.saved_tensors
+        recomputed.inputs = inputs
         found = iter(torch.autograd.grad([end], wanted, [gradient], retain_graph=again, allow_unused=True))
         recomputed.inputs = ()
-        return (None, None, *(None if start is None else next(found) for start in starts))
+        return (None, *(None if start is None else next(found) for start in starts))

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import lt_tiled.allowance
 from lt_tiled import ActivationCheckpointing
+from lt_tiled.memory import Usage, usage
 from lt_tiled.planner.ledger import Ledger
-from tests.engines.cells import ENGINES, draw, launch, set_up
+from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
 from tests.models import tiny_llama
 
@@ -18,7 +21,8 @@ TOKENS = 2048
 """Times the hidden size as many as 128K are for Llama 3 8B: attention has 1.07 GFLOP per token and layer there, and the
 other products 0.44.
 """
-KEEPS = ("attention", "attention_output")
+KEEPS = ("attention", "attention_output", "auto")
+"""``"auto"`` keeps something in the third step."""
 
 
 def steps(engine: str, keep: Any, checkpointed: bool = True, every: int = 1) -> tuple[list[float], int]:
@@ -39,7 +43,7 @@ def steps(engine: str, keep: Any, checkpointed: bool = True, every: int = 1) -> 
     return losses, counter.flops
 
 
-@pytest.mark.table("(ddp|zero3)-attention_output|fsdp2-attention")
+@pytest.mark.table("(ddp|zero3)-attention_output|fsdp2-attention|(ddp|fsdp2|zero3)-auto")
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kept(engine: str, keep: str, on_ranks: OnRanks) -> None:
@@ -65,3 +69,29 @@ def test_every_second_block(engine: str, on_ranks: OnRanks) -> None:
     for (true, least), (_, most), (found, flops) in zip(plain, recomputed, half, strict=True):
         assert 2 * (flops - least) == most - least > 0
         assert found == true
+
+
+def uneven(engine: str, keep: Any) -> tuple[list[float], list[int]]:
+    """The losses of ranks with other lengths in each step, of which one has no memory left; what blocks kept."""
+    lt_tiled.allowance.usage = lambda device, ranks: Usage(0, 0, 2**40 * dist.get_rank())
+    try:
+        fabric = launch(engine, activation_checkpointing=ActivationCheckpointing(keep=keep))
+        model, optimizer = set_up(fabric, tiny_llama(**FIELDS), engine, lambda weights: torch.optim.SGD(weights, 0.1))
+        losses = []
+        for step in range(6):
+            x = draw((1, (128, 192, 96)[(dist.get_rank() + step) % 3]), step) % FIELDS["vocab_size"]
+            losses.append(step_on(fabric, optimizer, model(input_ids=x, labels=x, use_cache=False).loss))
+        kept = [row.kept_tokens for row in fabric.strategy.prepared[0].report().blocks]
+        fabric.strategy.release()
+        return losses, kept
+    finally:
+        lt_tiled.allowance.usage = usage
+
+
+@pytest.mark.table("(ddp|fsdp2|zero3)")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_with_other_rooms(engine: str, on_ranks: OnRanks) -> None:
+    """Ranks of which some keep attention, in calls of other lengths, have the losses of ``keep=None``."""
+    plain, ours = on_ranks(uneven, engine, None), on_ranks(uneven, engine, "auto")
+    assert [losses for losses, _ in ours] == [losses for losses, _ in plain]
+    assert [max(kept) for _, kept in ours] == [0, 192]

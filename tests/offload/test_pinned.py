@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lt_tiled.memory import available_memory
 from lt_tiled.offload import pinned
-from lt_tiled.offload.build import available_memory
 from lt_tiled.offload.pinned import SLAB, CPUMemory
 
 GIB, CPU = 2**30, torch.device("cpu")

@@ -168,3 +168,38 @@ def test_settings_are_ranked_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cheapest(base, 2**40, 2048, machine=MACHINES["b200"])
     seconds = [plan(base, 2048, settings).speed(MACHINES["b200"]).seconds for settings in rungs.values()]
     assert found.speed(MACHINES["b200"]).seconds == min(seconds) < max(seconds)
+
+
+def test_settings_keep_attention_where_it_fits() -> None:
+    """Where a step needs activation checkpointing, the search keeps attention's output if that fits, because a step
+    without its recompute is faster; a byte less, and it is recomputed.
+    """
+    with torch.device("meta"):
+        module = CausalLM({**LLAMA, "num_hidden_layers": 2})
+    base = make_job(module, TextFiles(seq_len=4096), {"strategy": "tiled", "accelerator": "cpu", "devices": 1})
+    recomputed = replace(base.settings, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=None))
+    policy = ActivationCheckpointing(keep="attention_output")
+    rungs = {"recomputed": recomputed}
+    kept = plan(base, 4096, replace(recomputed, activation_checkpointing=policy))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "ladder", lambda _: rungs)
+        found, without = cheapest(base, kept.peak, 4096), cheapest(base, kept.peak - 1, 4096)
+    assert (found.settings.activation_checkpointing, found.peak) == (policy, kept.peak)
+    assert without.settings.activation_checkpointing == recomputed.activation_checkpointing
+    assert found.speed(MACHINES["h100"]).seconds < without.speed(MACHINES["h100"]).seconds
+    assert (
+        without.simulation.backward.attention - found.simulation.backward.attention
+        == found.simulation.forward.attention
+    )
+
+
+def test_auto_is_planned_as_if_it_kept_nothing() -> None:
+    """``keep="auto"`` keeps something only in memory that is left, so the plan is that of ``keep=None``."""
+    with torch.device("meta"):
+        module = CausalLM({**LLAMA, "num_hidden_layers": 2})
+    base = make_job(module, TextFiles(seq_len=4096), {"strategy": "tiled", "accelerator": "cpu", "devices": 1})
+    runs = []
+    for keep in ("auto", None):
+        policy = ActivationCheckpointing(keep=keep)  # type: ignore[arg-type]
+        runs.append(plan(base, 4096, replace(base.settings, activation_checkpointing=policy)).simulation)
+    assert (runs[0].peak, runs[0].flops) == (runs[1].peak, runs[1].flops)

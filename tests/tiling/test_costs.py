@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled import Tiling, prepare, tile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
 from tests.meters import LiveBytes, flops, peak_bytes, profiled_peak_bytes
 from tests.models import Block, GatedMLP, PlainMLP, TinyLM, lm_loss
 from tests.parity import randn
@@ -119,7 +119,7 @@ def test_swin_against_its_own_checkpointing() -> None:
     run()
     own = flops(run), peak_bytes(run)
     model.gradient_checkpointing_disable()
-    with prepare(model, tiling=TILES, activation_checkpointing=True):
+    with prepare(model, tiling=TILES, activation_checkpointing=ActivationCheckpointing(keep=None)):
         run()
         assert flops(run) <= own[0]
         assert peak_bytes(run) < own[1]

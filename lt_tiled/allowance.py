@@ -1,0 +1,107 @@
+"""How many bytes the blocks of a model may save, or keep of attention, until their backward pass.
+
+NOTE [What auto keeps]
+Under ``keep="auto"`` a block keeps the output of attention where there is room for it. The room is half of the memory
+that is free at the start of a pass beyond what a pass takes without keeping anything, and no more is kept at any time.
+The other half is for fragmentation, and for what later passes need more than those that were measured. A pass begins
+with the first forward call of a block after a backward pass. In the first two passes, and in two more from each that is
+larger than those before it, nothing is kept, and the peak over the start of the pass is measured. What changes between
+passes, as optimizer state does after the first one, is seen at the start of a pass. So a step that fits without
+``keep`` fits, as long as it needs no more above its start than those like it did before.
+
+Each rank decides for itself, as it is the recompute of attention alone that differs. Where attention communicates,
+nothing is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lt_tiled.memory import ranks_on_node, usage
+
+SHARE = 0.5
+"""The share of the free memory that is room."""
+MEASURED = 2
+"""The passes that keep nothing and are measured, from each that is larger than those before it."""
+
+
+class Allowance:
+    """Bytes that the blocks of a model may hold until their backward pass."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there are so many bytes left."""
+        return self.used + nbytes <= self.limit
+
+    def hold(self, nbytes: int, output: Any) -> None:
+        """Count bytes until the backward pass of a block's output."""
+        nodes = (leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        if (node := next((node for node in nodes if node is not None), None)) is not None:
+            node.register_prehook(_Held(self, nbytes))
+
+
+class _Held:
+    """Bytes that are in use until the backward pass, or until a graph that has none is freed."""
+
+    def __init__(self, allowance: Allowance, nbytes: int) -> None:
+        self.allowance, self.nbytes = allowance, nbytes
+        allowance.used += nbytes
+
+    def __call__(self, _: Any = None) -> None:
+        """Give the bytes back, and leave the gradients as they are."""
+        self.allowance.used -= self.nbytes
+        self.nbytes = 0
+
+    __del__ = __call__
+
+
+class Room(Allowance):
+    """The bytes that blocks may keep of attention: see NOTE [What auto keeps].
+
+    Args:
+        ranks_per_node: Processes that share the memory of a node; by default the launcher's number, else all ranks.
+    """
+
+    def __init__(self, ranks_per_node: int | None = None) -> None:
+        super().__init__(0)
+        self.ranks_per_node = ranks_per_node
+        self.device: torch.device | None = None
+        self.growth = 0
+        """The most that a measured pass took above its start."""
+        self.most = 0
+        """The largest sum of a pass, in bytes of hidden states that blocks were given."""
+        self._to_measure = MEASURED
+        self._given = self._start = 0
+        self._forward = False
+        """Whether no recompute followed the last forward call."""
+
+    def begin(self, device: torch.device, nbytes: int, larger: bool) -> bool:
+        """Note a forward call of a block; return whether blocks on its device may keep something in this pass.
+
+        Args:
+            device: Where the block runs.
+            nbytes: The size of its hidden states.
+            larger: Whether it is larger than those before it.
+        """
+        self.device = self.device or device
+        if not self._forward:
+            self._forward, self._given, self._to_measure = True, 0, max(self._to_measure - 1, 0)
+            now = usage(self.device, ranks_on_node(self.ranks_per_node))
+            self._start, self.limit = now.used, max(int(SHARE * (now.free + self.used - self.growth)), 0)
+        self._given += nbytes
+        if larger or self._given > self.most:
+            self._to_measure = MEASURED
+        return self._to_measure == 0 and device == self.device
+
+    def recomputed(self) -> None:
+        """Note a recompute of a block."""
+        self._forward, self.most = False, max(self.most, self._given)
+        if self._to_measure and self.device is not None:
+            peak = usage(self.device, ranks_on_node(self.ranks_per_node)).peak
+            self.growth = max(self.growth, peak - self._start)

@@ -1,0 +1,272 @@
+"""What blocks keep of attention under ``keep="auto"``, the default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lt_tiled.allowance
+import lt_tiled.auto
+from lt_tiled import ActivationCheckpointing, prepare, shared_attention
+from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.memory import Usage, usage
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.planner.ledger import Ledger
+from tests.meters import peak_bytes
+from tests.models import tiny_llama
+from tests.world import World
+
+LAYERS, LONG = 4, 512
+PLENTY = 2**40
+
+
+@dataclass
+class Device:
+    """The memory that a device is said to have."""
+
+    free: int = PLENTY
+    used: int = 0
+    peak: int = 0
+
+    def __call__(self, device: torch.device, ranks: int) -> Usage:
+        return Usage(self.used, self.peak, self.free)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A device whose memory a test sets."""
+    said = Device()
+    monkeypatch.setattr(lt_tiled.allowance, "usage", said)
+    return said
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return tiny_llama(num_hidden_layers=LAYERS)
+
+
+def step(net: Any, tokens: int = LONG) -> Callable[[], None]:
+    ids = torch.arange(tokens).view(1, -1) % 32
+    return lambda: net(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+def flops(run: Callable[[], object]) -> int:
+    """The FLOPs of a run, attention's kernel included."""
+    with Ledger() as counter:
+        run()
+    return counter.flops
+
+
+def room(net: Any) -> Any:
+    """The room of a model, its own figures and the bytes that a block keeps."""
+    patch = get_patch(net.model.layers[0], BlockPatch)
+    assert patch is not None
+    assert patch.auto is not None
+    return patch.auto.room
+
+
+def flops_of(keep: Any, tokens: int = LONG) -> int:
+    net = llama()
+    with prepare(net, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+        return flops(step(net, tokens))
+
+
+def kept_bytes() -> int:
+    """The bytes that one block keeps."""
+    net = llama()
+    with prepare(net, activation_checkpointing=True) as prepared:
+        for _ in range(3):
+            step(net)()
+        return prepared.report().blocks[0].kept_bytes
+
+
+def test_attention_is_kept_from_the_third_step_on(device: Device) -> None:
+    """Two steps are measured and keep nothing; later ones have the FLOPs and the gradients of ``attention_output``."""
+    net, gradients = llama(), []
+    with prepare(net, activation_checkpointing=True):
+        found = []
+        for _ in range(4):
+            net.zero_grad()
+            found.append(flops(step(net)))
+            gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    recomputed, kept = flops_of(None), flops_of("attention_output")
+    assert kept < recomputed
+    assert found == [recomputed, recomputed, kept, kept]
+    assert all(torch.equal(gradients[0], other) for other in gradients)
+
+
+def test_without_room_nothing_is_kept(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps take the FLOPs of ``keep=None``, and one line says why."""
+    caplog.set_level("INFO")
+    device.free = 0
+    net = llama()
+    with prepare(net, activation_checkpointing=True) as prepared:
+        assert {flops(step(net)) for _ in range(4)} == {flops_of(None)}
+        assert {row.kept_tokens for row in prepared.report().blocks} == {0}
+    assert caplog.text.count("keep='auto' has 0.0 MiB on cpu for what blocks keep of attention") == 1
+
+
+def test_no_more_is_kept_than_there_is_room(device: Device) -> None:
+    """With room for three blocks, three keep attention's output, and the peak is no more than that above
+    ``keep=None``.
+    """
+    one = kept_bytes()
+    peaks = {}
+    for keep in (None, "auto"):
+        net = llama()
+        with prepare(net, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+            for _ in range(3):
+                step(net)()
+                net.zero_grad(set_to_none=False)
+            if keep == "auto":
+                device.free = 2 * (3 * one + one // 2)
+            peaks[keep] = peak_bytes(step(net))
+            took = flops(step(net))
+    assert peaks["auto"] - peaks[None] <= 3 * one
+    assert flops_of(None) - took == (flops_of(None) - flops_of("attention_output")) * 3 // 4
+
+
+def test_room_is_half_of_what_passes_leave_free(device: Device) -> None:
+    """The room follows what is free at the start of a pass, such as optimizer state, and what measured passes took
+    above their start.
+    """
+    net = llama()
+    device.used, device.free, device.peak = 1000, 10**9, 5000
+    with prepare(net, activation_checkpointing=True):
+        step(net)()
+        device.used, device.free, device.peak = 3000, 10**9 - 2000, 9000
+        step(net)()
+        step(net)()
+        assert room(net).growth == 6000
+        assert room(net).limit == (10**9 - 2000 - 6000) // 2
+        device.used, device.free, device.peak = 10**6, 10**8, 10**7  # a later pass is not measured again
+        step(net)()
+        assert room(net).limit == (10**8 - 6000) // 2
+
+
+def test_a_larger_pass_keeps_nothing_at_first(device: Device) -> None:
+    """A longer call than those before it, and more of them in a pass, are measured twice before they keep something."""
+    net = llama()
+    with prepare(net, activation_checkpointing=True):
+        for tokens in (LONG // 2, LONG):
+            none, kept = flops_of(None, tokens), flops_of("attention_output", tokens)
+            assert [flops(step(net, tokens)) for _ in range(4)] == [none, none, kept, kept]
+        assert flops(step(net, LONG // 2)) == flops_of("attention_output", LONG // 2)
+        ids = torch.arange(LONG).view(1, -1) % 32
+
+        def two() -> None:
+            losses = [net(input_ids=ids, labels=ids, use_cache=False).loss for _ in range(2)]
+            sum(losses).backward()
+
+        assert [flops(two) for _ in range(4)] == [none + kept, 2 * none, 2 * kept, 2 * kept]
+
+
+def test_short_calls_are_not_recomputed_and_long_ones_keep_attention(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``recompute="auto"`` and ``keep="auto"``, the defaults of strategies, work together, and the report says how."""
+    monkeypatch.setattr(lt_tiled.auto, "LEAST", 2**20)
+    net = llama()
+    plain, kept = {tokens: flops(step(net, tokens)) for tokens in (16, LONG)}, flops_of("attention_output")
+    assert plain[LONG] < kept
+    with prepare(net, activation_checkpointing="auto") as prepared:
+        for _ in range(3):
+            for tokens in (16, LONG):
+                took = flops(step(net, tokens))
+        assert took == kept
+        assert flops(step(net, 16)) == plain[16]
+        table = prepared.report().table()
+        assert table.columns[3]._cells[-1] == f"not recomputed: 16, attention kept: {LONG}"
+        assert f"of attention's output kept, so that {LAYERS} blocks compute it once" in str(table.caption)
+
+
+def test_derivatives(device: Device) -> None:
+    """Second derivatives, batched gradients, and a second loss after a backward pass that freed what was kept work as
+    with ``keep=None``.
+    """
+    net = llama().double()
+    x = torch.randn(1, 32, net.config.hidden_size, dtype=torch.float64, requires_grad=True)
+
+    def output() -> Tensor:
+        hidden: Tensor = net.model(inputs_embeds=x, use_cache=False).last_hidden_state
+        return hidden
+
+    found: dict[Any, list[Tensor]] = {}
+    for keep in (None, "auto"):
+        policy = ActivationCheckpointing(keep=keep)
+        with sdpa_kernel(SDPBackend.MATH), prepare(net, activation_checkpointing=policy) as prepared:
+            for _ in range(3):
+                output().sum().backward()
+            assert all((row.kept_tokens > 0) == (keep == "auto") for row in prepared.report().blocks)
+            (first,) = torch.autograd.grad(output().square().sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), x)
+            rows, eye = output()[0, :2, 0], torch.eye(2, dtype=torch.float64)
+            (batched,) = torch.autograd.grad(rows, x, eye, is_grads_batched=True)
+            found[keep] = [first.detach(), second, batched]
+    torch.testing.assert_close(found["auto"], found[None])
+
+
+class Summing(nn.Module):
+    """Attention that adds what the other ranks have, so that a recompute of it communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = shared_attention(self.attend)(*[self.inner(x)[:, None]] * 3)
+        return out[:, 0]
+
+    @staticmethod
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        total = query.detach().sum()
+        dist.all_reduce(total)
+        return query * value + key * total
+
+
+class Blocks(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Summing(), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def kept_where_it_communicates() -> list[int]:
+    """What blocks keep whose attention communicates, on ranks of which one has memory left."""
+    lt_tiled.allowance.usage = Device(free=(0, PLENTY)[dist.get_rank()])
+    try:
+        with prepare(net := Blocks(), activation_checkpointing=True) as prepared:
+            for _ in range(4):
+                net(torch.randn(1, 16, 8)).sum().backward()
+            return [row.kept_tokens for row in prepared.report().blocks]
+    finally:
+        lt_tiled.allowance.usage = usage
+
+
+def test_attention_that_communicates_is_not_kept(world: World) -> None:
+    """Its recompute would wait for other ranks, which may decide otherwise."""
+    assert world(kept_where_it_communicates) == [[0, 0]] * 2
+
+
+def test_usage() -> None:
+    """The figures of a CPU follow what the process allocates, and a device without figures has nothing free."""
+    before = usage(torch.device("cpu"), 1)
+    block = torch.ones(2**26)
+    now = usage(torch.device("cpu"), 2)
+    assert now.used - before.used >= block.nbytes * 3 // 4
+    assert now.peak >= now.used
+    assert 0 < now.free < before.free
+    assert usage(torch.device("meta"), 1).free == 0
