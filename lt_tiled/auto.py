@@ -121,9 +121,10 @@ class Call:
         row = self.row = min(larger, key=lambda row: row.saved, default=None)
         """A call at least as large that was measured."""
         self.measures = row is None or (
-            self.tokens < row.tokens
+            not auto.communicates
+            and self.tokens < row.tokens
             and not auto.may_save(row.saved)
-            and auto.may_save(row.saved * self.tokens / row.tokens)
+            and auto.may_save(row.saved * (self.tokens / row.tokens) ** 2)  # scores of attention
         )
         """Whether it is to be measured: if none is as large, or if it may be short enough not to be recomputed."""
 
