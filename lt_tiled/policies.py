@@ -123,7 +123,7 @@ class ActivationCheckpointing:
     recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
     inputs. ``"auto"`` keeps attention's output from the third step on, in half of the memory that steps leave free on
     the device, and nothing with ``offload``, with ``policy`` or where ranks share a sequence."""
-    policy: Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None
+    policy: Sequence[str | Callable[..., Any]] | Callable[..., Any] | None = None
     """Operators whose outputs a block keeps for its recompute, which skips them: names such as
     ``["aten.mm.default"]``, or a function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it; in YAML its dotted path. Outputs are

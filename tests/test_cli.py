@@ -86,6 +86,15 @@ def test_fields_of_several_types(field: str, value: str, expected: object, capsy
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("value", ["[aten.mm.default, aten.bmm.default]", "tests.test_selective.everything"])
+def test_policy_of_operators(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A policy is a list of operators or the path of a function, and is saved as it was given."""
+    whole = config(capsys, *STRATEGY, f"--trainer.strategy.activation_checkpointing.policy={value}")
+    saved = whole["trainer"]["strategy"]["init_args"]["activation_checkpointing"]["policy"]
+    assert saved == yaml.safe_load(value)
+
+
+@pytest.mark.slow
 def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
     """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``."""
     for value, expected in (("true", True), ("8", 8)):

@@ -101,6 +101,20 @@ def test_what_runs_in_tiles_is_hidden() -> None:
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default not in seen
 
 
+PRODUCT = torch.ops.aten.mm.default
+
+
+class Residual(nn.Module):
+    """Two MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GatedMLP(), GatedMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).sin()).cos()
+
+
 class InPlace(nn.Module):
     """Changes the output of a product in place, once under a name that does not share its version."""
 
@@ -167,6 +181,26 @@ def test_a_copy_of_the_model() -> None:
     model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
     with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=[MM, SDPA])):
         assert flops(lambda: step_of(copy.deepcopy(model), batch)) == flops(lambda: step_of(model, batch))
+
+
+@pytest.mark.parametrize("policy", [[MM], lambda context, operator, *args, **kwargs: operator is PRODUCT])
+@pytest.mark.parametrize("what", ["model", "blocks"])
+def test_compiled(what: str, policy: Any) -> None:
+    """A compiled model, or compiled blocks, have the FLOPs and gradients of no recompute by a policy."""
+    x, work, found = randn(2, 12, H), list[int](), list[dict[str, Tensor]]()
+    for chosen in (False, None, policy):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Residual(), Residual())
+        checkpointing = ActivationCheckpointing(targets=["Residual"], policy=chosen) if chosen is not False else False
+        with prepare(model, activation_checkpointing=checkpointing):
+            compiled = torch.compile(model, backend="aot_eager") if what == "model" else model
+            for block in model if what == "blocks" else ():
+                block.compile(backend="aot_eager")
+            found.append(gradients(model, x, call=compiled))
+            work.append(flops(lambda: gradients(model, x, call=compiled)))  # noqa: B023
+    assert work[0] == work[2] < work[1]
+    assert all(torch.equal(found[2][name], found[0][name]) for name in found[0])
 
 
 def test_bad_policies() -> None:

@@ -25,9 +25,9 @@ KEEPS = ("attention", "attention_output", "auto")
 """``"auto"`` keeps something in the third step."""
 
 
-def steps(engine: str, keep: Any, checkpointed: bool = True, every: int = 1) -> tuple[list[float], int]:
+def steps(engine: str, keep: Any, checkpointed: bool = True, more: Any = ()) -> tuple[list[float], int]:
     """The losses of three steps, and the FLOPs of the last one."""
-    policy = ActivationCheckpointing(keep=keep, every=every) if checkpointed else None
+    policy = ActivationCheckpointing(keep=keep, **dict(more)) if checkpointed else None
     fabric = launch(engine, tiling=None, activation_checkpointing=policy)
     model, optimizer = set_up(fabric, tiny_llama(**FIELDS), engine, lambda weights: torch.optim.SGD(weights, 0.1))
     losses = []
@@ -65,7 +65,7 @@ def test_kept(engine: str, keep: str, on_ranks: OnRanks) -> None:
 def test_every_second_block(engine: str, on_ranks: OnRanks) -> None:
     """With one block of two recomputed, a step takes exactly half of the extra FLOPs, with the same losses."""
     plain = on_ranks.once(steps, engine, None, False)
-    recomputed, half = on_ranks.once(steps, engine, None), on_ranks(steps, engine, None, True, 2)
+    recomputed, half = on_ranks.once(steps, engine, None), on_ranks(steps, engine, None, True, {"every": 2})
     for (true, least), (_, most), (found, flops) in zip(plain, recomputed, half, strict=True):
         assert 2 * (flops - least) == most - least > 0
         assert found == true
@@ -95,3 +95,14 @@ def test_ranks_with_other_rooms(engine: str, on_ranks: OnRanks) -> None:
     plain, ours = on_ranks(uneven, engine, None), on_ranks(uneven, engine, "auto")
     assert [losses for losses, _ in ours] == [losses for losses, _ in plain]
     assert [max(kept) for _, kept in ours] == [0, 192]
+
+
+@pytest.mark.table("(ddp|fsdp2|zero3)")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_policy_of_operators(engine: str, on_ranks: OnRanks) -> None:
+    """Blocks that keep the outputs of products and of attention recompute none of their FLOPs, with the same losses."""
+    operators = ["aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"]
+    plain, kept = on_ranks.once(steps, engine, None, False), on_ranks(steps, engine, None, True, {"policy": operators})
+    for (true, least), (found, flops) in zip(plain, kept, strict=True):
+        assert flops == least
+        assert found == true

@@ -27,6 +27,10 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tiling": None, "activation_checkpointing": ActivationCheckpointing(every=2)},
         {"loss": False},
     ),
+    "outputs of operators": (
+        {"tiling": None, "activation_checkpointing": ActivationCheckpointing(policy=["aten.mm.default"])},
+        {"loss": False},
+    ),
     "tiled": ({"tiling": TILES}, {"loss": False}),
     "tiled loss": ({"tiling": TILES}, {"loss": 3}),
     "disk": (
