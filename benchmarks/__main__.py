@@ -31,6 +31,7 @@ from benchmarks.costs import Size, costs
 from benchmarks.engines import ROWS, engines
 from benchmarks.faults import faults
 from benchmarks.host import host
+from benchmarks.keep import keep
 from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.offload import offload
@@ -108,6 +109,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "costs": lambda: costs(everyone, few if quick else Size()),
         "step_time": lambda: step_time(everyone, device, rounds, quick),
         "host": lambda: host(everyone, 9 if quick else 25),
+        "keep": keep,
         "checks": lambda: checks(device, rounds, quick),
         "loss": lambda: loss(device, sizes, rounds=rounds),
         "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
