@@ -133,8 +133,7 @@ class BlockPatch(Patch):
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         compared, sizes = None, SavedBytes(module, tensors) if call is not None and call.measures else None
         if observed is not None and due is not None and hidden is not None:
-            rounded = offload is not None and offload.offloader.policy.compress
-            compared = None if rounded else BlockSamples(observed, hidden, due, sizes, self.chooses is not None)
+            compared = BlockSamples(observed, hidden, due, sizes, self.chooses is not None)
         modes = [Precision.now(t.device) for t in tensors[:1]]
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()

@@ -107,8 +107,6 @@ class ActivationCheckpointing:
     """Which inputs of a block to offload: ``"auto"`` (the hidden states), or names and positions of its arguments."""
     checksum: bool = True
     """Verify a checksum of the data that is read from disk."""
-    compress: bool = False
-    """Store float32 as bfloat16: half the bytes, but results are no longer bit for bit the same."""
     direct_io: bool = True
     """Bypass the page cache if the filesystem supports it."""
     every: PositiveInt = 1

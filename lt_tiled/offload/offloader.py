@@ -93,8 +93,8 @@ class Offloader:
             self._last = lambda: None  # the next packed tensor belongs to another forward pass
             self._reap()
             self._wait_for_stores(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
-            tensor = packed.in_memory()
-            if tensor is None:
+            packed.check_unchanged()
+            if (tensor := packed.tensor) is None:
                 tensor = self._load(packed)
             else:
                 self.stats.from_memory += 1
@@ -130,7 +130,7 @@ class Offloader:
     def _store(self, packed: OffloadedTensor) -> None:
         """Begin to store a tensor, or count it as one that stays."""
         self._wait_for_stores(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
-        stored = packed.store(self._tiers, self.policy.compress)
+        stored = packed.store(self._tiers)
         if stored is None:
             if not (self.total.over_budget_bytes or self.stats.over_budget_bytes):
                 share = f", {gib(self.cpu.budget)}," if isinstance(self.cpu, CPUTier) else ""  # the planner has others
@@ -193,7 +193,7 @@ class Offloader:
 
         with name_origin(packed.origin), self.clock.waiting(packed.device, count):
             raw = loading.wait(spill.WAIT_SECONDS)
-        return packed.geometry.rebuild(raw).to(packed.origin.dtype)
+        return packed.geometry.rebuild(raw)
 
     def _count_stall(self, ms: float) -> None:
         self.stats.stalled_ms += ms

@@ -5,8 +5,8 @@ Each device has one copy stream, so its copies run in order. A copy waits for th
 complete and its destination free; the current stream waits for a loaded tensor before it uses it. :class:`CPUMemory`
 keeps both ends of a copy until its event has passed, so neither is reused before, and torch's allocator need not know
 of the second stream: with ``record_stream`` freed memory would count until the device has caught up with the host. Only
-a loaded tensor that is used on another stream than the one for which it was allocated is recorded. A tensor is rounded
-and stored on the stream on which it was saved. Threads that write to disk wait for the copy's event, never use the
+a loaded tensor that is used on another stream than the one for which it was allocated is recorded. A tensor is stored
+on the stream on which it was saved. Threads that write to disk wait for the copy's event, never use the
 current stream, and set the current device: on any other they would create a context.
 """
 

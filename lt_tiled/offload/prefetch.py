@@ -37,7 +37,6 @@ class OffloadedTensor:
     def __init__(self, tensor: Tensor, origin: Origin, previous: Callable[[], OffloadedTensor | None]) -> None:
         self.origin, self.previous, self.device = origin, previous, tensor.device
         self.geometry = Geometry.of(tensor)
-        """The geometry of the bytes that are stored: of the tensor, or of the rounded one."""
         # Detached: the grad_fn of a saved output leads back to the node that saves this object.
         self.tensor: Tensor | None = tensor.detach()
         """The tensor itself, until its bytes are stored."""
@@ -46,15 +45,13 @@ class OffloadedTensor:
         self.stored: Stored | None = None
         self.loading: Loading | None = None
 
-    def store(self, tiers: Sequence[Tier], compress: bool) -> Stored | None:
-        """Begin to store it on the first tier that has room, rounded to bfloat16 if ``compress``."""
+    def store(self, tiers: Sequence[Tier]) -> Stored | None:
+        """Begin to store it on the first tier that has room."""
         assert self.tensor is not None
         with name_origin(self.origin), self._on_its_stream():
-            rounds = compress and self.tensor.dtype == torch.float32
-            source = self.tensor.to(torch.bfloat16) if rounds else self.tensor
             for tier in tiers:
-                if (stored := tier.store(raw_bytes(source))) is not None:
-                    self.stored, self.geometry = stored, Geometry.of(source)
+                if (stored := tier.store(raw_bytes(self.tensor))) is not None:
+                    self.stored = stored
                     break
         return self.stored
 
@@ -66,11 +63,6 @@ class OffloadedTensor:
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
-
-    def in_memory(self) -> Tensor | None:
-        """Return the tensor if it is still in memory, rounded as it would come back from its tier."""
-        self.check_unchanged()
-        return None if self.tensor is None else self.tensor.to(self.geometry.dtype).to(self.origin.dtype)
 
     def check_unchanged(self) -> None:
         """Raise :class:`OffloadError` if the tensor was changed in place, while its bytes were not stored yet."""

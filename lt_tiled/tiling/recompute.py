@@ -8,7 +8,7 @@ few may differ, because a kernel that sums in any order can send a token to anot
 
 A block's elements are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
 shapes and dtypes. For a tiled call the output of the first tile is compared; the backward pass computes it once more
-for that. It is skipped if the inputs differ, as in a block that is recomputed from compressed inputs.
+for that. It is skipped if its inputs differ, for which it is not to blame.
 Comparing takes time and waits for the device. So it is done where the same code ran several times before a recompute,
 which is when others change what it reads, and else in calls that get rarer, because all steps are mostly alike.
 """

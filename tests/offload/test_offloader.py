@@ -330,19 +330,6 @@ def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
         assert offloader.pack(tensor, "block") is tensor
 
 
-@pytest.mark.low_precision
-def test_compress(make: Make) -> None:
-    """``compress`` halves the bytes of float32, rounds also tensors still in flight, and keeps other dtypes."""
-    offloader, tensor = make(compress=True), torch.randn(1000)
-    for _ in range(20):
-        assert torch.equal(offloader.unpack(offloader.pack(torch.ones(1000) * 1.001, "block")), torch.ones(1000))
-    offloader.end_step()
-    assert torch.equal(offloader.unpack(away(offloader, tensor)), tensor.bfloat16().float())
-    assert offloader.stats.disk_bytes == 2000
-    half = torch.randn(1000).half()
-    assert torch.equal(offloader.unpack(away(offloader, half)), half)
-
-
 def test_cpu_budget_without_disk(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Tensors that exceed the CPU budget stay on the device and are right, with one warning."""
     offloader = make("cpu", cpu_budget=8192)

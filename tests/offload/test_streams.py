@@ -29,7 +29,7 @@ BOTH: dict[str, Any] = {"offload": "cpu+disk", "cpu_budget": 16384}
 POLICIES: list[dict[str, Any]] = [
     tier | fields
     for tier in (CPU, DISK, BOTH)
-    for fields in ({}, {"activations": "all", "prefetch": 3}, {"compress": True, "keep_last": 1, "prefetch": 1})
+    for fields in ({}, {"activations": "all", "prefetch": 3}, {"keep_last": 1, "prefetch": 1})
 ]
 
 
@@ -137,10 +137,10 @@ def test_two_gpus_in_one_process(fields: dict[str, Any]) -> None:
     assert check.races == []
 
 
-@pytest.mark.parametrize("fields", [CPU, DISK, BOTH, CPU | {"compress": True}], ids=str)
+@pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)
 def test_two_streams_that_store_for_each_other(fields: dict[str, Any]) -> None:
-    """A tensor that was saved on one stream and is stored while another is the current one is copied, or rounded, after
-    it was computed.
+    """A tensor that was saved on one stream and is stored while another is the current one is copied after it was
+    computed.
     """
     with StreamCheck() as check:
         by_turns(check, fields)
@@ -190,13 +190,11 @@ class Forgetful(deque[Any]):
 MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[StreamCheck], Any]]] = {
     "store before computed": (train, CPU, lambda check: skipped(Stream, "wait_event", "copy")),
     "store before another stream computed": (by_turns, CPU, lambda check: on_any_stream()),
-    "round before another stream computed": (by_turns, CPU | {"compress": True}, lambda check: on_any_stream()),
     "use before loaded": (train, CPU, lambda check: skipped(Stream, "wait_event", "wait_on_stream", "<lambda>")),
     "write before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "wait", "_write")),
     "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "wait", "copy_back")),
     "load into memory in use": (train, DISK, lambda check: loads_at_once()),
     "free before copied": (train, CPU, lambda check: freed_at_once()),
-    "free before the rounded one is copied": (train, CPU | {"compress": True}, lambda check: freed_at_once()),
     "drop in mid-copy": (by_hand, CPU, lambda check: mock.patch.object(pinned, "deque", Forgetful)),
     "drop in use": (by_hand, CPU, lambda check: skipped(Tensor, "record_stream", "wait")),
     "wait for another stream": (
@@ -225,7 +223,7 @@ def offloaded(check: StreamCheck, **fields: Any) -> tuple[Offloader, list[Any]]:
     return offloader, packed
 
 
-@pytest.mark.parametrize("fields", [CPU, DISK, CPU | {"compress": True}], ids=str)
+@pytest.mark.parametrize("fields", [CPU, DISK], ids=str)
 def test_memory_is_free_when_its_copy_has_ended(fields: dict[str, Any]) -> None:
     """A stored tensor's memory can be reused at once: no ``record_stream``, which would delay that until the device has
     caught up with the host.
