@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lt_tiled
+from lt_tiled import SequenceParallel
 from tests.architectures import ARCHITECTURES
 from tests.models import H
 from tests.sequence_parallel.models import GPT, causal, ids
@@ -74,6 +76,14 @@ def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""
     for _, _, message in world(shared, name):
         assert re.search(REFUSED[name], message)
+
+
+def test_blocks_left_out_at_random() -> None:
+    """A model that leaves out blocks at random is refused: each rank would leave out others."""
+    model: Any = causal("llama")()
+    model.config.layerdrop = 0.1
+    with pytest.raises(ValueError, match=r"leaves out blocks at random .layerdrop=0.1.* set it to 0"):
+        lt_tiled.prepare(model, sequence_parallel=SequenceParallel(head_tiles=2))
 
 
 def padded_encoder(padded: bool) -> tuple[float, int, str]:
