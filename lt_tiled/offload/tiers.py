@@ -53,12 +53,6 @@ class CPUTier(CPUMemory):
         """Begin to copy bytes; return ``None`` if the budget has no room."""
         if (slot := self.take(raw.nbytes, raw.device)) is None:
             return None
-        if raw.device.type == "cpu":
-            inform(
-                "The model runs on the CPU, so its block inputs are in CPU memory already: offload='disk' saves memory"
-                " there, offload='cpu' does not.",
-                once="offload CPU to CPU",
-            )
         _tell_if_it_blocks(raw.device)
         return Stored(self, slot, self.copy("store", raw, slot))
 

@@ -9,16 +9,12 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of consecutive ranks, which are on one node where the size allows.
-
-    Attributes:
-        group: That of this rank.
-        index: Its place among the groups.
-        count: The number of groups.
-    """
+    """Groups of consecutive ranks, which are on one node where the size allows."""
 
     group: dist.ProcessGroup
+    """That of this rank."""
     index: int
+    """Its place among the groups."""
     count: int
 
     @classmethod

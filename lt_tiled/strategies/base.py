@@ -123,10 +123,7 @@ class TiledStrategy(Base):
 
 
 class TiledTrainerStrategy(TiledStrategy, TrainerBase):
-    """Base class for Trainer: patches the model after ``configure_model`` and before the engine wraps it.
-
-    ``teardown`` restores the model. Lightning calls it after success, after an exception and after Ctrl-C.
-    """
+    """Base class for Trainer: patches the model after ``configure_model`` and before the engine wraps it."""
 
     lightning_module: pl.LightningModule  # connected before any hook runs
 

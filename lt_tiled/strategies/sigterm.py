@@ -36,12 +36,7 @@ _FIRST = "LT_TILED_FIRST_PROCESS"
 def end_with_launcher() -> None:
     """Ask the kernel for SIGTERM when torchrun, or the first rank of Lightning's launcher, dies.
 
-    Otherwise ranks would outlive their launcher.
-
-    Call this before the ranks are launched, and in each of them before they wait for each other.
-
-    Raises:
-        RuntimeError: If the first rank of Lightning's launcher died before this one got here.
+    Otherwise ranks would outlive it. Call this before they are launched, and in each before they wait for each other.
     """
     if sys.platform != "linux":
         return
@@ -72,10 +67,7 @@ class Sigterm:
         self._other_handler = _users_handler()
 
     def handle(self) -> None:
-        """Replace Lightning's handler.
-
-        Lightning installs its handler when a run begins and restores the previous one at the end.
-        """
+        """Replace the handler that Lightning installs when a run begins, and replaces at its end."""
         if threading.current_thread() is threading.main_thread() and self._trainer.world_size > 1:
             self._other_handler = _users_handler() or self._other_handler
             signal.signal(signal.SIGTERM, self._note)
