@@ -95,11 +95,8 @@ class SharedBlock(SharedPart):
     def __init__(self, sharing: Sharing, path: str, first: bool, last: bool) -> None:
         super().__init__(sharing, f"{sharing.owner}: {path}")
         self.first, self.last = first, last
-
-    @property
-    def hooks_outside(self) -> list[str]:
+        self.hooks_outside = ["_forward_pre_hooks"] * first + ["_forward_hooks"] * last
         """The kinds of hooks on the block that get all tokens where the region is no more than the blocks."""
-        return ["_forward_pre_hooks"] * self.first + ["_forward_hooks"] * self.last
 
     def refuse(self, call: Call, hooks_outside: Sequence[str]) -> None:
         refuse_other_sequence(self.name, call)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -117,22 +116,13 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy, TrainerParent):
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             if step not in vars(module):  # else an earlier run registered it
                 register_fsdp_forward_method(module, step)  # has no effect on a module that is not the FSDP root
-        with _with_hook(module):
+        hook = vars(module).setdefault("configure_model", nothing)  # Lightning demands one that shards the model
+        try:
             super().setup(trainer)
+        finally:
+            if hook is nothing:
+                del module.configure_model
         self.refuse_different_tilings(module)
-
-
-@contextmanager
-def _with_hook(module: pl.LightningModule) -> Iterator[None]:
-    """Give a module the ``configure_model`` that Lightning demands during setup, if it has none."""
-    attributes = vars(module)
-    own = attributes.get("configure_model")
-    attributes["configure_model"] = own or nothing
-    try:
-        yield
-    finally:
-        if own is None:
-            del attributes["configure_model"]
 
 
 def _copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
