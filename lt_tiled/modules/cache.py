@@ -46,7 +46,7 @@ class CachePatch(Patch):
         if torch.compiler.is_compiling() or _call.get() is not None:
             return self.inner(module, *args, **kwargs)
         given = by_name(type(module).forward, args, kwargs)
-        token = _call.set(CacheCall(given.get("use_cache") is True or bool(_caches(given))))
+        token = _call.set(CacheCall(given.get("use_cache") is True or bool(caches_in(given))))
         try:
             return self.inner(module, *args, **kwargs)
         finally:
@@ -69,7 +69,7 @@ def without_unread_cache(
     given = by_name(type(module).forward, args, kwargs) if len(args) > 1 else kwargs  # a cache is not the first one
     if getattr(module, "_can_checkpoint_with_cache", False):  # transformers' layers that restore their cache
         return args, kwargs
-    caches, kind = _caches(given), type(module).__name__
+    caches, kind = caches_in(given), type(module).__name__
     if torch.compiler.is_compiling():
         leaves_out = torch.is_grad_enabled() and not any(map(_is_filled, caches.values()))
     else:
@@ -109,7 +109,8 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _caches(given: dict[str, Any]) -> dict[str, Any]:
+def caches_in(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the key-value caches among arguments by name."""
     present = {name: value for name, value in given.items() if value is not None}
     return {name: value for name, value in present.items() if name in CACHES or hasattr(value, "get_seq_length")}
 

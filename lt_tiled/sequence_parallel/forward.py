@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.modules.cache import CACHES
+from lt_tiled.modules.cache import caches_in
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call, refuse_other_sequence, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
@@ -132,14 +132,13 @@ class SharedBlock(SharedPart):
                 f"{self.name}, the first block, was called again before the last one, with the tokens of one rank: name"
                 " one module around the blocks in SequenceParallel(targets=...)."
             )
-        for name, value in call.arguments.items():
-            if value is not None and (name in CACHES or hasattr(value, "get_seq_length")):
-                inform(
-                    f"{sharing.owner} fills a key-value cache, so each rank computes all tokens; pass use_cache=False"
-                    " to share them",
-                    once=f"shared cache {sharing.owner}",
-                )
-                return None
+        if caches_in(call.arguments):
+            inform(
+                f"{sharing.owner} fills a key-value cache, so each rank computes all tokens; pass use_cache=False to"
+                " share them",
+                once=f"shared cache {sharing.owner}",
+            )
+            return None
         with sharing.compared(call):
             if sharing.given is not None:
                 return sharing.given
