@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -64,8 +63,6 @@ class Auto:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return a call, unless it is always recomputed and keeps nothing."""
-        if torch.compiler.is_compiling():
-            return None
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(t.is_nested for t in tensors):  # their sizes are not integers
             return None
@@ -219,8 +216,6 @@ class SavedBytes:
             self.total += tensor.untyped_storage().nbytes() if isinstance(storage, StorageWeakRef) else tensor.nbytes
 
 
-# The compiler cannot make weak references of storages, and says so when it frees them.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _storage(tensor: Tensor) -> StorageWeakRef | object:
     try:
         return StorageWeakRef(tensor.untyped_storage())

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public pytree
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
 from lt_tiled.auto import Auto, Call, SavedBytes
@@ -39,7 +39,7 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
 from lt_tiled.modules.find import find_named, walk_all
-from lt_tiled.modules.patch import Order, Patch, get_patches, set_patch
+from lt_tiled.modules.patch import Order, Patch, compiler, get_patches, set_patch, uncompiled
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
@@ -64,6 +64,7 @@ class BlockOffload:
     def hooks(self, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
         """Return hooks that offload the saved tensors that can be moved and for which ``moves`` returns true."""
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             return self.offloader.pack(tensor, self.block) if movable(tensor) and moves(tensor) else tensor
 
@@ -98,14 +99,13 @@ class BlockPatch(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and recompute it in the backward pass if one may follow."""
-        compiled = torch.compiler.is_compiling()  # the compiler traces a block as a function without side effects
-        due = None if compiled else self.runs.begin()
-        if _checkpoints_itself(module) or (not compiled and (_is_recomputed_by_others(module) or is_transformed())):
+        due = self.runs.begin()
+        if _checkpoints_itself(module) or _is_recomputed_by_others(module) or is_transformed():
             return self.inner(module, *args, **kwargs)
         args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
-        call = None if self.auto is None or due is None else self.auto.call(module, args, kwargs)
+        call = None if self.auto is None else self.auto.call(module, args, kwargs)
         if call is not None and (nbytes := call.saves) is not None:
             output = self.inner(module, *args, **kwargs)
             call.hold(nbytes, output)
@@ -113,7 +113,7 @@ class BlockPatch(Patch):
         return self.checkpointed(module, due, args, kwargs, call)
 
     def checkpointed(
-        self, module: nn.Module, due: Due | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None
+        self, module: nn.Module, due: Due, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None
     ) -> Any:
         """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
 
@@ -127,14 +127,13 @@ class BlockPatch(Patch):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
-        keeps_any = self.keep is not None or (self.chooses is not None and due is not None)
-        keeps = self.keeps(module, tensors, region, call) if tensors and keeps_any else None
-        observed = None if due is None else self.observe(module, args, kwargs)
+        keeps = self.keeps(module, tensors, region, call) if tensors and (self.keep or self.chooses) else None
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
+        observed = self.observe(module, args, kwargs)
         compared, sizes = None, SavedBytes(module, tensors) if call is not None and call.measures else None
-        if observed is not None and due is not None and hidden is not None:
+        if hidden is not None:
             compared = BlockSamples(observed, hidden, due, sizes, self.chooses is not None)
-        modes = [Precision.now(t.device) for t in tensors[:1]]
+        modes, around = [Precision.now(t.device) for t in tensors[:1]], compiler.get()
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()
 
@@ -148,21 +147,17 @@ class BlockPatch(Patch):
                         f"{type(module).__name__} is recomputed under torch.func or forward-mode differentiation, and"
                         " its forward pass was not: run that under it too, or set activation_checkpointing=False."
                     )
-                with _repeated(observed, modes), self.inside(region, keeps):
+                with _repeated(observed, modes, around), self.inside(region, keeps):
                     return self.inner(module, *inner_args, **inner_kwargs)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
             if keeps is not None and has_gradient:
                 self.note_found(module, keeps)
-            if observed is not None:
-                observed.end_forward()
+            observed.end_forward()
             return output
 
         check = "default" if compared is None else DETERMINISM_CHECK
         checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, determinism_check=check)
-        if self.chooses is not None and due is None:  # the compiler takes the policy, and no modes in the block
-            modes_of = partial(create_selective_checkpoint_contexts, self.chooses)
-            checkpointed = partial(checkpointed, context_fn=modes_of)
         if offload is None:
             with nullcontext() if call is None or sizes is None else call.measured(module, sizes, keeps):
                 output = checkpointed()
@@ -194,11 +189,11 @@ class BlockPatch(Patch):
             if region is not None:
                 stack.enter_context(entered(region))
             if self.mode is not None and needs_mode:
-                stack.enter_context(self.mode)
+                stack.enter_context(uncompiled(self.mode))
             if keeps is not None:
                 stack.enter_context(keeps.begun())
                 if self.chooses is not None:
-                    stack.enter_context(Selective(self.chooses, keeps))
+                    stack.enter_context(uncompiled(Selective(self.chooses, keeps)))
             yield
 
     def keeps(self, module: nn.Module, tensors: list[Tensor], region: Region | None, call: Call | None) -> Kept | None:
@@ -222,10 +217,14 @@ class BlockPatch(Patch):
 
 
 @contextmanager
-def _repeated(observed: Observation | None, modes: Sequence[Precision]) -> Iterator[None]:
-    """Compute a block with what its forward pass read."""
+def _repeated(observed: Observation, modes: Sequence[Precision], compiles: Any) -> Iterator[None]:
+    """Compute a block with what its forward pass read, compiled as it was."""
     with restored(observed, "the recompute"), recomputing(), modes[0].context() if modes else nullcontext():
-        yield
+        token = compiler.set(compiles)
+        try:
+            yield
+        finally:
+            compiler.reset(token)
 
 
 def patch_block(

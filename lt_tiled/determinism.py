@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
@@ -92,6 +93,7 @@ class _Values:
         return "..."
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _metadata(tensor: Tensor) -> dict[str, Any]:
     return {**checkpoint._allowed_determinism_checks_to_fns["default"](tensor), "values": _Values(tensor)}
 

@@ -4,8 +4,8 @@ NOTE [What a policy keeps]
 A policy is that of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. The modes of that function keep
 tensors in a dictionary of their own, for one backward pass, and refuse operators that only the recompute runs. Here
 outputs go where a block's input goes, with the state of random generators, and serve as many backward passes as the
-graph does. What else runs in one pass alone, such as what an engine does inside a block, is run. Compiled blocks use
-torch's modes.
+graph does. What else runs in one pass alone, such as what an engine does inside a block, is run. Compiled blocks run
+uncompiled: the modes do not see what compiled code computes.
 
 An output is returned for the operator of the same number among those with the same shapes. Views, and operators that
 write to their arguments, run in both passes. An output that is changed in place inside the block is not kept. What runs

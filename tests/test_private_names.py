@@ -274,6 +274,13 @@ def trainer() -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
 
+def compiles_below_patches() -> bool:
+    eval_frame = torch._C._dynamo.eval_frame
+    torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64})
+    skipped = torch._dynamo.decorators.skip(lambda: None)
+    return eval_frame.set_eval_frame(None) is eval_frame.get_eval_frame_callback() and skipped._torchdynamo_disable
+
+
 aten = torch.ops.aten
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 CANARIES: dict[str, Callable[[], Any]] = {
@@ -298,7 +305,8 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_disable_current_modes": modes_disabled,
     "_disabled_torch_function_impl": unused_torch_function,
     "_engine_run_backward": backward_of_the_engine,
-    "_dynamo": lambda: torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64}),
+    "_dynamo": compiles_below_patches,
+    "_torchdynamo_disable_msg": lambda: "_torchdynamo_disable_msg" in source("torch._dynamo.symbolic_convert"),
     "_dynamo_weak_dynamic_indices": marked_dynamic,
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
     "_flat_param": lambda: torch.distributed.fsdp.fully_sharded_data_parallel.FLAT_PARAM == "_flat_param",

@@ -46,7 +46,8 @@ class Engine(EngineNeeds):
 
     def find(self, module: nn.Module) -> None:
         """Find what wraps the model that this tiled module is a part of."""
-        model = self._model() or module
+        model = self._model()
+        model = module if model is None else model  # a compiled model has a length if what it compiles has one
         weights = list(model.parameters())
         units = {unwrapped(m) for m in model.modules() if isinstance(m, FullyShardedDataParallel | FSDPModule)}
         sharded = any(isinstance(m, FSDPModule) for m in units) or any(isinstance(w, DTensor) for w in weights)

@@ -43,7 +43,7 @@ class CachePatch(Patch):
     order = Order.CACHE
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or _call.get() is not None:
+        if _call.get() is not None:
             return self.inner(module, *args, **kwargs)
         given = by_name(type(module).forward, args, kwargs)
         token = _call.set(CacheCall(given.get("use_cache") is True or bool(caches_in(given))))
@@ -70,22 +70,19 @@ def without_unread_cache(
     if getattr(module, "_can_checkpoint_with_cache", False):  # transformers' layers that restore their cache
         return args, kwargs
     caches, kind = caches_in(given), type(module).__name__
-    if torch.compiler.is_compiling():
-        leaves_out = torch.is_grad_enabled() and not any(map(_is_filled, caches.values()))
-    else:
-        call = _call.get()
-        states = [getattr(cache, "__dict__", {}) for cache in caches.values()]
-        before = [state[_LEFT_OUT] for state in states if _LEFT_OUT in state]
-        if call is not None and any(other is not call for other in before):
-            raise ValueError(
-                f"{kind} uses activation checkpointing and was given {next(iter(caches))} again, which it left out of"
-                " the call before, so it lacks those tokens. Pass use_cache=True to each call, or run all calls with"
-                " this cache under torch.no_grad(), or with activation_checkpointing=False."
-            )
-        unread = call is not None and not call.wants_cache and torch.is_grad_enabled()
-        leaves_out = unread or bool(before)  # in the recompute of somebody else's checkpoint there is no call
-        for state in states if unread else ():
-            state[_LEFT_OUT] = call
+    call = _call.get()
+    states = [getattr(cache, "__dict__", {}) for cache in caches.values()]
+    before = [state[_LEFT_OUT] for state in states if _LEFT_OUT in state]
+    if call is not None and any(other is not call for other in before):
+        raise ValueError(
+            f"{kind} uses activation checkpointing and was given {next(iter(caches))} again, which it left out of"
+            " the call before, so it lacks those tokens. Pass use_cache=True to each call, or run all calls with"
+            " this cache under torch.no_grad(), or with activation_checkpointing=False."
+        )
+    unread = call is not None and not call.wants_cache and torch.is_grad_enabled()
+    leaves_out = unread or bool(before)  # in the recompute of somebody else's checkpoint there is no call
+    for state in states if unread else ():
+        state[_LEFT_OUT] = call
     if not leaves_out or not (caches or given.get("use_cache")):
         return args, kwargs
     inform(f"{kind} is recomputed, so it runs without a key-value cache while gradients are on", once=f"cache {kind}")
@@ -113,7 +110,3 @@ def caches_in(given: dict[str, Any]) -> dict[str, Any]:
     """Return the key-value caches among arguments by name."""
     present = {name: value for name, value in given.items() if value is not None}
     return {name: value for name, value in present.items() if name in CACHES or hasattr(value, "get_seq_length")}
-
-
-def _is_filled(cache: Any) -> bool:
-    return bool(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else bool(len(cache))

@@ -6,12 +6,19 @@ was set first, and the innermost one calls the module's own method. In place of 
 the same name, which reaches the patches through ``self``. So ``copy.deepcopy`` rebinds it to the copy, a pickled module
 loads as a plain one, and keys, class and hooks stay. Where other code puts a method of its own above ours, patches that
 are set later run above theirs.
+
+NOTE [Compiled modules]
+``torch.compile`` breaks its graph at patches: they are Python with side effects, of which the compiler would make many
+graphs, and each block's recompute must run the code of its forward pass. So no patch is compiled, and the module's own
+code below the patches is, by the compiler that was at work above them, in the recompute too. Patches that only matter
+to uncompiled code, as on norms that the compiler fuses anyway, are left out of the graph instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from copy import deepcopy
 from enum import IntEnum, auto
 from functools import cache, partial
@@ -20,7 +27,10 @@ from itertools import count
 from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame  # no public names
+from torch._dynamo.decorators import skip  # torch.compiler.disable does not tell what was disabled
 
 PatchType = TypeVar("PatchType", bound="Patch")
 
@@ -32,6 +42,21 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def is_of(hook: Any, packages: tuple[str, ...]) -> bool:
     """Whether a hook was defined in one of these packages, and not by a user."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(packages)
+
+
+compiler: ContextVar[Any] = ContextVar("compiler", default=None)
+"""What compiles the module's own code below the patches that run; see NOTE [Compiled modules]."""
+
+
+@contextmanager
+def uncompiled(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter a mode, at which the compiler breaks its graph for each operation, or from which it hides operations."""
+    token = compiler.set(None)
+    try:
+        with mode:
+            yield
+    finally:
+        compiler.reset(token)
 
 
 class Order(IntEnum):
@@ -72,6 +97,8 @@ class Patch:
     below: Patch | Callable[..., Any] | None = None
     """What runs next: a patch, a method that was set on the instance before (Liger, kernels), or the class's own."""
     active = True
+    fuses = False
+    """Whether compiled code goes past it to what it changes."""
     owner: Any = None
     """The object that set the patch and removes it."""
 
@@ -83,7 +110,17 @@ class Patch:
 
     def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run what this patch changes, without the module's hooks."""
-        return self.bound(module)(*args, **kwargs)
+        if isinstance(self.below, Patch):
+            return self.below(module, *args, **kwargs)
+        function, compiles = self.bound(module), compiler.get()
+        if compiles is None:
+            return function(*args, **kwargs)
+        token, before = compiler.set(None), set_eval_frame(compiles)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+            compiler.reset(token)
 
     def bound(self, module: nn.Module) -> Callable[..., Any]:
         """Return what this patch changes as a method, without the module's hooks."""
@@ -163,11 +200,6 @@ def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
     if place is None:
         place = next(p for n in count() if (p := f"_lt_tiled_{n}_{method}") not in module.__dict__)
         module.__dict__[place] = replaced
-        if replaced is None:
-            dispatcher = _dispatcher_of_class(place, method, getattr(type(module), method), False)
-        else:
-            dispatcher = _dispatcher(place, method, replaced, True)
-        module.__dict__[method] = MethodType(dispatcher, module)
     above, below = None, module.__dict__[place]
     while isinstance(below, Patch) and below.order < patch.order:
         above, below = below, below.below
@@ -176,6 +208,13 @@ def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
         module.__dict__[place] = patch
     else:
         above.below = patch
+    everything = get_patches(module, Patch)
+    fuses = all(other.fuses for other in everything if other.method == method)
+    if (replaced := patch.replaced) is None:
+        dispatcher = _dispatcher_of_class(place, method, getattr(type(module), method), False, fuses)
+    else:
+        dispatcher = _dispatcher(place, method, replaced, True, fuses)
+    module.__dict__[method] = MethodType(dispatcher, module)
 
 
 def remove_patch(module: nn.Module, patch: Patch) -> None:
@@ -210,7 +249,7 @@ def _own(module: nn.Module, method: str) -> Callable[..., Any]:
     return MethodType(getattr(type(module), method), module)
 
 
-def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool) -> Callable[..., Any]:
+def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool, fuses: bool) -> Callable[..., Any]:
     """Return the function that runs the patches in an attribute of a module.
 
     Its name is what pickle looks up on the class. It has the signature of the method that is changed, from which
@@ -218,18 +257,35 @@ def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool)
     """
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        below = self.__dict__[place]
-        if isinstance(below, Patch):
+        below, compiles = self.__dict__[place], get_eval_frame_callback()
+        if not isinstance(below, Patch):  # under other code, when all patches are removed
+            return (below or _own(self, name))(*args, **kwargs)
+        if compiles is None and compiler.get() is None:
             return below(self, *args, **kwargs)
-        return (below or _own(self, name))(*args, **kwargs)  # under other code, when all patches are removed
+        token, before = compiler.set(compiles), set_eval_frame(None)
+        try:
+            return below(self, *args, **kwargs)
+        finally:
+            set_eval_frame(before)
+            compiler.reset(token)
 
-    method.__name__ = name
-    method.__dict__["_lt_tiled_place"] = place
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        below = self.__dict__[place]
+        if not torch.compiler.is_compiling():
+            return (below or _own(self, name))(*((self,) if isinstance(below, Patch) else ()), *args, **kwargs)
+        while isinstance(below, Patch):
+            below = below.below
+        return getattr(type(self), name)(self, *args, **kwargs) if below is None else below(*args, **kwargs)
+
+    function: Callable[..., Any] = fused if fuses else skip(method)
+    function.__name__ = name
+    function.__dict__["_lt_tiled_place"] = place
+    function.__dict__["_torchdynamo_disable_msg"] = "lt_tiled runs the module in its own way: see docs/models.md"
     with suppress(TypeError, ValueError):  # a callable that tells no signature
         found = signature(changed)
         own = [Parameter("self", Parameter.POSITIONAL_ONLY)] if bound else []
-        method.__dict__["__signature__"] = found.replace(parameters=[*own, *found.parameters.values()])
-    return method
+        function.__dict__["__signature__"] = found.replace(parameters=[*own, *found.parameters.values()])
+    return function
 
 
 _dispatcher_of_class = cache(_dispatcher)

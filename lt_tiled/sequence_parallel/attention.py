@@ -30,6 +30,14 @@ class Replacement:
         self.function = function
         self.users = 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what stands in for the function."""
+        raise NotImplementedError
+
 
 class _Shared(Replacement):
     """An attention function in the table of transformers, which attends to the tokens of all ranks in a region."""
@@ -40,7 +48,7 @@ class _Shared(Replacement):
         self.is_flash = "flash" in name
         """Whether documents are told by arguments, and causal masks end with the last query."""
 
-    def __call__(
+    def run(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         region = current()
@@ -223,7 +231,8 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         return attend(region, query, key, value, own)
 
-    return attention
+    uncompiled: Callable[..., Tensor] = torch.compiler.disable(attention)
+    return uncompiled
 
 
 _SDPA = inspect.signature(

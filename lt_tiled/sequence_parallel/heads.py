@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Order, Patch
+from lt_tiled.modules.patch import Order, Patch, uncompiled
 from lt_tiled.sequence_parallel.kept import keeping, kept_or
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.states import find_mixers, has_heads
@@ -134,7 +134,7 @@ class _Call:
         """Return the input of the output projection for some heads, and the mode in which it was computed."""
         mode = _Projections(self.patch.path, self.module, hidden, part, pairs)
         try:
-            with entered(self.region), keeping(None), mode:
+            with entered(self.region), keeping(None), uncompiled(mode):
                 output = self.patch.inner(self.module, hidden, *self.args, **self.kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError | dist.DistError):

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_tiled.modules.patch import uncompiled
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
 from lt_tiled.tiling.recompute import in_checkpoint
 
@@ -193,7 +194,7 @@ def entered(region: Region | None) -> Iterator[None]:
     if region is not None:
         begun, region._begun = region._begun, _saving()
     try:
-        with nullcontext() if mode is None else mode:
+        with nullcontext() if mode is None else uncompiled(mode):
             yield
     finally:
         _current.reset(token)

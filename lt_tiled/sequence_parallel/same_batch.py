@@ -48,7 +48,6 @@ class SameBatch:
         self.compared = 0
         """How often values were compared."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def check(self, inputs: Iterable[tuple[str, object]]) -> None:
         """Compare the tensors among named inputs. All ranks raise if they differ, or if one failed and went on."""

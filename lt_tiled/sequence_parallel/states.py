@@ -73,7 +73,7 @@ class SharedFunction(Replacement):
         super().__init__(function)
         self.name = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         region = current()
         if region is None:
             return self._alone(args, kwargs) if keeps_attention() else self.function(*args, **kwargs)

@@ -81,7 +81,6 @@ class TiledFunction(torch.autograd.Function):
         return (None, None, None, None, *link, *found)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_tiled(call: TiledCall, inputs: list[Tensor]) -> Any:
     """Run a call tile by tile."""
     _note(call)
@@ -93,7 +92,6 @@ def run_tiled(call: TiledCall, inputs: list[Tensor]) -> Any:
     return pytree.tree_unflatten(leaves, traces[0].layout.tree)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def defer(call: TiledCall, inputs: list[Tensor]) -> DeferredCall | None:
     """Return a tensor that runs the call on first use, or ``None``: see :meth:`TiledCall.signature`."""
     like = call.signature(inputs)

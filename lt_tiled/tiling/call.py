@@ -92,7 +92,7 @@ class Arguments:
 
 def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
     """Return the tensors, and what is needed to call with others."""
-    if not kwargs and set(map(type, args)) <= _PLAIN and not torch.compiler.is_compiling():
+    if not kwargs and set(map(type, args)) <= _PLAIN:
         return list(args), _plain_arguments(len(args))
     whole = (args, kwargs)
     leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))

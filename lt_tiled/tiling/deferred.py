@@ -60,6 +60,7 @@ class Deferred(Tensor):
         return NotImplemented
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Deferred))

@@ -16,7 +16,7 @@ from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
 from lt_tiled.modules.find import outermost, walk, walk_all
 from lt_tiled.modules.norms import is_one_kernel
-from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_patch, roots, set_patch
+from lt_tiled.modules.patch import Order, Patch, compiler, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
@@ -104,6 +104,11 @@ class TiledPatch(Tiled, Patch):
 
     order = Order.TILE
 
+    @property
+    def fuses(self) -> bool:  # type: ignore[override]
+        """Whether it is on a norm alone, which a compiler fuses anyway."""
+        return self.found.guessed
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, TiledPatch)
@@ -113,8 +118,8 @@ class TiledPatch(Tiled, Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in tiles, or untiled for a reason."""
-        if self.learned.untiled or (self.found.guessed and torch.compiler.is_compiling()):
-            return self.inner(module, *args, **kwargs)  # the compiler fuses a norm anyway
+        if self.learned.untiled:
+            return self.inner(module, *args, **kwargs)
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"{self.name} is tiled, and torch.export and torch.jit cannot go through its tiles: call"
@@ -123,7 +128,6 @@ class TiledPatch(Tiled, Patch):
         return _call(module, self, args, kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     needs = patch.needs
     if not needs.known and (
@@ -139,7 +143,7 @@ def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: d
         decision = decide(work, patch, args if order is None else (args[0].permute(order),), kwargs)
         if isinstance(decision, Untiled):
             accept(decision, module, patch)
-            return work.function(*args, **kwargs)
+            return patch.inner(module, *args, **kwargs)
         if order is not None:
             return run_tiled(*decision).permute([order.index(i) for i in range(len(order))])
         made = decision
@@ -275,6 +279,7 @@ class NeighborPatch(Patch):
     """On a norm next to a tiled module, or on a projection behind a tiled norm."""
 
     order = Order.NEIGHBOR
+    fuses = True
 
     def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: Owner | None, alone: bool) -> None:
         self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
@@ -289,7 +294,7 @@ class NeighborPatch(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run in the tiles of the neighbor where that can be."""
-        if not self.tiled.active or torch.compiler.is_compiling():
+        if not self.tiled.active:
             return self.inner(module, *args, **kwargs)
         return _call_neighbor(module, self, args, kwargs)
 
@@ -308,7 +313,6 @@ class ParentPatch(Patch):
             return values(self.inner(module, *args, **kwargs))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     needs = patch.tiled.needs
     if not needs.known and (
@@ -334,7 +338,7 @@ def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...
 def _may_defer(made: CallWithInputs, patch: TiledPatch) -> bool:
     tensors: list[Any] = made[1]
     plain = all(not (is_traceable_wrapper_subclass(t) or t.is_inference()) for t in tensors)
-    return patch.needs.defer and plain and made[0].differentiable and not torch.compiler.is_compiling()
+    return patch.needs.defer and plain and made[0].differentiable and compiler.get() is None
 
 
 def _with_neighbor(

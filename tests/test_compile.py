@@ -1,0 +1,164 @@
+"""``torch.compile`` of a model, its blocks or its loss, together with what lt_tiled does."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.convert_frame import register_bytecode_hook
+
+import lt_tiled
+from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling, prepare
+from tests.models import tiny_llama
+from tests.parity import errors
+
+pytestmark = pytest.mark.slow
+ROOT = str(Path(lt_tiled.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled_code() -> Iterator[Counter[tuple[str, str]]]:
+    """The files and functions of which the compiler made code, and how often."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def note(code: Any, _: Any) -> None:
+        found[code.co_filename, code.co_name] += 1
+
+    handle = register_bytecode_hook(note)
+    yield found
+    handle.remove()
+
+
+def blocks_of(model: Any) -> nn.ModuleList:
+    return getattr(model, "_orig_mod", model).model.layers
+
+
+def compile_blocks(model: nn.Module, backend: str) -> nn.Module:
+    for block in blocks_of(model):
+        block.compile(backend=backend)
+    return model
+
+
+def wrap_blocks(model: nn.Module, backend: str) -> nn.Module:
+    for index, block in enumerate(blocks_of(model)):
+        blocks_of(model)[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def compile_in_place(model: nn.Module, backend: str) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+COMPILE: dict[str, Callable[..., Any]] = {
+    "blocks": compile_blocks,
+    "wrapped blocks": wrap_blocks,
+    "model": lambda model, backend: torch.compile(model, backend=backend),
+    "model in place": compile_in_place,
+}
+OFFLOAD: dict[str, Any] = {"offload": "cpu", "min_bytes": 0, "keep_last": 0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tiles": {"tiling": Tiling(num_shards=4), "activation_checkpointing": False},
+    "recompute": {"tiling": None, "activation_checkpointing": True},
+    "auto": {"tiling": Tiling(num_shards=4), "activation_checkpointing": "auto"},
+    "offload": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(**OFFLOAD)},
+    "offload all": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, activations="all")},
+    "keep attention": {"activation_checkpointing": ActivationCheckpointing(keep="attention")},
+    "keep output": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, keep="attention_output")},
+    "every": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(every=2)},
+    "loss": {"tiling": None, "activation_checkpointing": False, "loss": True},
+    "all": {"tiling": Tiling(num_shards=4), "activation_checkpointing": True, "loss": True},
+    "head tiles": {
+        "activation_checkpointing": True,
+        "loss": True,
+        "sequence_parallel": SequenceParallel(1, head_tiles=2),
+    },
+}
+
+
+def steps(model: Any, lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """The loss and the gradients of a step of each length, under the names of the model that is not compiled."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), 0.05)
+    for length in lengths:
+        ids = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(length))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = {n.replace("_orig_mod.", ""): p.grad for n, p in model.named_parameters()}
+        found.append({"loss": loss.detach(), **gradients})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def check(model: Any, plain: nn.Module, compiled_code: Counter[tuple[str, str]]) -> None:
+    """Compare six steps with those of the plain model, whose later lengths make no code, and lt_tiled's never do."""
+    lengths = (64, 48, 33, 80, 64, 96)
+    true = steps(plain, lengths)
+    model.train()
+    for place, (found, expected) in enumerate(zip(steps(model, lengths), true, strict=True)):
+        assert max(errors(found, expected).values()) < 1e-5
+        if place == 1:
+            before = compiled_code.total()
+    assert before == compiled_code.total() > 0
+    ours = {name for file, name in compiled_code if file.startswith(ROOT)}
+    assert ours <= {"fused"}  # on norms, which the compiler fuses
+
+
+def compared(name: str, how: str, first: bool, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:
+    torch.manual_seed(0)
+    model = tiny_llama()
+    plain = copy.deepcopy(model)
+    compiled = COMPILE[how](model, backend) if first else model
+    with prepare(compiled, **SETTINGS[name]):
+        check(compiled if first else COMPILE[how](model, backend), plain, compiled_code)
+
+
+@pytest.mark.table("keep attention|all")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compiled_blocks(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
+    """Compiled blocks have the losses and gradients of the plain model with each setting. The compiler makes code in
+    the first two lengths and none after them, and none of what lt_tiled does around the blocks.
+    """
+    compared(name, "blocks", False, "aot_eager", compiled_code)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_compiled_model(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
+    """The same with the whole model compiled."""
+    compared(name, "model", False, "aot_eager", compiled_code)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", COMPILE)
+def test_compiled_before_and_after(how: str, first: bool, compiled_code: Counter[tuple[str, str]]) -> None:
+    """A model that is compiled before it is prepared trains like one that is compiled after that."""
+    compared("offload", how, first, "aot_eager", compiled_code)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["auto", "keep output", "all"])
+def test_inductor(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
+    """Inductor's code for blocks, which saves other tensors than the code it is made of, is that of the recompute."""
+    compared(name, "blocks", False, "inductor", compiled_code)
+
+
+def test_a_graph_without_breaks_is_refused() -> None:
+    """``fullgraph=True`` raises with the page that says what breaks the graph."""
+    model = tiny_llama()
+    with prepare(model, activation_checkpointing=True), pytest.raises(RuntimeError, match=r"docs/models\.md"):
+        torch.compile(model, fullgraph=True, backend="eager")(input_ids=torch.zeros(1, 8, dtype=torch.long))
