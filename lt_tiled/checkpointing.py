@@ -138,7 +138,6 @@ class BlockPatch(Patch):
         runs = count()
 
         def block(*given: Tensor) -> Any:
-            inner_args, inner_kwargs = arguments.call_with(given)
             if next(runs) > 0:
                 if call is not None and call.auto.room is not None:
                     call.auto.room.recomputed()
@@ -148,7 +147,9 @@ class BlockPatch(Patch):
                         " its forward pass was not: run that under it too, or set activation_checkpointing=False."
                     )
                 with _repeated(observed, modes, around), self.inside(region, keeps):
+                    inner_args, inner_kwargs = arguments.call_with(given)
                     return self.inner(module, *inner_args, **inner_kwargs)
+            inner_args, inner_kwargs = arguments.call_with(given)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
             if keeps is not None and has_gradient:
