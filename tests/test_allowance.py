@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lt_tiled.allowance
 import lt_tiled.auto
+import lt_tiled.memory
 from lt_tiled import ActivationCheckpointing, prepare, shared_attention
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.memory import Usage, usage
@@ -270,3 +272,22 @@ def test_usage() -> None:
     assert now.peak >= now.used
     assert 0 < now.free < before.free
     assert usage(torch.device("meta"), 1).free == 0
+
+
+def test_usage_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its allocator reserved and does not use is free, up to the share of the device that a process may use."""
+    figures = {
+        "mem_get_info": (30, 100),
+        "memory_allocated": 20,
+        "memory_reserved": 50,
+        "max_memory_allocated": 45,
+        "get_per_process_memory_fraction": 1.0,
+    }
+    module = SimpleNamespace(**{name: (lambda device, name=name: figures[name]) for name in figures})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(lt_tiled.memory, "provides", lambda device, name: name in figures)
+    assert usage(torch.device("cuda"), 8) == Usage(used=20, peak=45, free=60)
+    figures["get_per_process_memory_fraction"] = 0.5
+    assert usage(torch.device("cuda"), 8).free == 30
+    del figures["get_per_process_memory_fraction"]
+    assert usage(torch.device("cuda"), 8).free == 60
