@@ -38,7 +38,7 @@ class Run:
         """What was done, to how many modules of which class (less the prefix that FSDP2 gives it), and in how many
         tiles.
         """
-        row = r"^│ (\w[\w ]*?) +│ (\d+) x (?:FSDP)?(\w+) +│ .* │ +(?:not recomputed: )?\d* │ +(\d*) │$"
+        row = r"^│ (\w[\w ]*?) +│ (\d+) x (?:FSDP)?(\w+) +│ .* │ +[\w:, ]* │ +(\d*) │$"
         return [
             (what, int(count), kind, tiles) for what, count, kind, tiles in re.findall(row, self.printed, re.MULTILINE)
         ]
