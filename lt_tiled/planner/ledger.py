@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
@@ -80,11 +83,14 @@ class Ledger(TorchDispatchMode):
         self.clock = self.peak_at = 0
         self.allocations: list[Allocation] = []
         self._live: dict[int, Allocation] = {}
+        self._sum: Any = (None, None, None)
+        """The peak before autograd added two gradients, the first of them, and the sum. Without a dispatch mode it
+        adds in place where nothing else refers to the first one, which is then released next."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        kwargs = kwargs or {}
+        kwargs, before = kwargs or {}, (self.peak, self.peak_at)
         moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
         given = _keys((args, kwargs)) if moves else None
         result = self.run(func, args, kwargs)
@@ -95,6 +101,8 @@ class Ledger(TorchDispatchMode):
         for tensor in new:
             if _key(tensor) not in (given or ()):
                 self._track(tensor)
+        if func is aten.add.Tensor and new and _called_by_autograd():
+            self._sum = before, self.find(args[0]), self.find(result)
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
             for tensor in _plain_tensors((args, result)):
                 self.name(tensor, "communication")
@@ -134,9 +142,13 @@ class Ledger(TorchDispatchMode):
 
     def _end(self, allocation: Allocation) -> None:
         if allocation.died is None:
+            (peak, first, total), self._sum = self._sum, (None, None, None)
+            in_place = first is allocation and total is not None and total.born == self.clock
             self.clock += 1
             allocation.died = self.clock
             self.now -= allocation.nbytes
+            if in_place:
+                total.born, (self.peak, self.peak_at) = self.clock, peak
 
     def hold(self, nbytes: int, part: str, path: str = "") -> Callable[[], None]:
         """Record bytes that no operation allocates, and return a function that releases them once."""
@@ -179,6 +191,14 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple | dict):  # all that operations take and return; several times as fast as pytree
         for leaf in tree.values() if isinstance(tree, dict) else tree:
             yield from _plain_tensors(leaf)
+
+
+def _called_by_autograd() -> bool:
+    """Whether an operation is one of autograd's own, and not of Python code that it runs."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "torch/_" in frame.f_code.co_filename.replace("\\", "/"):  # around any dispatch mode
+        frame = frame.f_back
+    return frame is None or frame.f_code is _engine_run_backward.__code__
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
