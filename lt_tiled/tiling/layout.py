@@ -24,6 +24,8 @@ LARGE_TILE_TOKENS = 4096
 gradient, up to 12 bytes, and takes 8 FLOPs per token. Estimated for an H100 (3.35 TB/s, 400 TFLOP/s) that is 4 % of the
 time of the arithmetic, at 1024 tokens 18 %.
 """
+MAX_TILE_TOKENS = 8192
+"""Above it more tiles cost next to nothing: the sums of large weights take 2 % of the time, in the estimate above."""
 LARGE_SUMS = 32 * 2**20
 """The most bytes of float32 gradient sums, of three weights as in a gated MLP, that are assumed to stay in the cache of
 a GPU (an H100 has 50 MiB).
@@ -42,7 +44,8 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int
     half as large, so the peak of a block is what attention holds, within 15 % (``pytest tests/planner/test_floor.py``),
     and each further tile would cost time on the host and save little. Where the size is not known it uses
     ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). With ``"auto"`` no tile
-    has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights. Every tile has two or
+    has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights, and where the size is
+    known none has more than :data:`MAX_TILE_TOKENS`. Every tile has two or
     more: one does not show the layout of an output, and the compiler treats sizes of one apart.
     """
     return list(_bounds(tiling.tile_tokens, tiling.num_shards, tokens, hidden_size, widths))
@@ -61,6 +64,7 @@ def _bounds(
         tiles = ceil(tokens / (tile_tokens * rows))
     elif num_shards == "auto":
         tiles = ceil(12 * widths[1] / widths[0]) if widths else ceil(tokens / hidden_size)
+        tiles = max(tiles, ceil(tokens / (MAX_TILE_TOKENS * rows))) if widths else tiles
         large = widths is not None and 3 * 4 * widths[0] * widths[1] > LARGE_SUMS
         tiles = min(tiles, tokens // ((LARGE_TILE_TOKENS if large else MIN_TILE_TOKENS) * rows))
     else:

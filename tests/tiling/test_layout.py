@@ -39,16 +39,17 @@ def test_auto(tokens: int, hidden: int, tiles: int) -> None:
     ("tokens", "wide", "tiles"),
     [
         (2**18, 14336, 42),
-        (2**20, 14336, 42),
+        (2**20, 14336, 128),
         (2**18, 16384, 48),
+        (2**19, 14336, 64),
         (131072, 14336, 32),
         (12000, 14336, 2),
         (5000, 14336, 1),
     ],
 )
 def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> None:
-    """``auto`` makes the widest tensor of an MLP's tile a twelfth as large as the hidden states, with at least 4096
-    tokens a tile for large weights.
+    """``auto`` makes the widest tensor of an MLP's tile a twelfth as large as the hidden states, with at most 8192
+    tokens a tile, and at least 4096 for large weights.
     """
     bounds = tile_bounds(Tiling(), tokens, 4096, (4096, wide))
     assert len(bounds) == tiles
