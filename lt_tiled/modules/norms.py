@@ -27,7 +27,7 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     are one kernel and are left out.
     """
     taken = {m for t in found for root in (*roots(t.module, t.parts), *t.before, *t.after) for m in root.modules()}
-    behind = {norm: {"parent": b, "after": after} for _, b in find_blocks(model) for norm, after in _first(b)}
+    behind = {norm: {"parent": b, "after": after} for _, b in find_blocks(model) for norm, after in _norms_of(b)}
     sizes = (feed_forward_widths(*roots(t.module, t.parts)) for t in found)
     hidden = next((hidden for hidden, _ in filter(None, sizes)), 1)
     return [
@@ -42,8 +42,8 @@ def is_one_kernel(norm: nn.Module) -> bool:
     return isinstance(norm, nn.LayerNorm | nn.RMSNorm)
 
 
-def _first(block: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
-    """Yield the norm before the block's attention and the attention's projections.
+def _norms_of(block: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
+    """Yield the norm before the block's attention with the attention's projections, and the block's other norms.
 
     A guess that costs nothing where it is wrong: what the block does with the norm's output decides.
     """
@@ -54,3 +54,4 @@ def _first(block: nn.Module) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]
         found = (p for part in inside for p in projections(part))
         # The product of quantized weights runs in a custom Function, where the recompute could not leave it out.
         yield norm, tuple(p for p in found if all(w.is_floating_point() for w in p.parameters()))
+    yield from ((m, ()) for _, m in named if is_norm(m) and m is not norm)

@@ -35,6 +35,7 @@ from lt_tiled.tiling.recompute import (
     random_state_kept,
 )
 from lt_tiled.tiling.state import Tiled
+from lt_tiled.tiling.sums import Input, SumInTiles
 from lt_tiled.tiling.weights import GradientSum, Work, trainable_weights
 
 if TYPE_CHECKING:
@@ -270,20 +271,28 @@ class Call:
         found = known[key]
         return None if found is None else ((*self.shape.lead, *found[0]), found[1])
 
-    def leaves(self, inputs: Sequence[Tensor], wholes: Sequence[GradientSum]) -> list[Tensor]:
+    def leaves(self, inputs: Sequence[Input], wholes: Sequence[GradientSum]) -> list[Any]:
         """Return the arguments as the beginning of new graphs, where they want a gradient."""
         # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
         whole = iter(wholes)
-        return [
-            t.detach().requires_grad_(wants) if per_token or not wants else (leaf := next(whole).leaf).view_as(leaf)
-            for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True)
-        ]
+        leaves: list[Input] = []
+        for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True):
+            if isinstance(t, SumInTiles):
+                leaves.append(t)  # the tiles are leaves
+            elif per_token or not wants:
+                leaves.append(t.detach().requires_grad_(wants))
+            else:
+                leaves.append((leaf := next(whole).leaf).view_as(leaf))
+        return leaves
 
-    def tiles(self, tensors: Sequence[Tensor], bounds: Sequence[Bounds] | None = None) -> Iterator[tuple[Tensor, ...]]:
+    def tiles(self, tensors: Sequence[Input], bounds: Sequence[Bounds] | None = None) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each tile, as the module sees them; ``bounds`` are others than those of the call."""
         columns: list[Iterable[Tensor]] = []
         for tensor, per_token in zip(tensors, self.per_token, strict=True):
-            columns.append(self.shape.tiles(tensor, bounds or self.bounds) if per_token else repeat(tensor))
+            if isinstance(tensor, SumInTiles):
+                columns.append(tensor.tiles(self.shape, bounds or self.bounds))
+            else:
+                columns.append(self.shape.tiles(tensor, bounds or self.bounds) if per_token else repeat(tensor))
         return zip(*columns)  # noqa: B905
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -55,7 +55,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         widths=feed_forward_widths(*parts) if norm_of is None else (norm_of, norm_of),
         weight_bytes=sum(weight_bytes(part) for part in parts),
         before=bool(tileable.before),
-        after=bool(tileable.after),
+        after=bool(tileable.after) or (norm_of is not None and tileable.parent is not None),
         named=tileable.named,
         guessed=norm_of is not None,
     )
@@ -309,7 +309,7 @@ class ParentPatch(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what was deferred inside before the module returns."""
-        with none_left():
+        with none_left((*args, *kwargs.values())):
             return values(self.inner(module, *args, **kwargs))
 
 

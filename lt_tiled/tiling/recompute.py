@@ -208,7 +208,7 @@ def version_of(tensor: Tensor) -> int:
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
-_SAMPLES = 16
+SAMPLES = 16
 """The least elements of a tensor that are kept, if it has as many; at most 31 are."""
 _MAY_DIFFER = 1 / 8
 
@@ -265,7 +265,7 @@ def sampled(tensor: Tensor) -> Tensor | None:
             return None
     if count == 0:
         return None
-    step = count // _SAMPLES | 1  # odd, so that it does not meet the same feature of each token
+    step = count // SAMPLES | 1  # odd, so that it does not meet the same feature of each token
     return tensor.detach().as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset())
 
 
@@ -276,7 +276,7 @@ def differ(before: Tensor, now: Tensor) -> bool:
     a, b = before.double(), now.double()
     largest = torch.maximum(a.abs(), b.abs())
     same = (a == b) | ((a - b).abs() <= TOLERANCE.get(now.dtype, 0.0) * largest) | (a.isnan() & b.isnan())
-    few = max(len(now) // _SAMPLES, _MAY_DIFFER * int((largest != 0).sum()))
+    few = max(len(now) // SAMPLES, _MAY_DIFFER * int((largest != 0).sum()))
     return int((~same).sum()) > int(few)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from lt_tiled.tiling.recompute import (
     saves_elsewhere,
 )
 from lt_tiled.tiling.skip import CannotSkip, LastLinear, LastProjectionSkip, NotesLinear
+from lt_tiled.tiling.sums import Input, SumInTiles
 from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired, substituted
 
 
@@ -55,7 +56,11 @@ class TiledCall(Call):
 
     @hidden_from_checkpoints()
     def forward(
-        self, inputs: Sequence[Tensor], learn: bool, observed: Observation | None = None
+        self,
+        inputs: Sequence[Tensor],
+        learn: bool,
+        observed: Observation | None = None,
+        then: Callable[[int, Any], Any] | None = None,
     ) -> tuple[list[Any], Trace]:
         """Compute all tiles without a graph.
 
@@ -63,6 +68,7 @@ class TiledCall(Call):
             inputs: The tensors of the call's arguments.
             learn: Whether a backward pass may follow: count once what a tile's graph saves.
             observed: What the modules held when the call was made, if that was earlier.
+            then: What runs on the number of a tile and its output, whose result is put together instead.
 
         Returns:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
@@ -82,14 +88,15 @@ class TiledCall(Call):
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
                 output = self._count_saved(inputs) if counts else run(tile)
                 counts = False
+                own, output = output, output if then is None else then(index, output)
                 if assembly is None:
                     low, high = self.bounds[0]
                     layout = self.layout_of(output, inputs, high - low)
                     assembly = OutputAssembly(layout, self.shape, self.bounds, self.patch.name)
                     if modules is not None:
-                        samples = samples_of(list(inputs)), samples_of(output)
+                        samples = samples_of(list(inputs)), samples_of(own)
                 assembly.add(output, index)
-                del output
+                del own, output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
         if modules is not None:
@@ -158,7 +165,7 @@ class TiledCall(Call):
     # Backward
 
     def backward(
-        self, trace: Trace, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+        self, trace: Trace, inputs: Sequence[Input], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Recompute each tile with a graph and sum its gradients.
 
@@ -184,7 +191,7 @@ class TiledCall(Call):
             arguments = [next(parts) if per_token else next(totals) for wants, per_token in pairs if wants]
             return [*arguments, *(s.take(self.patch.needs.zeros_for_unused) for s in sums)]
 
-    def compare(self, trace: Trace, inputs: Sequence[Tensor], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def compare(self, trace: Trace, inputs: Sequence[Input], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees].
 
         Args:
@@ -196,10 +203,11 @@ class TiledCall(Call):
             RuntimeError: If it does.
         """
         given, returned = trace.samples
-        if any(map(differ, given, samples_of(list(inputs)))):
+        now = samples_of([t.samples(self.shape) if isinstance(t, SumInTiles) else t for t in inputs])
+        if any(map(differ, given, now)):
             return
         with (
-            hidden_from_modes(inputs[0]),
+            hidden_from_modes(returned[0]),
             random_state_kept(self.device),
             torch.no_grad(),
             SavedCounter(),
@@ -228,10 +236,10 @@ class TiledCall(Call):
                     " pass, so the hook would be called with None. Remove the hook, or lt_tiled.untile() the module."
                 )
 
-    def _wholes(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _wholes(self, inputs: Sequence[Input]) -> list[Tensor]:
         """Return the arguments that every tile sees in full and that want a gradient."""
         triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
-        return [t for t, wants, per_token in triples if wants and not per_token]
+        return [t for t, wants, per_token in triples if wants and not per_token and isinstance(t, Tensor)]
 
     @contextmanager
     def _sums(self, tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
@@ -294,7 +302,7 @@ class Backward:
         self._mode.end()
         self._mode = self._skip()
 
-    def run(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Input], gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Run all tiles.
 
         Args:
@@ -305,7 +313,7 @@ class Backward:
             A gradient for each tensor argument that is per token and wants one.
         """
         call, bounds = self.call, self.call.bounds
-        results = [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in self._wanted]
+        results = [inputs[i].new_empty(inputs[i].shape) for i in self._wanted]
         parts = [call.shape.tiles(result, bounds) for result in results]
         given = gradients_of_tiles(gradients, self.trace.layout, call.shape, bounds)
         # The compiler may compile a tile twice, with other rounding.
@@ -339,6 +347,8 @@ class Backward:
         targets = (*[tile[index] for index in self._wanted], *self._targets)
         if self._known is not None:  # in each backward pass: what was frozen, or not used, in the first call counts too
             nodes = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end, _ in roots]
+            for tensor in tile:
+                self._known.add(id(tensor._base))  # a leaf of its own if it is a sum
             check_leaves([node for node in nodes if node is not None], self._known, self.call.patch.name)
             self._known = None
         if roots and targets:

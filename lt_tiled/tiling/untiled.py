@@ -23,12 +23,13 @@ from lt_tiled.tiling.deferred import Value
 from lt_tiled.tiling.layout import gradients_of_tiles
 from lt_tiled.tiling.observe import restored
 from lt_tiled.tiling.recompute import random_state_kept
+from lt_tiled.tiling.sums import with_sums
 from lt_tiled.tiling.tiled_call import TiledCall, Trace, rows_of
 from lt_tiled.tiling.weights import check_leaves, paired, substituted
 
 
 def backward_with_graph(
-    call: TiledCall, trace: Trace, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    call: TiledCall, trace: Trace, inputs: Sequence[Any], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Return what :meth:`TiledCall.backward` does, with a graph: see NOTE [Second derivatives]."""
     arguments, weights = viewed(inputs), viewed([w.tensor for w in call.weights])
@@ -58,8 +59,9 @@ def output_behind(node: Any, numel: int) -> Tensor | None:
     call, traces = getattr(node, "call", None), getattr(node, "traces", None)
     if not isinstance(call, TiledCall) or not traces:
         return None
-    inputs, weights = node.anchor.saved_tensors[-len(call.wants_grad) :], [w.tensor for w in call.weights]
-    outputs = _run_with_graph(call, traces[0], inputs, weights)
+    weights, sums = [w.tensor for w in call.weights], node.anchor.sums or [None for _ in call.wants_grad]
+    with with_sums(node.anchor.saved_tensors, sums, whole=True) as inputs:
+        outputs = _run_with_graph(call, traces[0], inputs, weights)
     is_whole = len(outputs) == 1 and isinstance(outputs[0], Tensor) and outputs[0].numel() == numel
     return outputs[0] if is_whole else None
 
@@ -67,7 +69,7 @@ def output_behind(node: Any, numel: int) -> Tensor | None:
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "SliceBackward0", "AliasBackward0", f"{Value.__name__}Backward")
 
 
-def _run_with_graph(call: TiledCall, trace: Trace, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Any]:
+def _run_with_graph(call: TiledCall, trace: Trace, inputs: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
     """Return the output of the untiled call, or those of its tiles if it drew random numbers, as it was run."""
     drew = trace.random is not None
     if drew and call.compiled is not None:
