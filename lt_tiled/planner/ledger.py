@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -195,8 +194,11 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
 
 def _called_by_autograd() -> bool:
     """Whether an operation is one of autograd's own, and not of Python code that it runs."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and "torch/_" in frame.f_code.co_filename.replace("\\", "/"):  # around any dispatch mode
+    frame = inspect.currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename.replace("\\", "/")
+        if "torch/_" not in path and frame.f_code.co_filename != __file__:  # around any dispatch mode, and this one
+            break
         frame = frame.f_back
     return frame is None or frame.f_code is _engine_run_backward.__code__
 
