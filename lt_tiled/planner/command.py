@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.cli.numbers import PositiveFloat, PositiveInt, make_plain
+from lt_tiled.cli.numbers import PositiveInt, make_plain
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_step
 from lt_tiled.planner.search import GPU, Plan, cheapest, longest, plan
@@ -33,7 +33,6 @@ def run_plan(
     find: Literal["max-seq", "settings"] | None = None,
     output: str | None = None,
     plot: str | None = None,
-    tflops: PositiveFloat = 400.0,
     gpu: str = GPU,
 ) -> None:
     """Predict the memory of a training step from its configuration, without weights, a GPU or a network.
@@ -50,8 +49,6 @@ def run_plan(
             sequence length fits.
         output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
         plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step, and with activation checkpointing alone.
-        tflops: The sustained speed of a device in 10**12 operations per second, for the bandwidth that hides
-            offloading.
         gpu: The GPU of the predicted speed, by which ``settings`` ranks: ``a100``, ``h100``, ``h200`` or ``b200``, with
             other numbers behind it, as in ``h100,pcie=25,nvme=3,network=50`` (GB/s in one direction).
 
@@ -67,7 +64,7 @@ def run_plan(
     console = Console()
     with progress("Planning") as tell:
         found = _search(job, find, limit, seq, tell, machine)
-    console.print(found.render(tflops, limit, gpu))
+    console.print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
         console.print(text, highlight=False)

@@ -64,12 +64,6 @@ class Plan:
         last = max((a for a in self.simulation.allocations if a.born <= self.simulation.peak_at), key=lambda a: a.born)
         return last.place or "the step itself"
 
-    def bandwidth(self, tflops: float) -> float:
-        """Return the GB/s that hide offloading behind a forward pass at ``tflops`` TFLOP/s; the backward needs less."""
-        moved = self.simulation.offloaded
-        seconds = self.simulation.forward_flops / (tflops * 1e12)
-        return (moved.cpu_bytes + moved.disk_bytes) / seconds / 1e9 if moved is not None and seconds else 0.0
-
     def speed(self, machine: Machine) -> Speed:
         """Return the predicted speed of a step."""
         return predict(self.simulation, self.settings, machine)
@@ -80,11 +74,8 @@ class Plan:
         step = self.tokens * self.sequences * self.settings.accumulate * engine.ranks / self.settings.sharing
         return step / speed.seconds if speed.seconds else 0.0
 
-    def render(self, tflops: float, memory: int | None = None, gpu: str = GPU) -> Group:
-        """Return a table and text for the terminal, for a device that sustains ``tflops`` TFLOP/s.
-
-        With the ``memory`` of the device in bytes, the text says whether the step fits.
-        """
+    def render(self, memory: int | None = None, gpu: str = GPU) -> Group:
+        """Return a table and text for the terminal; with the ``memory`` of a device in bytes, also whether it fits."""
         tokens, sharing = f", {self.tokens} tokens" if self.tokens else "", self.settings.sharing
         shared = f", shared by {sharing} ranks" if sharing > 1 else ""
         table = Table(title=self.name + tokens + shared, title_justify="left")
@@ -102,10 +93,8 @@ class Plan:
             f"FLOPs: {run.flops / 1e12:.3g} TFLOP per step, {run.forward_flops / 1e12:.3g} TFLOP in the forward pass.",
         ]
         if (moved := run.offloaded) is not None and moved.cpu_bytes + moved.disk_bytes:
-            lines.append(
-                f"Offloaded: {gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk per step; the"
-                f" forward pass hides this at {self.bandwidth(tflops):.1f} GB/s and {tflops:g} TFLOP/s."
-            )
+            moved_to = f"{gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk"
+            lines.append(f"Offloaded: {moved_to} per step.")
         if self.tokens:
             speed, rate = self.speed(parse_machine(gpu)), self.tokens_per_second(parse_machine(gpu))
             lines.append(

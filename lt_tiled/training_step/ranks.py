@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
@@ -12,6 +11,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
+from torch.distributed.elastic.utils.store import barrier
 
 from lt_tiled.training_step.step import nothing
 
@@ -68,13 +68,9 @@ def ranks_fail_together() -> bool:
 
 
 def _all_ranks_come(group: dist.ProcessGroup, place: str) -> bool:
-    """Tell the other ranks that this one has come to a place, and return whether all of them come in time."""
-    store = group.get_group_store()
-    keys = [f"{place}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], "")
-    end = time.monotonic() + PATIENCE
-    while not store.check(keys):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
+    """Wait for the other ranks at a place, and return whether all of them come in time."""
+    try:
+        barrier(group.get_group_store(), group.size(), place, PATIENCE)
+    except dist.DistStoreError:
+        return False
     return True

@@ -128,18 +128,14 @@ def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatc
     assert_two_stand_for_all(base, tokens, monkeypatch)
 
 
-def test_offloaded_bytes_and_bandwidth() -> None:
-    """A tier gets exactly the bytes of the block inputs, and the bandwidth that hides it follows from the forward's
-    FLOPs.
-    """
+def test_offloaded_bytes() -> None:
+    """A tier gets exactly the bytes of the block inputs."""
     found = plan(
         job(TiledSingleDeviceStrategy(activation_checkpointing=ActivationCheckpointing(offload="disk", min_bytes=0)))
     )
     moved = found.simulation.offloaded
     assert moved is not None
     assert moved.disk_bytes == (PLANNED["num_hidden_layers"] - 1) * 2048 * LLAMA["hidden_size"] * 4
-    seconds = found.simulation.forward_flops / 1e12
-    assert found.bandwidth(tflops=1.0) == pytest.approx(moved.disk_bytes / seconds / 1e9)
 
 
 @pytest.mark.full
