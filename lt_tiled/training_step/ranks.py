@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from contextvars import copy_context
 from itertools import count
 from threading import Thread
@@ -51,8 +50,7 @@ def raising_on_all(run: Callable[[], None], strategy: Strategy) -> None:
     else:
         return None
     error = raised[0] if raised else ValueError(store.get(failed).decode())
-    with suppress(RuntimeError):  # the rank that ends first may be the one that holds the store
-        _all_ranks_come(group, f"lt_tiled/{call}/left")
+    _all_ranks_come(group, f"lt_tiled/{call}/left")
     raise error
 
 
@@ -71,6 +69,6 @@ def _all_ranks_come(group: dist.ProcessGroup, place: str) -> bool:
     """Wait for the other ranks at a place, and return whether all of them come in time."""
     try:
         barrier(group.get_group_store(), group.size(), place, PATIENCE)
-    except dist.DistStoreError:
+    except RuntimeError:  # in time not all of them, or the rank that held the store has ended
         return False
     return True
