@@ -36,7 +36,7 @@ class ModuleWithStep(LightningModule):
     def __init__(self, model: nn.Module, step: Callable[[Any, Any], Tensor] | None) -> None:
         super().__init__()
         self.model = model
-        self._step = step or (_loss_of_step if is_a(model, "LightningModule") else _loss_of)
+        self._step = step or _loss_of
 
     def configure_model(self) -> None:
         """Do nothing: Lightning wants this hook under FSDP2."""
@@ -45,12 +45,9 @@ class ModuleWithStep(LightningModule):
         return self._step(self.model, batch)
 
 
-def _loss_of_step(model: Any, batch: Any) -> Tensor:
-    """Return the loss of the ``training_step`` of a LightningModule of ``pytorch_lightning``."""
-    return training_loss(model.training_step, model, batch)
-
-
-def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+def _loss_of(model: Any, batch: Any) -> Tensor:
+    if is_a(model, "LightningModule"):  # of pytorch_lightning
+        return training_loss(model.training_step, model, batch)
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
     output = model(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
