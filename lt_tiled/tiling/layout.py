@@ -19,13 +19,21 @@ from lt_tiled.policies import Tiling
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
-LARGE_TILE_TOKENS = 4096
-"""The same for large weights. For each element of a weight a tile reads and writes the float32 sum and the 16-bit
-gradient, up to 12 bytes, and takes 8 FLOPs per token. Estimated for an H100 (3.35 TB/s, 400 TFLOP/s) that is 4 % of the
-time of the arithmetic, at 1024 tokens 18 %.
-"""
+
+
+def sums_share(tokens: int) -> float:
+    """Return the time that a tile of large weights takes for gradient sums, relative to its arithmetic.
+
+    Estimated for an H100: for each element of a weight a tile reads and writes the float32 sum, 8 bytes at 3.35 TB/s,
+    and takes 8 FLOPs per token at 400 TFLOP/s.
+    """
+    return (8 / 3.35e12) / (8 * tokens / 400e12)
+
+
+LARGE_TILE_TOKENS = next(size for size in (1024, 2048, 4096) if sums_share(size) <= 0.05)
+"""The same for large weights."""
 MAX_TILE_TOKENS = 8192
-"""Above it more tiles cost next to nothing: the sums of large weights take 2 % of the time, in the estimate above."""
+"""Above it more tiles cost next to nothing: the sums of large weights take less than 2 % of the time."""
 LARGE_SUMS = 32 * 2**20
 """The most bytes of float32 gradient sums, of three weights as in a gated MLP, that are assumed to stay in the cache of
 a GPU (an H100 has 50 MiB).

@@ -16,7 +16,7 @@ is no such module, as in GPT-2, Falcon, T5 and DeepSeek V3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,22 +134,24 @@ class LastLinear(Substituted):
     Args:
         pairs: Each tensor and what is to be seen in its place.
         linear: The module.
-        sums: The gradient sums of weight and bias; ``None`` for one that is absent or frozen.
+        own: The gradient sums of its weight and bias; ``None`` for one that is absent or frozen.
         dtype: Autocast's, where it is enabled.
+        sums: As of :class:`Substituted`.
     """
 
     def __init__(
         self,
         pairs: Iterable[tuple[Tensor, Tensor]],
         linear: nn.Linear,
-        sums: tuple[GradientSum | None, GradientSum | None],
+        own: tuple[GradientSum | None, GradientSum | None],
         dtype: torch.dtype | None,
+        sums: Mapping[int, GradientSum],
     ) -> None:
-        super().__init__(pairs)
+        super().__init__(pairs, sums)
         self._own: tuple[Any, Any] | None = (linear.weight, linear.bias)
         weight = self._instead(linear.weight).detach()  # that of the forward pass
-        self._sums, self._dtype, self._weight = sums, dtype, weight if dtype is None else weight.to(dtype)
-        self._trains = any(total is not None for total in sums)
+        self._sums, self._dtype, self._weight = own, dtype, weight if dtype is None else weight.to(dtype)
+        self._trains = any(total is not None for total in own)
         self._stand_ins: dict[Any, _StandIn] = {}
         """Shared by tiles of one size: making one takes a node of autograd."""
         self._input: Tensor | None = None
@@ -173,7 +175,7 @@ class LastLinear(Substituted):
             return None
         input, weight, bias = args
         if weight is not self._own[0] or bias is not self._own[1]:
-            return None
+            return super()._last(args)
         if self._output is not None and self._input is not None:
             self._output.read = True  # the module's own code may catch the exception
             raise CannotSkip

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
+from lt_tiled.tiling import products
 from lt_tiled.tiling.call import Call
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
@@ -275,6 +276,9 @@ class Backward:
         leaves = [s.leaf for s in self._all]
         self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
         self._pairs = [(t, total.leaf) for t, total in there]
+        self._products: dict[int, GradientSum] = {}
+        if call.device.type in products.ADDS_PRODUCTS:
+            self._products = {id(t): s for t, s in there if type(s.leaf) is Tensor and s.sum_dtype != s.dtype}
         self._mode = self._skip()
         self._outside = call.autocast.disabled()
         self._compiled = call.compiled
@@ -288,9 +292,9 @@ class Backward:
         if last is not None and type(linear := parts[last]) is nn.Linear:  # it may be another module since
             sums = {id(t): total for t, total in paired(self.call.weights, self.sums)}
             own = sums.get(id(linear.weight)), sums.get(id(linear.bias))
-            return LastLinear(self._pairs, linear, own, self.call.autocast.dtype)
+            return LastLinear(self._pairs, linear, own, self.call.autocast.dtype, self._products)
         saved = learned.saved.get(key)
-        return Substituted(self._pairs) if saved is None else LastProjectionSkip(saved, self._pairs)
+        return Substituted(self._pairs, self._products) if saved is None else LastProjectionSkip(saved, self._pairs)
 
     def _skip_no_more(self) -> None:
         """Recompute tiles in the next best way, in later steps as well."""

@@ -10,7 +10,7 @@ such modes and see the real weights, so the gradients of those are asked for as 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import HOOKS, is_of
-from lt_tiled.tiling.recompute import entry
+from lt_tiled.tiling.products import SummedLinear, add_product
+from lt_tiled.tiling.recompute import entry, in_checkpoint
 
 T = TypeVar("T")
 
@@ -138,11 +139,13 @@ class Substituted(TorchFunctionMode):
 
     Args:
         pairs: Each tensor and what is to be seen in its place.
+        sums: The sums of some, by their ids, to which linear modules add products.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], sums: Mapping[int, GradientSum] | None = None) -> None:
         super().__init__()
         self._pairs = {id(tensor): (tensor, instead) for tensor, instead in pairs}
+        self._products = sums or {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
@@ -166,15 +169,22 @@ class Substituted(TorchFunctionMode):
         return func(*given, **named)
 
     def _last(self, args: tuple[Any, ...]) -> Tensor | None:
-        """Return what stands for the output of a linear module that is not computed, or ``None`` to compute it."""
-        return None
+        """Return the output of a linear module, or what stands for it, or ``None`` for torch to compute it."""
+        total = self._products.get(id(args[1])) if self._products and len(args) == 3 else None
+        if total is None or type(args[0]) is not Tensor or args[0].dtype != total.dtype:
+            return None
+        # torch's checkpoint runs again what is inside of it without this mode, and compares what is saved.
+        if torch.is_autocast_enabled(args[0].device.type) or not torch.is_grad_enabled() or in_checkpoint():
+            return None
+        result: Tensor = SummedLinear.apply(args[0], total.leaf, self._instead(args[2]), total)
+        return result
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def end(self) -> None:
         """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""
-        self._pairs = {}
+        self._pairs, self._products = {}, {}
 
     def _instead(self, value: Any) -> Any:
         pair = self._pairs.get(id(value))
@@ -242,11 +252,6 @@ def substituted(
         mode.end()
 
 
-def adds_in_product(total: Tensor, factor: Tensor) -> bool:
-    """Whether a matrix product of 16-bit factors can be added to a float32 sum without rounding it first."""
-    return factor.is_cuda and torch.version.cuda is not None and total.dtype == torch.float32 != factor.dtype
-
-
 def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
     """Return the dtype in which gradients of a dtype are summed."""
     return torch.float32 if accumulate == "float32" and dtype in (torch.bfloat16, torch.float16) else dtype
@@ -294,11 +299,7 @@ class GradientSum:
 
         A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
         """
-        if self.sum is not None and self.sum.dtype == left.dtype:
-            torch.addmm(self.sum, left, right, out=self.sum)
-        elif self.sum is not None and adds_in_product(self.sum, left):
-            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
-        else:
+        if self.sum is None or not add_product(self.sum, left, right):
             self.add(left.mm(right))
 
     def add_direct(self, tensor: Tensor, gradient: Tensor, module: str) -> None:

@@ -348,6 +348,46 @@ def test_error_does_not_grow_with_the_tiles(dtype: torch.dtype) -> None:
     assert less_accurate(gradients(tile(module, num_shards=256), x), untiled, true, dtype) == {}
 
 
+class Checkpointed(GatedMLP):
+    """Recomputes a part of itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(checkpoint(lambda x: self.act(self.gate(x)) * self.up(x), x, use_reentrant=False))
+
+
+@pytest.mark.low_precision
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("module", [GatedMLP, Checkpointed])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_go_into_float32_sums(
+    module: type[GatedMLP], bias: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the products of all projections and all tiles but the first go into the float32 sums, and gradients are
+    as near to float64 as the untiled module's; those in a checkpoint of the module's own are summed by autograd.
+    """
+    products, addmm = [], torch.addmm
+
+    def counted(total: Tensor, left: Tensor, right: Tensor, *, out: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert (total.dtype, left.dtype, right.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+        products.append(total)
+        if left.is_cuda:
+            return addmm(total, left, right, out=out, out_dtype=out_dtype)
+        return addmm(total, left.float(), right.float(), out=out)
+
+    mlp, x = module(128, 384, bias=bias).bfloat16(), randn(1, 2048, 128, dtype=torch.bfloat16)
+    true, untiled = reference(mlp, x), gradients(mlp, x, device=where)
+    monkeypatch.setattr("lt_tiled.tiling.products.ADDS_PRODUCTS", (where,))
+    monkeypatch.setattr(torch, "addmm", counted)
+    for frozen in (False, True):
+        mlp.gate.weight.requires_grad_(not frozen)
+        products.clear()
+        found = gradients(tile(mlp, num_shards=16), x, device=where)
+        untile(mlp)
+        assert len(products) == 15 * (1 if module is Checkpointed else 3 - frozen)
+        assert ("gate.weight" in found) is not frozen
+        assert less_accurate(found, *({n: v[n] for n in found} for v in (untiled, true)), torch.bfloat16) == {}
+
+
 @pytest.mark.low_precision
 def test_accumulate_param_sums_in_the_weights_dtype() -> None:
     """``accumulate="param"`` gives up that accuracy: its error is larger than with float32 sums."""

@@ -1,0 +1,51 @@
+"""Weight gradients that a matrix product adds to their sum.
+
+A 16-bit gradient that autograd computes is rounded, written, and read again to be added to its float32 sum: 12 bytes
+for each element of the weight in each tile. A product that is added to the sum as it is computed takes 8.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lt_tiled.tiling.weights import GradientSum
+
+ADDS_PRODUCTS = ("cuda",) if torch.version.cuda else ()
+"""The devices that add a product of 16-bit factors to a float32 sum."""
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Add ``left @ right`` to a sum inside of the matrix product; return whether that exists for device and dtypes."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    elif total.dtype == torch.float32 and left.device.type in ADDS_PRODUCTS:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        return False
+    return True
+
+
+class SummedLinear(torch.autograd.Function):
+    """``F.linear`` of a leaf, whose gradient is added to the leaf's sum and not returned."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, total: GradientSum) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.set_materialize_grads(False)
+        ctx.weight, ctx.total = leaf.detach(), total
+        return F.linear(input, leaf, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None, None
+        (input,) = ctx.saved_tensors
+        rows, (wants_input, _, wants_bias, _) = gradient.reshape(-1, gradient.shape[-1]), ctx.needs_input_grad
+        ctx.total.add_product(rows.t(), input.reshape(-1, input.shape[-1]))
+        of_input = rows.mm(ctx.weight).view(input.shape) if wants_input else None
+        return of_input, None, rows.sum(0) if wants_bias else None, None
