@@ -208,6 +208,7 @@ def costs(
     runs = {n + case: partial(gradients, f, inputs, 1.0) for n, f in usable.items() for case, inputs in cases.items()}
     times = interleaved({name: partial(seconds_of, run, device) for name, run in runs.items()}, rounds)
     logits = 4 * sizes[0] * sizes[2]
+    threads = "" if device.type == "cuda" else f"threads: {torch.get_num_threads()}, "
     size = f"{sizes[0]} tokens of {sizes[1]}, a vocabulary of {sizes[2]}"
     title = f"the loss: {size}, {str(dtype)[6:]}, {tiles} tiles, forward and backward"
     headings = ["", "FLOPs", "time, median", "range", "peak / logits", "peak / tile, bfloat16"]
@@ -215,7 +216,7 @@ def costs(
     sheet.notes = [
         f"FLOPs and time relative to full logits of all tokens; peak relative to the {logits / 2**20:.0f} MiB of"
         f" float32 logits, and to one tile of bfloat16 logits with hidden states of 4; {rounds} rounds,"
-        f" {machine(device)}."
+        f" {threads}{machine(device)}."
     ]
     base, unseen = flops(runs["full logits"]), "inside a kernel"
     narrow = drawn(sizes[0], 4, sizes[2], torch.bfloat16, device)

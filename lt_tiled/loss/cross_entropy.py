@@ -71,24 +71,19 @@ class CrossEntropy:
         if self.logit_softcap is not None:
             bent = (values.to(wide) / self.logit_softcap).tanh_()
             values = bent * self.logit_softcap
-        if factor is not None and values.dtype == wide:  # without a copy, and a division of each probability
-            most = values.amax(-1, keepdim=True)
-            logs = values.sub_(most)  # but for the logarithms of sums
-        else:
-            whole = values.to(wide).logsumexp(-1, keepdim=True) if self.z_loss else None
-            most, logs = None, values.log_softmax(-1, dtype=wide)
+        most = values.amax(-1, keepdim=True) if factor is not None and values.dtype == wide else None
+        whole = values.to(wide).logsumexp(-1, keepdim=True) if self.z_loss and most is None else None
+        # In place the logarithms lack that of their sum, and the gradient is divided by it in the end.
+        logs = values.log_softmax(-1, dtype=wide) if most is None else values.sub_(most)
         del values
         smooth = self.label_smoothing
         loss = -logs.gather(-1, chosen)
         if smooth:
             loss = (1 - smooth) * loss - smooth * logs.mean(-1, keepdim=True)
-        sums = loss.new_ones(())
-        if factor is not None:
-            gradient = logs.exp_()
+        gradient = logs if factor is None else logs.exp_()
+        sums = loss.new_ones(()) if most is None else gradient.sum(-1, keepdim=True)
         if most is not None:
-            sums = gradient.sum(-1, keepdim=True)
-            norms = sums.log()
-            loss, whole = loss + norms, most + norms if self.z_loss else None
+            loss, whole = loss + sums.log(), most + sums.log() if self.z_loss else None
         if whole is not None:
             loss = loss + self.z_loss * whole.square()
         loss = loss.squeeze(-1).where(counted, 0.0)
