@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lt_tiled.tiling.products import add_product
 from lt_tiled.tiling.recompute import Precision, SavedCounter
-from lt_tiled.tiling.weights import GradientSum, differentiate, sum_dtype
+from lt_tiled.tiling.weights import GradientSum, adds_in_product, differentiate, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
@@ -56,7 +55,7 @@ class LinearTile:
         """Add the weights' gradients for the last tile's gradient of logits, and return that of its hidden states."""
         weight, *bias = self._sums
         if weight is not None:
-            _add_product(weight, gradient.t(), self._rows)
+            add_product(weight, gradient, self._rows)
         if bias and bias[0] is not None:
             bias[0].add_(gradient.sum(0, dtype=bias[0].dtype))
         return gradient.mm(self._weight) if self._wants_rows else None
@@ -69,12 +68,17 @@ class LinearTile:
         """Do nothing: there are no hooks."""
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to a sum, in the sum's precision."""
-    if not add_product(total, left, right):  # in parts, because each is copied to the sum's dtype
-        right, size = right.to(total.dtype), max(1, len(total) // 8)
-        for part, into in zip(left.split(size), total.split(size), strict=True):
-            torch.addmm(into, part.to(total.dtype), right, out=into)
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left.t() @ right`` to a sum, in the sum's precision."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left.t(), right, out=total)
+    elif adds_in_product(total, left):
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+    else:  # in parts, because each is copied to the sum's dtype
+        right = right.to(total.dtype)
+        size = max(1, total.shape[0] // 8)
+        for part, into in zip(left.split(size, 1), total.split(size), strict=True):
+            torch.addmm(into, part.t().to(total.dtype), right, out=into)
 
 
 class GraphTile:

@@ -15,20 +15,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lt_tiled.tiling.weights import GradientSum
 
-ADDS_PRODUCTS = ("cuda",) if torch.version.cuda else ()
-"""The devices that add a product of 16-bit factors to a float32 sum."""
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Add ``left @ right`` to a sum inside of the matrix product; return whether that exists for device and dtypes."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, out=total)
-    elif total.dtype == torch.float32 and left.device.type in ADDS_PRODUCTS:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        return False
-    return True
-
 
 class SummedLinear(torch.autograd.Function):
     """``F.linear`` of a leaf, whose gradient is added to the leaf's sum and not returned."""

@@ -175,7 +175,7 @@ class LastLinear(Substituted):
             return None
         input, weight, bias = args
         if weight is not self._own[0] or bias is not self._own[1]:
-            return super()._last(args)
+            return super()._last(args) if self._products else None
         if self._output is not None and self._input is not None:
             self._output.read = True  # the module's own code may catch the exception
             raise CannotSkip

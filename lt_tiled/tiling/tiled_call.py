@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
-from lt_tiled.tiling import products
+from lt_tiled.tiling import weights
 from lt_tiled.tiling.call import Call
 from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
 from lt_tiled.tiling.graph import check_closed, kept_tensors
@@ -277,7 +277,7 @@ class Backward:
         self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
         self._pairs = [(t, total.leaf) for t, total in there]
         self._products: dict[int, GradientSum] = {}
-        if call.device.type in products.ADDS_PRODUCTS:
+        if call.device.type in weights.ADDS_PRODUCTS:
             self._products = {id(t): s for t, s in there if type(s.leaf) is Tensor and s.sum_dtype != s.dtype}
         self._mode = self._skip()
         self._outside = call.autocast.disabled()

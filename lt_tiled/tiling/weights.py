@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import HOOKS, is_of
-from lt_tiled.tiling.products import SummedLinear, add_product
+from lt_tiled.tiling.products import SummedLinear
 from lt_tiled.tiling.recompute import entry, in_checkpoint
 
 T = TypeVar("T")
@@ -252,6 +252,15 @@ def substituted(
         mode.end()
 
 
+ADDS_PRODUCTS = ("cuda",) if torch.version.cuda else ()
+"""The devices that add a product of 16-bit factors to a float32 sum."""
+
+
+def adds_in_product(total: Tensor, factor: Tensor) -> bool:
+    """Whether a matrix product of 16-bit factors can be added to a float32 sum without rounding it first."""
+    return factor.device.type in ADDS_PRODUCTS and total.dtype == torch.float32 != factor.dtype
+
+
 def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
     """Return the dtype in which gradients of a dtype are summed."""
     return torch.float32 if accumulate == "float32" and dtype in (torch.bfloat16, torch.float16) else dtype
@@ -299,7 +308,11 @@ class GradientSum:
 
         A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
         """
-        if self.sum is None or not add_product(self.sum, left, right):
+        if self.sum is not None and self.sum.dtype == left.dtype:
+            torch.addmm(self.sum, left, right, out=self.sum)
+        elif self.sum is not None and adds_in_product(self.sum, left):
+            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
+        else:
             self.add(left.mm(right))
 
     def add_direct(self, tensor: Tensor, gradient: Tensor, module: str) -> None:

@@ -376,7 +376,7 @@ def test_products_go_into_float32_sums(
 
     mlp, x = module(128, 384, bias=bias).bfloat16(), randn(1, 2048, 128, dtype=torch.bfloat16)
     true, untiled = reference(mlp, x), gradients(mlp, x, device=where)
-    monkeypatch.setattr("lt_tiled.tiling.products.ADDS_PRODUCTS", (where,))
+    monkeypatch.setattr("lt_tiled.tiling.weights.ADDS_PRODUCTS", (where,))
     monkeypatch.setattr(torch, "addmm", counted)
     for frozen in (False, True):
         mlp.gate.weight.requires_grad_(not frozen)
