@@ -149,7 +149,7 @@ class LastLinear(Substituted):
     ) -> None:
         super().__init__(pairs, sums)
         self._own: tuple[Any, Any] | None = (linear.weight, linear.bias)
-        weight = self._instead(linear.weight).detach()  # that of the forward pass
+        weight = self._instead(id(linear.weight), linear.weight).detach()  # that of the forward pass
         self._sums, self._dtype, self._weight = own, dtype, weight if dtype is None else weight.to(dtype)
         self._trains = any(total is not None for total in own)
         self._stand_ins: dict[Any, _StandIn] = {}
@@ -170,12 +170,11 @@ class LastLinear(Substituted):
         super().end()
         self._own = self._input = self._edge = None
 
-    def _last(self, args: tuple[Any, ...]) -> Tensor | None:
-        if self._own is None or len(args) != 3:  # nn.Linear calls it with three
+    def _last(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        if self._own is None:
             return None
-        input, weight, bias = args
         if weight is not self._own[0] or bias is not self._own[1]:
-            return super()._last(args) if self._products else None
+            return super()._last(input, weight, bias) if self._products else None
         if self._output is not None and self._input is not None:
             self._output.read = True  # the module's own code may catch the exception
             raise CannotSkip

@@ -36,6 +36,8 @@ from lt_tiled.tiling.skip import CannotSkip, LastLinear, LastProjectionSkip, Not
 from lt_tiled.tiling.sums import Input, SumInTiles
 from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired, substituted
 
+_SKIPS = LastLinear, LastProjectionSkip
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -273,13 +275,14 @@ class Backward:
         # What code gets that does not get the leaves: see NOTE [Substitution].
         self._direct = [(total, t) for t, total in there if t.requires_grad]
         self._all = (*sums, *wholes)
-        leaves = [s.leaf for s in self._all]
-        self._targets, self._own = (*leaves, *(t for _, t in self._direct)), len(self._wanted) + len(leaves)
+        edges = [s.edge for s in self._all]
+        self._targets, self._own = (*edges, *(t for _, t in self._direct)), len(self._wanted) + len(edges)
         self._pairs = [(t, total.leaf) for t, total in there]
         self._products: dict[int, GradientSum] = {}
         if call.device.type in weights.ADDS_PRODUCTS:
             self._products = {id(t): s for t, s in there if type(s.leaf) is Tensor and s.sum_dtype != s.dtype}
         self._mode = self._skip()
+        self._run = partial(call.arguments.call, call.work.function)
         self._outside = call.autocast.disabled()
         self._compiled = call.compiled
         self._known: set[int] | None = None
@@ -328,7 +331,8 @@ class Backward:
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
                 leaves = call.leaves(inputs, self.wholes)
                 held = [t for part in call.work.parts for t in (*part._parameters.values(), *part._buffers.values())]
-                self._known = {id(t) for t in (*leaves, *self._targets, *held)}
+                own_leaves, direct = [s.leaf for s in self._all], [t for _, t in self._direct]
+                self._known = {id(t) for t in (*leaves, *own_leaves, *direct, *held)}
                 tiles = call.tiles(leaves)
                 for tile, own, into in each_tile(zip(tiles, rows_of(given), rows_of(parts))):  # noqa: B905
                     self._tile(tile, list(own), into)
@@ -348,7 +352,7 @@ class Backward:
             return
         found: Sequence[Tensor | None] = [None] * len(into)
         roots = self._recompute(tile, given)
-        targets = (*[tile[index] for index in self._wanted], *self._targets)
+        targets = (*map(tile.__getitem__, self._wanted), *self._targets)
         if self._known is not None:  # in each backward pass: what was frozen, or not used, in the first call counts too
             nodes = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end, _ in roots]
             for tensor in tile:
@@ -386,10 +390,10 @@ class Backward:
     def _outputs(self, tile: Sequence[Tensor]) -> list[Any] | None:
         """Return the leaves of a tile's output, or ``None`` if it reads the values of the last projection."""
         mode = self._mode
-        skip = mode if isinstance(mode, LastLinear | LastProjectionSkip) else None
+        skip = mode if isinstance(mode, _SKIPS) else None
         try:
             with mode:
-                output = self.call.run_views(tile)
+                output = self._run(tile)
             outputs = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
             if skip is not None:
                 skip.check(outputs)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -144,53 +144,48 @@ class Substituted(TorchFunctionMode):
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], sums: Mapping[int, GradientSum] | None = None) -> None:
         super().__init__()
-        self._pairs = {id(tensor): (tensor, instead) for tensor, instead in pairs}
+        self._pairs = list(pairs)  # whose tensors keep their ids
+        self._instead_of = {id(tensor): instead for tensor, instead in self._pairs}
         self._products = sums or {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            result = self._last(args)
-            if result is not None:
-                return result
-        pairs, given = self._pairs, list(args)
-        for index, value in enumerate(args):  # without calls: each operation of each tile comes here
-            if id(value) in pairs:
-                given[index] = pairs[id(value)][1]
-            elif type(value) is list or type(value) is tuple:
-                given[index] = self._instead(value)
+        if func is F.linear and len(args) == 3:  # as nn.Linear calls it
+            last = self._last(*args)
+            if last is not None:
+                return last
+        instead: Any = self._instead_of.get
+        for value in (*args, *kwargs.values()) if kwargs else args:  # without calls: each operation comes here
+            if type(value) is list or type(value) is tuple:
+                instead = self._instead
+        given = map(instead, map(id, args), args)
         if not kwargs:
             return func(*given)
-        named = dict(kwargs)
-        for name, value in kwargs.items():
-            if id(value) in pairs:
-                named[name] = pairs[id(value)][1]
-            elif type(value) is list or type(value) is tuple:
-                named[name] = self._instead(value)
-        return func(*given, **named)
+        values = kwargs.values()
+        return func(*given, **dict(zip(kwargs, map(instead, map(id, values), values), strict=True)))
 
-    def _last(self, args: tuple[Any, ...]) -> Tensor | None:
+    def _last(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the output of a linear module, or what stands for it, or ``None`` for torch to compute it."""
-        total = self._products.get(id(args[1])) if self._products and len(args) == 3 else None
-        if total is None or type(args[0]) is not Tensor or args[0].dtype != total.dtype:
+        total = self._products.get(id(weight)) if self._products else None
+        if total is None or type(input) is not Tensor or input.dtype != total.dtype:
             return None
         # torch's checkpoint runs again what is inside of it without this mode, and compares what is saved.
-        if torch.is_autocast_enabled(args[0].device.type) or not torch.is_grad_enabled() or in_checkpoint():
+        if torch.is_autocast_enabled(input.device.type) or not torch.is_grad_enabled() or in_checkpoint():
             return None
-        result: Tensor = SummedLinear.apply(args[0], total.leaf, self._instead(args[2]), total)
+        result: Tensor = SummedLinear.apply(input, total.leaf, self._instead(id(bias), bias), total)
         return result
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._instead_of)
 
     def end(self) -> None:
         """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""
-        self._pairs, self._products = {}, {}
+        self._instead_of, self._products = {}, {}
 
-    def _instead(self, value: Any) -> Any:
-        pair = self._pairs.get(id(value))
-        if pair is not None:
-            return pair[1]
-        return type(value)(map(self._instead, value)) if type(value) in (list, tuple) else value
+    def _instead(self, key: int, value: Any) -> Any:
+        """Return what is seen in place of a value with this id, or of the entries of a list or a tuple."""
+        if type(value) is list or type(value) is tuple:
+            return type(value)(map(self._instead, map(id, value), value))
+        return self._instead_of.get(key, value)
 
 
 def paired(weights: Sequence[Weight], leaves: Sequence[T]) -> list[tuple[Tensor, T]]:
@@ -279,23 +274,24 @@ class GradientSum:
         self.sum_dtype = sum_dtype(tensor.dtype, accumulate)
         self.sum: Tensor | None = None
         self.leaf = tensor.detach().requires_grad_()
+        self.edge = get_gradient_edge(self.leaf)  # kept: each tile would make the node anew
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
         self.open = False
         self._handle = self.leaf.register_hook(self._arrived)
 
     def _arrived(self, gradient: Tensor | None) -> Tensor | None:
-        if not self.open:
-            raise RuntimeError(
-                f"A tiled module asks autograd in its forward pass for the gradient of its own weight of shape"
-                f" {list(self.leaf.shape)}, which would be summed as the tile's: lt_tiled.untile() the module."
-            )
-        return self.add(gradient)
+        if self.open:
+            return self.add(gradient)
+        raise RuntimeError(
+            f"A tiled module asks autograd in its forward pass for the gradient of its own weight of shape"
+            f" {list(self.leaf.shape)}, which would be summed as the tile's: lt_tiled.untile() the module."
+        )
 
     def add(self, gradient: Tensor | None) -> Tensor | None:
         """Add one tile's gradient, or a part of it; a tiled module inside has none for a weight it does not use."""
         if gradient is None:
             return None
-        dense = gradient.layout == torch.strided
+        dense = gradient.layout is torch.strided
         if self.sum is None:
             form: Any = {"memory_format": torch.contiguous_format} if dense else {}
             self.sum = gradient.to(self.sum_dtype, copy=True, **form)
@@ -343,7 +339,7 @@ class GradientSum:
 
 
 def differentiate(
-    sums: Sequence[GradientSum], outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    sums: Sequence[GradientSum], outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of inputs, as ``torch.autograd.grad``; those of the sums' leaves are added to the sums.
 
