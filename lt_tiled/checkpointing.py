@@ -38,7 +38,7 @@ from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
-from lt_tiled.modules.find import find_named, walk_all
+from lt_tiled.modules.find import find_named, kind_of, walk_all
 from lt_tiled.modules.patch import Order, Patch, compiler, get_patches, set_patch, uncompiled
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
@@ -75,6 +75,8 @@ class BlockPatch(Patch):
     """The state of a block with activation checkpointing."""
 
     order = Order.CHECKPOINT
+    by_others = False
+    """Whether the model itself recomputed the block in a call so far."""
 
     def __init__(
         self,
@@ -100,7 +102,10 @@ class BlockPatch(Patch):
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and recompute it in the backward pass if one may follow."""
         due = self.runs.begin()
-        if _checkpoints_itself(module) or _is_recomputed_by_others(module) or is_transformed():
+        if _checkpoints_itself(module):
+            return self.inner(module, *args, **kwargs)
+        if _is_recomputed_by_others(module) or is_transformed():
+            self.by_others = self.by_others or not is_transformed()
             return self.inner(module, *args, **kwargs)
         args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():
@@ -259,7 +264,7 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
     found = find_blocks(model)
     if not found:
         raise NothingFoundError(
-            f"ActivationCheckpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"
+            f"ActivationCheckpointing found no blocks in {kind_of(model)} (repeated children of a ModuleList or"
             " Sequential): name them, as in ActivationCheckpointing(targets=['MyBlock']), or set"
             " activation_checkpointing=False."
         )

@@ -52,6 +52,8 @@ class RecomputedBlock:
     """Those of the largest call that kept attention's output under ``keep="auto"``, so that attention ran once."""
     kept_bytes: int = 0
     """The bytes that this call kept."""
+    by_model: bool = False
+    """Whether the model's own activation checkpointing recomputed it in a call so far, and lt_tiled left it to that."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Report:
                 losses.append(TiledModule(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
                 showed = (0, 0, 0) if block.auto is None else (block.auto.largest, *block.auto.kept)
-                blocks.append(RecomputedBlock(path, type(module).__name__, *showed))
+                blocks.append(RecomputedBlock(path, type(module).__name__, *showed, block.by_others))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
             for part in get_patches(module, SharedBlock):
@@ -150,11 +152,12 @@ class Report:
             for (path, kind, tokens, tiles), count in alike.items():
                 calls = (str(tokens), str(tiles)) if tokens else ("-", "never tiled")
                 table.add_row(what, f"{count} x {kind}", path, *calls)
-        same = Counter((pattern(row.path), row.kind, row.tokens, row.kept_tokens) for row in self.blocks)
-        for (path, kind, tokens, kept_tokens), count in same.items():
+        same = Counter((pattern(row.path), row.kind, row.tokens, row.kept_tokens, row.by_model) for row in self.blocks)
+        for (path, kind, tokens, kept_tokens, by_model), count in same.items():
             spared = [f"not recomputed: {tokens}"] * (tokens > 0) + [f"attention kept: {kept_tokens}"] * (
                 kept_tokens > 0
             )
+            spared += ["by the model itself"] * by_model
             table.add_row("activation checkpointing", f"{count} x {kind}", path, ", ".join(spared), "")
         for row in self.shared:
             where = f"{row.first} to {row.last}"

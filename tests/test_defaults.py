@@ -109,14 +109,17 @@ def flops(net: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_that_recomputes_its_blocks(reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Its blocks are left to it, with one line, and cost the FLOPs of its own checkpointing and no more."""
+    """Its blocks are left to it, with one line and in the report, and cost the FLOPs of its own checkpointing."""
     torch.manual_seed(0)
     net, x = Recomputes(Layer(GatedMLP()), Layer(GatedMLP())), randn(2, 32, H).requires_grad_()
     net.reentrant = reentrant
     own, true = flops(net, x), reference(net, x)
-    with prepare(net, activation_checkpointing=ActivationCheckpointing()):
+    with prepare(net, activation_checkpointing=ActivationCheckpointing()) as prepared:
+        assert not any(block.by_model for block in prepared.report().blocks)
         assert flops(net, x) == own
         assert worst(gradients(net, x), true) < EXACT
+        assert all(block.by_model for block in prepared.report().blocks)
+        assert prepared.report().table().columns[3]._cells[-1] == "by the model itself"
     assert caplog.text.count("Layer is left to the activation checkpointing that its model applies itself") == 1
 
 

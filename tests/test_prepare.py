@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
+from lt_tiled.errors import NothingFoundError
 from lt_tiled.report import Report
 from tests.models import GatedMLP, H, TinyLM, lm_loss
 
@@ -160,3 +162,16 @@ def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
         ValueError, match="tiling='many' is not understood: pass a number of tiles, True, False or a Tiling"
     ):
         prepare(model, tiling="many")
+
+
+def test_messages_name_the_model_inside() -> None:
+    """A message about what is not found names the largest model inside of a LightningModule, not that alone."""
+
+    class Supervised(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss, self.net = nn.CrossEntropyLoss(), nn.Sequential(nn.Linear(16, 16))
+
+    for policy in ({"tiling": True}, {"activation_checkpointing": True}):
+        with pytest.raises(NothingFoundError, match=r"found no \w+ in the Sequential of Supervised"):
+            prepare(Supervised(), **policy)  # type: ignore[arg-type]

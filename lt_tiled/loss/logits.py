@@ -117,8 +117,8 @@ class HeadCall:
                 )
             if found != self.versions:
                 raise RuntimeError(
-                    f"{name}: the hidden states or weights of its head were changed before its logits were used. Use"
-                    " them before, or turn the tiled loss off with loss=False."
+                    f"{name}: the hidden states or weights of its head were changed, or an optimizer made a step,"
+                    " before its logits were used. Use them before, or turn the tiled loss off with loss=False."
                 )
             return function(head, hidden)
 

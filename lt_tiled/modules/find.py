@@ -13,6 +13,15 @@ def has_class(module: nn.Module, names: Iterable[str]) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
+def kind_of(model: nn.Module) -> str:
+    """Return the class of a model for messages, with that of the largest model inside of a LightningModule."""
+    kind, children = type(model).__name__, list(model.children())
+    if not has_class(model, ("LightningModule",)) or not children:
+        return kind
+    inner = max(children, key=lambda child: sum(p.numel() for p in child.parameters()))
+    return f"the {type(unwrapped(inner)).__name__} of {kind}"
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile(module)`` or a ``FullyShardedDataParallel`` unit."""
     children = dict(module.named_children())
@@ -61,7 +70,7 @@ def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str,
         chosen = [(path, m) for path, m in everything if has_forward(m) and targets(path, m)]
         if not chosen:
             raise ValueError(
-                f"{what} targets={targets!r} chooses none of the {len(everything)} modules of {type(model).__name__}."
+                f"{what} targets={targets!r} chooses none of the {len(everything)} modules of {kind_of(model)}."
             )
         return outermost(chosen)
     found: list[tuple[str, nn.Module]] = []
@@ -70,7 +79,7 @@ def find_named(model: nn.Module, targets: Targets, what: str) -> list[tuple[str,
         if not matches:
             classes = sorted({type(m).__name__ for _, m in everything})
             raise ValueError(
-                f"{what} target {target!r} matches no module of {type(model).__name__}: pass a class name or a path"
+                f"{what} target {target!r} matches no module of {kind_of(model)}: pass a class name or a path"
                 f" glob such as 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
             )
         for path, m in matches:

@@ -10,7 +10,7 @@ from torch import nn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.feed_forward import Tileable, find_feed_forwards
-from lt_tiled.modules.find import find_named, has_class, outermost, walk
+from lt_tiled.modules.find import find_named, has_class, kind_of, outermost, walk
 from lt_tiled.modules.norms import find_norms
 from lt_tiled.policies import Tiling
 
@@ -48,7 +48,7 @@ def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileabl
     found = [tileable for path, root in roots for tileable in find_feed_forwards(root, path, top=root is model)]
     if not found:
         raise NothingFoundError(
-            f"Tiling found no MLP in {type(model).__name__} (a child of a block with linear layers from hidden_size to"
+            f"Tiling found no MLP in {kind_of(model)} (a child of a block with linear layers from hidden_size to"
             " intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'),"
             " or pass tiling=False."
         )
