@@ -15,8 +15,8 @@ from lt_tiled.modules.cache import by_name
 
 DOCUMENTS = ("cu_seq_lens", "max_length")
 """How arguments begin that tell the places of packed documents."""
-_OTHER_SEQUENCE = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
-"""The arguments of blocks for the hidden states of another sequence to attend to, as that of an encoder."""
+_OTHER_SEQUENCE = ("encoder_", "cross_")
+"""How arguments begin that belong to another sequence, of which each rank has all tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Call:
         def changed(name: str, leaf: Any) -> Any:
             if leaf is self.tokens:
                 return tokens
-            if isinstance(leaf, Tensor) and (masks or not is_mask(name, leaf, total)):
+            other = name.startswith(_OTHER_SEQUENCE)  # masks of another sequence have rows for the rank's own tokens
+            if isinstance(leaf, Tensor) and (masks or other or not is_mask(name, leaf, total)):
                 for dim in token_dims(owner, name, leaf, total):
                     leaf = change(leaf, dim)
             return leaf
@@ -75,16 +76,6 @@ class Call:
     def replaced(self, **new: Any) -> Call:
         arguments, count = self.arguments | new, len(self.args)
         return Call(self.module, tuple(arguments.values())[:count], dict(list(arguments.items())[count:]))
-
-
-def refuse_other_sequence(owner: str, call: Call) -> None:
-    """Raise ``ValueError`` if a block is given another sequence to attend to."""
-    for name in _OTHER_SEQUENCE:
-        if call.arguments.get(name) is not None:
-            raise ValueError(
-                f"{owner} is given {name}: attention to another sequence, as that of an encoder or of images, cannot be"
-                " shared. Use sequence_parallel=1."
-            )
 
 
 def is_mask(name: str, tensor: Tensor, total: int) -> bool:
@@ -101,6 +92,9 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
     """Return the dimensions of tokens: one, two of a mask, or none."""
     if name.startswith(DOCUMENTS):
         return []
+    if name.startswith(_OTHER_SEQUENCE):
+        rows = tensor.dim() - 2
+        return [rows] if "mask" in name and tensor.dim() > 2 and tensor.shape[rows] == total else []
     dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:
         return dims[-1:]  # token or position ids [B, S]

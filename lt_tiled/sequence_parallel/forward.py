@@ -13,7 +13,7 @@ attention exchanges heads for tokens (``attention.py``), and the loss of all tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.modules.cache import caches_in
 from lt_tiled.modules.patch import Order, Patch
-from lt_tiled.sequence_parallel.arguments import Call, refuse_other_sequence, repeated_to
+from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
@@ -47,16 +47,14 @@ class SharedPart(Patch):
         """Whether it was seen in training that the module keeps no gradients beside its output."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region, call = current(), Call(module, args, kwargs)
-        if region is None:
-            return self.share(call)
-        if region.size > 1 and not is_backward():
-            self.refuse(call, ())
-        with entered(region):  # what recomputes the whole block may begin here
-            return call.run(self.inner)
+        if (region := current()) is not None:
+            self.begin_inside(module, region)
+            with entered(region):  # what recomputes the whole block may begin here
+                return self.inner(module, *args, **kwargs)
+        return self.share(Call(module, args, kwargs))
 
-    def refuse(self, call: Call, hooks_outside: Sequence[str]) -> None:
-        """Refuse what cannot be in a region, but for hooks of the kinds that get all tokens."""
+    def begin_inside(self, module: nn.Module, region: Region) -> None:
+        """Check what cannot be in a region, before the module runs in one."""
 
     def share(self, call: Call) -> Any:
         raise NotImplementedError
@@ -98,9 +96,9 @@ class SharedBlock(SharedPart):
         self.hooks_outside = ["_forward_pre_hooks"] * first + ["_forward_hooks"] * last
         """The kinds of hooks on the block that get all tokens where the region is no more than the blocks."""
 
-    def refuse(self, call: Call, hooks_outside: Sequence[str]) -> None:
-        refuse_other_sequence(self.name, call)
-        refuse_hooks(self.name, call.module, hooks_outside)
+    def begin_inside(self, module: nn.Module, region: Region) -> None:
+        if region.size > 1 and not is_backward():
+            refuse_hooks(self.name, module, outside=())
 
     def share(self, call: Call) -> Any:
         sharing = self.sharing
@@ -123,7 +121,7 @@ class SharedBlock(SharedPart):
 
     def _opened(self, call: Call) -> Region | None:
         """Return a region for the tokens of a first block's input, unless each rank runs all blocks on all tokens."""
-        if call.tokens is None:
+        if call.tokens is None or (self.sharing.in_model_only and not self.sharing.in_model):
             return None
         sharing, before, total = self.sharing, self.sharing.open, call.tokens.shape[1]
         if before is not None and total == before.length != before.total:
@@ -160,7 +158,7 @@ class SharedBlock(SharedPart):
             own = own.clone()  # a view would keep those of all ranks alive
         if not is_backward():
             if region.size > 1:
-                self.refuse(call, self.hooks_outside)
+                refuse_hooks(self.name, call.module, self.hooks_outside)
             for count in self.lengths_to_check(region.total):
                 self._check(region, call, own, count)
         if self.first and not is_backward():  # in a reentrant checkpoint the output has no graph yet

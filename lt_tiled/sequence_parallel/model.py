@@ -36,7 +36,7 @@ class SharedModel(SharedPart):
         """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
 
     def share(self, call: Call) -> Any:
-        sharing, compares = self.sharing, False
+        sharing, compares, fills_cache = self.sharing, False, False
         if sharing.hand_written:  # its first block compares the batches
             self._check_around(call)
         else:
@@ -47,8 +47,9 @@ class SharedModel(SharedPart):
                     with sharing.compared(call):
                         return self._to_loss(call, begin)
             call = causal.without_unused_cache(call)
-            compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
-        with sharing.around_blocks(), sharing.compared(call) if compares else nullcontext():
+            fills_cache = causal.fills_cache(call)
+            compares = not fills_cache and not causal.is_partial(call)  # ranks may generate apart
+        with sharing.around_blocks(fills_cache), sharing.compared(call) if compares else nullcontext():
             return call.run(self.inner)
 
     def _begin(self, call: Call) -> Begin | None:
