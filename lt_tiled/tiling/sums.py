@@ -55,8 +55,8 @@ class Running:
     inputs: Sequence[Any]
     deferred: list[weakref.ref[Any]] = field(default_factory=list)
     """What was deferred inside."""
-    sums: dict[int, tuple[weakref.ref[Tensor], int, Known]] = field(default_factory=dict)
-    """Each sum with its version, by its id."""
+    sums: dict[int, tuple[weakref.ref[Tensor], list[int], Known]] = field(default_factory=dict)
+    """Each sum with the versions of it and of its parts, by its id."""
 
     def may_note(self, parts: tuple[Any, Tensor], normed: Tensor) -> bool:
         """Whether the first one is an input of this module, to which the norm of the second one is added."""
@@ -66,15 +66,15 @@ class Running:
     def note(self, total: Tensor, how: Sum, parts: tuple[Tensor, Tensor]) -> None:
         """Note a sum of these."""
         if total.is_contiguous():
-            self.sums[id(total)] = weakref.ref(total), total._version, (how, parts)
+            self.sums[id(total)] = weakref.ref(total), [t._version for t in (total, *parts)], (how, parts)
 
     def find(self, call: Call, inputs: Sequence[Tensor]) -> list[Known | None] | None:
         """Return what each input of a call is the sum of; ``None`` if none is one."""
         found: list[Known | None] = []
         for tensor, per_token in zip(inputs, call.per_token, strict=True):
-            reference, version, known = self.sums.get(id(tensor), (None, 0, None))
-            same = reference is not None and reference() is tensor and tensor._version == version
-            found.append(known if same and per_token else None)
+            reference, versions, known = self.sums.get(id(tensor), (None, [], None))
+            same = known is not None and reference is not None and reference() is tensor and per_token
+            found.append(known if same and known and versions == [t._version for t in (tensor, *known[1])] else None)
         return found if any(found) else None
 
 
