@@ -125,7 +125,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             patch_leaves(model, needs, zero3_leaf_modules)
             if loss is not None:
                 patch_losses(losses, loss, owner)
-            call_torch = reach_attention(model, unpatched, undo) if keep else set()
+            call_torch = reach_attention(model, unpatched, undo, keep != "auto") if keep else set()
             switched = turn_off_own_checkpointing(model) if unpatched else []
             for module in switched:
                 undo.callback(setattr, module, "gradient_checkpointing", True)

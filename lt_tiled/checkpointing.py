@@ -206,7 +206,8 @@ class BlockPatch(Patch):
         """Return what a call keeps for its recompute."""
         if self.keep == "auto":
             shared = region is not None and region.size > 1  # by ranks that would have to decide together
-            return None if call is None or shared else call.keeps(module, tensors)
+            compiled = compiler.get() is not None  # attention in it is not seen
+            return None if call is None or shared or compiled else call.keeps(module, tensors)
         if self.offload is None:
             return Kept(self.keep, tensors[0].device)
         offloader, block = self.offload.offloader, self.offload.block

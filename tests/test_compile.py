@@ -157,6 +157,18 @@ def test_inductor(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
     compared(name, "blocks", False, "inductor", compiled_code)
 
 
+def test_no_break_at_attention(compiled_code: Counter[tuple[str, str]]) -> None:
+    """Under ``keep="auto"`` a compiled block keeps nothing, so the compiler does not break its graph at attention, and
+    does in a block that is to keep it.
+    """
+    for keep in ("auto", "attention"):
+        model = tiny_llama()
+        with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+            steps(compile_blocks(model, "aot_eager"), (64, 48))
+        assert any("resume" in name for _, name in compiled_code) == (keep != "auto")
+        torch._dynamo.reset()
+
+
 def test_a_graph_without_breaks_is_refused() -> None:
     """``fullgraph=True`` raises with the page that says what breaks the graph."""
     model = tiny_llama()

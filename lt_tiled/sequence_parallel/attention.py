@@ -31,9 +31,16 @@ class Replacement:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.users = 0
+        self.needed = 0
+        """The users that need it in compiled code too, which others go past."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.needed or not torch.compiler.is_compiling():
+            return self.uncompiled(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,31 +191,35 @@ def eager_files(module: nn.Module) -> list[dict[str, Any]]:
     return [vars(file) for file in files if hasattr(file, _EAGER)]
 
 
-def share_interface(modules: Sequence[nn.Module], undo: ExitStack) -> None:
+def share_interface(modules: Sequence[nn.Module], undo: ExitStack, compiled: bool = True) -> None:
     """Wrap the attention functions of transformers, and eager attention in the files of these modules.
 
-    The last one of several users restores them when its ``undo`` is closed.
+    ``compiled`` says whether calls in compiled code are meant. The last one of several users restores them when its ``undo`` is closed.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
     for name in list(TABLE):
-        replace(TABLE, name, partial(_Shared, name), undo)
+        replace(TABLE, name, partial(_Shared, name), undo, compiled)
     for file in {id(file): file for module in modules for file in eager_files(module)}.values():
-        replace(file, _EAGER, partial(_Shared, "eager"), undo)
+        replace(file, _EAGER, partial(_Shared, "eager"), undo, compiled)
 
 
-def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack) -> None:
+def replace(
+    table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack, compiled: bool = True
+) -> None:
     """Replace a function of a table until ``undo`` is closed, by the last one of several users."""
     function = table[name]
     shared = function if isinstance(function, Replacement) else kind(function)
     shared.users += 1
+    shared.needed += compiled
     table[name] = shared
-    undo.callback(_restore, table, name, shared)
+    undo.callback(_restore, table, name, shared, compiled)
 
 
-def _restore(table: Any, name: str, shared: Replacement) -> None:
+def _restore(table: Any, name: str, shared: Replacement, compiled: bool) -> None:
     """Restore a function when its last user leaves, unless others replaced it since."""
     shared.users -= 1
+    shared.needed -= compiled
     if shared.users == 0 and table.get(name) is shared:
         del table[name]  # the table falls back to what is registered
         if table.get(name) is not shared.function:

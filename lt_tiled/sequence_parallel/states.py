@@ -272,8 +272,11 @@ def has_heads(mixers: Sequence[tuple[str, nn.Module]]) -> bool:
     return any(_names(module) & RULES.keys() for _, module in mixers)
 
 
-def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
-    """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed."""
+def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack, compiled: bool = True) -> None:
+    """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed.
+
+    ``compiled`` says whether calls in compiled code are meant.
+    """
     for table, names in _tables(find_mixers(modules)):
         for name in names:
-            replace(table, name, partial(SharedFunction, name), undo)
+            replace(table, name, partial(SharedFunction, name), undo, compiled)
