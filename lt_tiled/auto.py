@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from lt_tiled._log import inform
 from lt_tiled.allowance import Allowance, Room
 from lt_tiled.memory import gib
-from lt_tiled.modules.patch import is_of
+from lt_tiled.modules.patch import is_of, uncompiled
 from lt_tiled.sequence_parallel.kept import Kept, Watch, apart
 from lt_tiled.tiling.weights import weight_bytes
 
@@ -124,6 +124,8 @@ class Call:
             and auto.may_save(row.saved * (self.tokens / row.tokens) ** 2)  # scores of attention
         )
         """Whether it is to be measured: if none is as large, or if it may be short enough not to be recomputed."""
+        self.watch = Collectives() if auto.communicates is None and ranks() > 1 else None
+        """Notes in the first call whether it communicates. That call runs uncompiled, and so does its recompute."""
 
     @property
     def saves(self) -> int | None:
@@ -178,9 +180,8 @@ class Call:
     @contextmanager
     def measured(self, module: nn.Module, sizes: SavedBytes, kept: Kept | None) -> Iterator[None]:
         """Learn from a recomputed call what it would save, whether it communicates, and whether it has attention."""
-        auto = self.auto
-        watch = Collectives() if ranks() > 1 and auto.communicates is None else None
-        with nullcontext() if watch is None else watch:
+        auto, watch = self.auto, self.watch
+        with nullcontext() if watch is None else uncompiled(watch):
             yield
         if auto.communicates is None:
             auto.communicates = watch is not None and (watch.seen or has_engine_inside(module))

@@ -138,7 +138,8 @@ class BlockPatch(Patch):
         compared, sizes = None, SavedBytes(module, tensors) if call is not None and call.measures else None
         if hidden is not None:
             compared = BlockSamples(observed, hidden, due, sizes, self.chooses is not None)
-        modes, around = [Precision.now(t.device) for t in tensors[:1]], compiler.get()
+        modes = [Precision.now(t.device) for t in tensors[:1]]
+        around = None if call is not None and call.watch is not None else compiler.get()
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()
 

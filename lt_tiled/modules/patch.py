@@ -272,12 +272,15 @@ def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool,
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = self.__dict__[place]
         if not torch.compiler.is_compiling():
+            if get_eval_frame_callback() is not None:  # the compiler skips the code above, as in a mode
+                return method(self, *args, **kwargs)
             return (below or _own(self, name))(*((self,) if isinstance(below, Patch) else ()), *args, **kwargs)
         while isinstance(below, Patch):
             below = below.below
         return getattr(type(self), name)(self, *args, **kwargs) if below is None else below(*args, **kwargs)
 
-    function: Callable[..., Any] = fused if fuses else skip(method)
+    skip(method)
+    function: Callable[..., Any] = fused if fuses else method
     function.__name__ = name
     function.__dict__["_lt_tiled_place"] = place
     function.__dict__["_torchdynamo_disable_msg"] = "lt_tiled runs the module in its own way: see docs/models.md"

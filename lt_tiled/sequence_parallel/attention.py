@@ -194,7 +194,8 @@ def eager_files(module: nn.Module) -> list[dict[str, Any]]:
 def share_interface(modules: Sequence[nn.Module], undo: ExitStack, compiled: bool = True) -> None:
     """Wrap the attention functions of transformers, and eager attention in the files of these modules.
 
-    ``compiled`` says whether calls in compiled code are meant. The last one of several users restores them when its ``undo`` is closed.
+    ``compiled`` says whether calls in compiled code are meant. The last one of several users restores them when its
+    ``undo`` is closed.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
@@ -204,9 +205,7 @@ def share_interface(modules: Sequence[nn.Module], undo: ExitStack, compiled: boo
         replace(file, _EAGER, partial(_Shared, "eager"), undo, compiled)
 
 
-def replace(
-    table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack, compiled: bool = True
-) -> None:
+def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack, compiled: bool = True) -> None:
     """Replace a function of a table until ``undo`` is closed, by the last one of several users."""
     function = table[name]
     shared = function if isinstance(function, Replacement) else kind(function)
