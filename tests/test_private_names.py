@@ -278,6 +278,7 @@ def compiles_below_patches() -> bool:
     eval_frame = torch._C._dynamo.eval_frame
     torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64})
     skipped = torch._dynamo.decorators.skip(lambda: None)
+    torch._dynamo.eval_frame.skip_code((lambda: None).__code__)
     return eval_frame.set_eval_frame(None) is eval_frame.get_eval_frame_callback() and skipped._torchdynamo_disable
 
 

@@ -207,6 +207,7 @@ class _AfterAllCalls:
         self.hook, self.needs = hook, needs
         self.token: Tensor | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
             return args
