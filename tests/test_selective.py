@@ -109,10 +109,10 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = GatedMLP(), GatedMLP()
+        self.inner, self.outer = GatedMLP(), GatedMLP()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.first(x).sin()).cos()
+        return x + self.outer(self.inner(x).sin()).cos()
 
 
 class InPlace(nn.Module):

@@ -182,7 +182,7 @@ def test_several_devices_are_refused() -> None:
 def test_unknown_target_stops_before_the_first_step() -> None:
     """A target that is not in the model stops the run before its first step, and leaves the model as it was."""
     model = LitTiny()
-    with pytest.raises(ValueError, match=r"Tiling target 'LlamaMLP' matches no module of LitTiny"):
+    with pytest.raises(ValueError, match=r"Tiling target 'LlamaMLP' matches no module of the TinyLM of LitTiny"):
         trainer(tiled(tiling=Tiling(targets="LlamaMLP"))).fit(model)
     assert model.losses == []
     assert replaced(model) == 0

@@ -14,6 +14,7 @@ import torch
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from tests.architectures import ARCHITECTURES
+from tests.forks import FORKS
 
 PACKAGE = Path(lt_tiled.__file__).parent
 MOST = 10
@@ -83,10 +84,9 @@ def test_a_step_is_read_in_few_files() -> None:
     assert len(backward) <= MOST, sorted(backward)
 
 
-def test_the_whole_step_is_read_in_few_jumps() -> None:
-    """A later step with tiled loss and block inputs in CPU memory enters so many files, with so many jumps between
-    files in the order in which functions are entered first. The aim is 14 files forward, 12 backward, 45 jumps each. A
-    later step makes a third fewer Python calls than the 10,145 of 0.2.0.
+def later_step() -> tuple[list[str], list[str], int]:
+    """The functions entered in a later step with tiled loss and block inputs in CPU memory, forward and backward, and
+    the calls of another one.
     """
     architecture = ARCHITECTURES["Llama"]
     net = architecture.build(torch.float32)
@@ -97,7 +97,16 @@ def test_the_whole_step_is_read_in_few_jumps() -> None:
         losses: list[torch.Tensor] = []
         forward = functions_entered(lambda: losses.append(net(**architecture.feed(net)).loss))
         backward = functions_entered(losses[0].backward)
-        later = calls(lambda: net(**architecture.feed(net)).loss.backward())
+        return forward, backward, calls(lambda: net(**architecture.feed(net)).loss.backward())
+
+
+def test_the_whole_step_is_read_in_few_jumps() -> None:
+    """Such a step enters so many files, with so many jumps between files in the order in which functions are entered
+    first. The aim is 14 files forward, 12 backward, 45 jumps each. A later step makes a third fewer Python calls than
+    the 10,145 of 0.2.0.
+    """
+    with FORKS.Pool(1) as pool:  # in this process, attention may be that of models that were not released
+        forward, backward, later = pool.apply(later_step)
     assert later <= MOST_CALLS
     for paths, files, jumps in ((forward, 26, 118), (backward, 16, 99)):
         assert len(set(paths)) <= files, sorted(set(paths))
