@@ -25,7 +25,7 @@ from lt_tiled.engines.found import Engine
 from lt_tiled.engines.zero import patch_leaves, restore_leaves
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
-from lt_tiled.modules.cache import CachePatch, patch_models
+from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, remove_patches
@@ -137,8 +137,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
                 patch_block(block, offload, keep, AttentionMode() if block in call_torch else None, auto, chooses)
                 undo.callback(remove_patches, block, BlockPatch)
-            for module in patch_models(model) if unpatched else ():
-                undo.callback(remove_patches, module, CachePatch)
+            if unpatched:
+                patch_models(model, undo)
             for part in shared:
                 share(part, undo)
             self._undo = undo.pop_all()

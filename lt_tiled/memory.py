@@ -68,7 +68,7 @@ class Usage(NamedTuple):
     peak: int
     """The most that was in use since the counter of peaks was reset, which this rank may use again."""
     free: int
-    """What it can use beside ``used``."""
+    """What it can use in addition to ``used``."""
 
 
 def usage(device: torch.device, ranks: int) -> Usage:
@@ -94,7 +94,7 @@ def usage(device: torch.device, ranks: int) -> Usage:
 
 
 def _status(name: str) -> int:
-    """Return the bytes that Linux tells of the process under a name."""
+    """Return a figure of the process in bytes, as Linux has it under a name."""
     lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 

@@ -211,7 +211,7 @@ class SequenceParallel:
     head_tiles: PositiveInt = 1
     """Attention modules compute this many parts of their heads one after the other, from their projections on, and
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
-    time. Useful with one rank, too. At most the number of key-value heads. Layers with a state run their rule for one
+    time. Also useful with one rank. At most the number of key-value heads. Layers with a state run their rule for one
     part of the heads at a time."""
     batch: Literal["check", "trust"] = "check"
     """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they

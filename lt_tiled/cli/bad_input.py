@@ -32,7 +32,7 @@ _load_yaml = get_loader("yaml")
 
 
 class Parser(LightningArgumentParser):
-    """Raises ``ArgumentError`` for what a user typed. Classes in a configuration have parsers of this class, too."""
+    """Raises ``ArgumentError`` for what a user typed. Classes in a configuration also have parsers of this class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -154,7 +154,7 @@ def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
         matches = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
         candidates = [Path(name) for name in matches]
     files = [p for p in candidates if p.is_file()]  # reading a named pipe would wait for a writer
-    # A glob matches plain directories, too.
+    # A glob also matches plain directories.
     if skipped := [str(p) for p in candidates if p.suffix and not p.is_file()]:
         warn(f"paths: {path!r}: skipped what is not a regular file: {', '.join(skipped[:5])}.")
     if not files:

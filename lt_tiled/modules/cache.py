@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from torch import nn
 
 from lt_tiled._log import inform
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import Order, Patch, get_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, patch_until
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """The argument names of the key-value cache in Hugging Face's layers. A ``Cache`` counts under any name, as XLM's."""
@@ -53,13 +54,11 @@ class CachePatch(Patch):
             _call.reset(token)
 
 
-def patch_models(model: nn.Module) -> list[nn.Module]:
-    """Let blocks know what the callers of transformers models want, by a :class:`CachePatch`. Return those models."""
-    everything = [model, *(module for _, module in walk(model))]
-    found = [m for m in everything if has_class(m, ("PreTrainedModel",)) and get_patch(m, CachePatch) is None]
-    for module in found:
-        set_patch(module, CachePatch())
-    return found
+def patch_models(model: nn.Module, undo: ExitStack) -> None:
+    """Let blocks know what the callers of transformers models want, until ``undo`` is closed."""
+    for module in (model, *(module for _, module in walk(model))):
+        if has_class(module, ("PreTrainedModel",)) and get_patch(module, CachePatch) is None:
+            patch_until(undo, module, CachePatch())
 
 
 def without_unread_cache(

@@ -138,7 +138,7 @@ def mixes_tokens(name: str, module: nn.Module) -> bool:
     if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | shifts) or depends_on_others(module) is not None:
         return True
     label = f"{name} {type(module).__name__}".lower()
-    # A layer with attention, such as Zamba 2's AttentionDecoderLayer, has an MLP too.
+    # A layer with attention, such as Zamba 2's AttentionDecoderLayer, also has an MLP.
     return ("attn" in label or "attention" in label) and not label.endswith("coderlayer")
 
 

@@ -16,7 +16,7 @@ from lt_tiled.policies import Tiling
 
 
 def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
-    """Return the modules that the policy names: with ``"mlp"`` the MLP of every block, with ``"auto"`` norms too."""
+    """Return the modules that the policy names: with ``"mlp"`` the MLP of every block, with ``"auto"`` also norms."""
     targets = tiling.targets
     if callable(targets):
         return [Tileable.of_module(path, m, named=True) for path, m in find_named(model, targets, "Tiling")]

@@ -20,7 +20,7 @@ def draw_step(runs: Mapping[str, Simulation], path: str | Path, memory: int | No
     """Plot memory over a step, stacked by part, with one panel for each run and one scale.
 
     Args:
-        runs: Simulated or recorded steps, by title.
+        runs: Simulated steps, by title.
         path: A ``.png``, ``.svg`` or ``.pdf`` file; errors as of :func:`check_format`.
         memory: The memory of a device in bytes, drawn as a line.
     """

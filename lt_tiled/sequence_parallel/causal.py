@@ -80,9 +80,8 @@ def fills_cache(call: Call) -> bool:
 
 def without_unused_cache(call: Call) -> Call:
     """Return the call without the key-value cache that is the default, of which training has no use."""
-    takes = False
-    for parameter in inspect.signature(type(call.module).forward).parameters.values():
-        takes = takes or parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD
+    parameters = inspect.signature(type(call.module).forward).parameters
+    takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     trains = call.module.training or call.arguments.get("labels") is not None
     needed = any(call.arguments.get(name) is not None for name in _NEEDS_CACHE)
     if not takes or not trains or needed or not fills_cache(call):
@@ -195,7 +194,7 @@ def shared_loss(region: Region, call: Call) -> Iterator[None]:
 class DecoderPatch(Patch):
     """On the decoder of a causal model: it is given the masks that were made for all tokens, and its head the padding.
 
-    The head computes the loss that balances experts, from the router logits and the padding of all tokens.
+    The head computes the load-balancing loss from the router logits and the padding of all tokens.
     """
 
     order = Order.POSITIONS
@@ -216,8 +215,5 @@ def _of_all_tokens(region: Region, logits: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     rows = [tensor.reshape(-1, region.length, tensor.shape[-1]) for tensor in tensors]
     parts = region.gathered(torch.cat(rows, -1)).split([row.shape[-1] for row in rows], -1)
-    gathered = []
-    for tensor, part in zip(tensors, parts, strict=True):
-        gathered.append(part.flatten(0, 1) if tensor.dim() == 2 else part)
-    everything = iter(gathered)
-    return pytree.tree_unflatten([next(everything) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+    whole = iter(p.flatten(0, 1) if t.dim() == 2 else p for t, p in zip(tensors, parts, strict=True))
+    return pytree.tree_unflatten([next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)

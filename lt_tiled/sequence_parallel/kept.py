@@ -88,7 +88,7 @@ class Kept:
             return found
 
     def _holds(self, place: Hashable) -> bool:
-        """Whether something is there, which no backward pass freed and nobody changed in place."""
+        """Whether something is there that no backward pass freed and nobody changed in place."""
         packed = () if self._values[place] is None else self._values[place][0]
         return bool(packed) and not any(isinstance(t, Tensor) and version_of(t) != version for version, t in packed)
 
@@ -101,7 +101,7 @@ class Kept:
         self._values[place] = packed, form, (before, after) if drew else None
 
     def forget(self, place: Hashable) -> None:
-        """Keep it no more."""
+        """Drop it."""
         self._values.pop(place, None)
 
     def __contains__(self, place: Hashable) -> bool:

@@ -1,6 +1,6 @@
 """The self-check of sequence parallelism: a few tokens, whole on each rank and shared, must give the same.
 
-It compares what attention is given, too: queries and keys that were rotated by the positions of a rank's own tokens
+It also compares what attention is given: queries and keys that were rotated by the positions of a rank's own tokens
 differ as a whole, where the loss would differ in its fourth digit.
 """
 

@@ -60,7 +60,7 @@ class _DeepSpeed(TiledStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Let DeepSpeed run on the CPU too, which it supports and Lightning does not allow."""
+        """Let DeepSpeed also run on the CPU, which it supports and Lightning does not allow."""
         if not self.on_cpu:
             return super().setup_environment()
         import deepspeed

@@ -1,6 +1,6 @@
 """``FullyShardedDataParallel`` (FSDP1).
 
-Lightning 2.6 runs FSDP1 on CUDA devices only. These strategies run it on the CPU too. torch needs an explicit device
+Lightning 2.6 runs FSDP1 on CUDA devices only. These strategies also run it on the CPU. torch needs an explicit device
 there (https://github.com/Lightning-AI/pytorch-lightning/pull/21774), and a full state dict must not be offloaded to
 the CPU, because that frees the returned tensors (https://github.com/Lightning-AI/pytorch-lightning/pull/21804).
 """

@@ -198,7 +198,7 @@ def observed(call: TiledCall) -> Observation:
 def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor]:
     """Return the leading dimensions of a few tokens from all over ``lead``, and their indices among all tokens.
 
-    Several entries of each dimension, where it has them: what mixes along a batch must be seen too.
+    Several entries of each dimension, where it has them: what mixes along a batch must also be seen.
     """
     several = {2: 5, 3: 3}.get(len(lead), 2)  # two would hide what moves entries by two; all of them are at most 64
     counts = [min(size, several) for size in lead]

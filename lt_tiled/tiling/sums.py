@@ -59,7 +59,7 @@ class Running:
     """Each sum with the versions of it and of its parts, by its id."""
 
     def may_note(self, parts: tuple[Any, Tensor], normed: Tensor) -> bool:
-        """Whether the first one is an input of this module, to which the norm of the second one is added."""
+        """Whether the first part is an input of this module, and the norm of the second part is added to it."""
         plain = type(parts[0]) is type(parts[1]) and parts[0].shape == parts[1].shape == normed.shape
         return plain and any(value is parts[0] for value in self.inputs)
 
@@ -88,7 +88,7 @@ class SumInTiles:
         self.how, self.parts, self.shape = how, parts, parts[0].shape
 
     def detach(self) -> SumInTiles:
-        """Return the same: its tiles begin graphs of their own."""
+        """Return itself: its tiles begin graphs of their own."""
         return self
 
     def new_empty(self, shape: Sequence[int]) -> Tensor:
