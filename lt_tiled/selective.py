@@ -7,9 +7,10 @@ outputs go where a block's input goes, with the state of random generators, and 
 graph does. What else runs in one pass alone, such as what an engine does inside a block, is run. Compiled blocks run
 uncompiled: the modes do not see what compiled code computes.
 
-An output is returned for the operator of the same number among those with the same shapes. Views, and operators that
-write to their arguments, run in both passes. An output that is changed in place inside the block is not kept. What runs
-in tiles, and what ``keep`` names, is hidden: see ``hidden_from_checkpoints``.
+An output is returned for the operator of the same number among those with the same shapes. Views, operators that write
+to their arguments, and those that only allocate memory (``empty``), which engines fill past torch, run in both passes.
+An output that is changed in place inside the block is not kept. What runs in tiles, and what ``keep`` names, is hidden:
+see ``hidden_from_checkpoints``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Selective(TorchDispatchMode):
         """Run an operator, or return its output of the forward pass."""
         run = partial(func, *args, **(kwargs or {}))
         schema = getattr(func, "_schema", None)
-        if schema is not None and (schema.is_mutable or getattr(func, "is_view", False)):
+        if schema is not None and (schema.is_mutable or getattr(func, "is_view", False) or "empty" in schema.name):
             self._forget_changed(schema, args, kwargs or {})
             return run()
         key = (func, *(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
@@ -164,6 +165,30 @@ def test_output_changed_after_its_block() -> None:
         loss(doubles=False).backward()
         with pytest.raises(RuntimeError, match=r"changed in place after .* Make the change out of place"):
             loss(doubles=True).backward()
+
+
+def test_memory_that_is_only_allocated_is_not_kept() -> None:
+    """What ``torch.empty`` returns is not kept under any policy, as other code than torch's operators may fill it."""
+    memory = []
+
+    class Filling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            buffer = torch.empty(8)
+            memory.append(StorageWeakRef(buffer.untyped_storage()))
+            buffer.numpy()[:] = 2.0
+            output: Tensor = self.linear(x * buffer)
+            return output
+
+    net = nn.Sequential(Filling(), Filling())
+    policy = ActivationCheckpointing(targets=["Filling"], policy=lambda *args, **kwargs: True)
+    with prepare(net, tiling=False, loss=False, activation_checkpointing=policy):
+        loss = net(torch.ones(2, 8, requires_grad=True)).sum()
+        assert all(reference.expired() for reference in memory)
+        loss.backward()
 
 
 def test_two_backward_passes() -> None:
