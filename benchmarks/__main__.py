@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.checks import checks
+from benchmarks.compile import compile
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.engines import ROWS, engines
@@ -110,6 +111,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "step_time": lambda: step_time(everyone, device, rounds, quick),
         "host": lambda: host(everyone, 9 if quick else 25),
         "keep": keep,
+        "compile": compile,
         "checks": lambda: checks(device, rounds, quick),
         "loss": lambda: loss(device, sizes, rounds=rounds),
         "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
