@@ -33,11 +33,9 @@ TILES = Tiling(num_shards=4)
 RECOMPUTE, OFFLOADED = ActivationCheckpointing(keep=None), ActivationCheckpointing(offload="cpu", min_bytes=0)
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "without lt_tiled": None,
-    "tiles": {"tiling": TILES, "activation_checkpointing": False},
     "tiles, recompute": {"tiling": TILES, "activation_checkpointing": RECOMPUTE},
     "tiles, keep": {"tiling": TILES, "activation_checkpointing": ActivationCheckpointing(keep="attention_output")},
     "tiles, offload": {"tiling": TILES, "activation_checkpointing": OFFLOADED},
-    "loss": {"tiling": None, "activation_checkpointing": False, "loss": True},
 }
 COMPILED = ("nothing", "blocks", "model", "tiles")
 

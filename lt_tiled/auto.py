@@ -233,6 +233,11 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.seen = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled tiles run compiled."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         self.seen = self.seen or "c10d" in func.namespace
