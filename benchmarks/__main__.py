@@ -46,6 +46,8 @@ ROOT = Path(__file__).parents[1]
 SEED = 0
 VERSIONS = ("torch", "lightning", "transformers", "cut-cross-entropy", *PACKAGES.values())
 Section = Callable[[], list[Sheet]]
+SLOW = ("compile", "longest")
+"""Sections that ``--quick`` leaves out unless they are named."""
 
 
 def main() -> None:
@@ -70,7 +72,7 @@ def main() -> None:
         parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(chosen)}")
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables name the number of tiles
     console, found, start = Console(width=None if sys.stdout.isatty() else 160), [], time.perf_counter()
-    for name in args.only or [name for name in chosen if not (args.quick and name == "longest")]:
+    for name in args.only or [name for name in chosen if not (args.quick and name in SLOW)]:
         with progress(f"Measuring {name}"):
             sheets = _found(name, chosen[name])
         for sheet in sheets:

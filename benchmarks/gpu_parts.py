@@ -27,7 +27,7 @@ from benchmarks import host
 from benchmarks.costs import Size, llama, loss_of, with_checkpointing
 from benchmarks.gpu import NO_TIME, Figures
 from benchmarks.longest import ON_GPU as LLAMA_8B_4_LAYERS
-from benchmarks.longest import RUNGS
+from benchmarks.longest import QUIET, RUNGS
 from benchmarks.peers import peers
 from benchmarks.sheet import reason
 from benchmarks.step_time import ON_GPU, device_peak, interleaved, ratios, seconds_of, step_of
@@ -195,8 +195,7 @@ class Watch(Callback):
 def fit(setup: Setup, strategy: Any, tokens: int, config: dict[str, Any] | None = None) -> Watch:
     """Train three steps on one sequence: the optimizer state exists from the second on."""
     watch, on_gpu = Watch(), setup.device.type == "cuda"
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    arguments: dict[str, Any] = {"accelerator": "gpu" if on_gpu else "cpu", "devices": 1, **dict.fromkeys(quiet, False)}
+    arguments: dict[str, Any] = {"accelerator": "gpu" if on_gpu else "cpu", "devices": 1, **QUIET}
     precision: Any = "bf16-true" if on_gpu else "32-true"
     trainer = Trainer(strategy=strategy, precision=precision, max_steps=3, callbacks=[watch], **arguments)
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.longest import QUIET
 from benchmarks.sheet import Cell, Sheet
 from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy
 from lt_tiled.lm import CausalLM, TextFiles
@@ -77,10 +78,7 @@ def measured(checkpointing: ActivationCheckpointing | Literal[False], tiling: bo
             callbacks=[callback],
             max_steps=3,
             limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         trainer.fit(CausalLM(MODEL, loss=3), datamodule=TextFiles(seq_len=TOKENS))
     return callback.figures

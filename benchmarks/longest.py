@@ -162,16 +162,19 @@ def _that_trains(fit: Callable[..., None], finder: SequenceLengthFinder) -> int:
     return finder.found or 0
 
 
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+"""Arguments of a Trainer that prints and writes nothing."""
+
+
 def _trainer(strategy: TiledSingleDeviceStrategy, callbacks: list[Callback]) -> Trainer:
     return Trainer(
         strategy=strategy,
         precision="bf16-true" if torch.cuda.is_available() else "32-true",
         max_steps=1,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=callbacks,
     )
 

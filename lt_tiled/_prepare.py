@@ -12,7 +12,7 @@ from torch import nn
 
 from lt_tiled._log import inform, warn
 from lt_tiled.allowance import Allowance, Room
-from lt_tiled.auto import Auto, allowed, ranks
+from lt_tiled.auto import Auto, allowed
 from lt_tiled.checkpointing import (
     BlockOffload,
     BlockPatch,
@@ -25,6 +25,7 @@ from lt_tiled.engines.found import Engine
 from lt_tiled.engines.zero import patch_leaves, restore_leaves
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
+from lt_tiled.memory import ranks
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk

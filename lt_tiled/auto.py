@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import inform
 from lt_tiled.allowance import Allowance, Room
-from lt_tiled.memory import gib
+from lt_tiled.memory import gib, ranks
 from lt_tiled.modules.patch import is_of, uncompiled
 from lt_tiled.sequence_parallel.kept import Kept, Watch, apart
 from lt_tiled.tiling.weights import weight_bytes
@@ -194,11 +193,6 @@ class Call:
             if not all(map(int.__le__, row.sizes, new.sizes)) or (auto.may_save(row.saved) and not useful)
         ]
         rows.append(new)
-
-
-def ranks() -> int:
-    """Return the number of ranks, without ``torch.distributed`` one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class SavedBytes:

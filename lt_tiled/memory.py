@@ -40,7 +40,7 @@ class PeakMemory:
         if self.counts:
             return int(torch.get_device_module(self.device).max_memory_allocated(self.device))
         try:
-            return _status("VmHWM")
+            return _figure(_STATUS, "VmHWM")
         except (OSError, KeyError):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -79,7 +79,7 @@ def usage(device: torch.device, ranks: int) -> Usage:
     peak = PeakMemory(device).read()
     if device.type == "cpu":
         try:
-            return Usage(_status("VmRSS"), peak, available_memory() // ranks)
+            return Usage(_figure(_STATUS, "VmRSS"), peak, available_memory() // ranks)
         except (OSError, KeyError):
             return Usage(0, peak, 0)
     if not provides(device, "mem_get_info"):
@@ -93,17 +93,16 @@ def usage(device: torch.device, ranks: int) -> Usage:
     return Usage(used, peak, free)
 
 
-def _status(name: str) -> int:
-    """Return a figure of the process in bytes, as Linux has it under a name."""
-    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+def _figure(path: Path, name: str) -> int:
+    """Return a figure in bytes that Linux has in kB under a name."""
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of CPU memory that the system, or this process's cgroups, can allocate now."""
     try:
-        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) * 1024
+        available = _figure(root / "proc/meminfo", "MemAvailable")
     except (OSError, KeyError):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return max(min([available, *_cgroup_memory(root)]), 0)
@@ -132,7 +131,11 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
                     yield free + int(stat.get(cache, 0))  # the kernel frees unused page cache first
 
 
+def ranks() -> int:
+    """Return the number of ranks, without ``torch.distributed`` one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def ranks_on_node(ranks_per_node: int | None) -> int:
     """Return the processes that share a node's memory: by default the launcher's number, else all ranks."""
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))  # torchrun sets it
+    return ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", ranks()))  # torchrun sets it
