@@ -1,17 +1,8 @@
 """The strategies for Fabric. They have the names that the strategies for Trainer have in :mod:`lt_tiled`."""
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
-from lightning.fabric.strategies.fsdp import FSDPStrategy
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+from lightning.fabric import strategies
 
-from lt_tiled.strategies.base import TiledFabricStrategy, register
-from lt_tiled.strategies.deepspeed import FabricDeepSpeed
-from lt_tiled.strategies.fsdp import FabricFSDP
-from lt_tiled.strategies.fsdp2 import FabricFSDP2
-from lt_tiled.strategies.single_device import FollowsAccelerator
+from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
 __all__ = [
     "TiledDDPStrategy",
@@ -22,19 +13,21 @@ __all__ = [
 ]
 
 
-class TiledSingleDeviceStrategy(FollowsAccelerator, TiledFabricStrategy, SingleDeviceStrategy):
+class TiledSingleDeviceStrategy(
+    single_device.FollowsAccelerator, base.TiledFabricStrategy, strategies.SingleDeviceStrategy
+):
     """Tiling and activation checkpointing on the one device that Fabric's arguments name."""
 
 
-class TiledDDPStrategy(TiledFabricStrategy, DDPStrategy):
+class TiledDDPStrategy(base.TiledFabricStrategy, strategies.DDPStrategy):
     """Tiling and activation checkpointing under DDP, with all arguments of Fabric's :class:`DDPStrategy`."""
 
 
-class TiledFSDPStrategy(FabricFSDP, FSDPStrategy):
+class TiledFSDPStrategy(fsdp.FabricFSDP, strategies.FSDPStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
 
 
-class TiledModelParallelStrategy(FabricFSDP2, ModelParallelStrategy):
+class TiledModelParallelStrategy(fsdp2.FabricFSDP2, strategies.ModelParallelStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
 
     Args:
@@ -43,8 +36,8 @@ class TiledModelParallelStrategy(FabricFSDP2, ModelParallelStrategy):
     """
 
 
-class TiledDeepSpeedStrategy(FabricDeepSpeed, DeepSpeedStrategy):
+class TiledDeepSpeedStrategy(deepspeed.FabricDeepSpeed, strategies.DeepSpeedStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
 
 
-register(STRATEGY_REGISTRY, globals())
+base.register(strategies.STRATEGY_REGISTRY, globals())

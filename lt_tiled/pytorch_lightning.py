@@ -1,53 +1,32 @@
 """The strategies and callbacks of :mod:`lt_tiled` for the package ``pytorch_lightning``, under the same names."""
 
-from pytorch_lightning import Callback
-from pytorch_lightning.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    StrategyRegistry,
-)
+from pytorch_lightning import Callback, strategies
 
-from lt_tiled import callbacks
-from lt_tiled.strategies.base import TiledTrainerStrategy, register
-from lt_tiled.strategies.deepspeed import TrainerDeepSpeed
-from lt_tiled.strategies.fsdp import TrainerFSDP
-from lt_tiled.strategies.fsdp2 import TrainerFSDP2
-from lt_tiled.strategies.single_device import FollowsAccelerator
+from lt_tiled import callbacks, fabric
+from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
-__all__ = [
-    "MemoryMonitor",
-    "OffloadedCheckpointing",
-    "SequenceLengthFinder",
-    "TiledDDPStrategy",
-    "TiledDeepSpeedStrategy",
-    "TiledFSDPStrategy",
-    "TiledMLP",
-    "TiledModelParallelStrategy",
-    "TiledSingleDeviceStrategy",
-    "TilingReport",
-]
+__all__ = [*fabric.__all__, *callbacks.__all__]
 
 
-class TiledSingleDeviceStrategy(FollowsAccelerator, TiledTrainerStrategy, SingleDeviceStrategy):
+class TiledSingleDeviceStrategy(
+    single_device.FollowsAccelerator, base.TiledTrainerStrategy, strategies.SingleDeviceStrategy
+):
     """:class:`lt_tiled.TiledSingleDeviceStrategy` for ``pytorch_lightning``."""
 
 
-class TiledDDPStrategy(TiledTrainerStrategy, DDPStrategy):
+class TiledDDPStrategy(base.TiledTrainerStrategy, strategies.DDPStrategy):
     """:class:`lt_tiled.TiledDDPStrategy` for ``pytorch_lightning``."""
 
 
-class TiledFSDPStrategy(TrainerFSDP, FSDPStrategy):
+class TiledFSDPStrategy(fsdp.TrainerFSDP, strategies.FSDPStrategy):
     """:class:`lt_tiled.TiledFSDPStrategy` for ``pytorch_lightning``."""
 
 
-class TiledModelParallelStrategy(TrainerFSDP2, ModelParallelStrategy):
+class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStrategy):
     """:class:`lt_tiled.TiledModelParallelStrategy` for ``pytorch_lightning``."""
 
 
-class TiledDeepSpeedStrategy(TrainerDeepSpeed, DeepSpeedStrategy):
+class TiledDeepSpeedStrategy(deepspeed.TrainerDeepSpeed, strategies.DeepSpeedStrategy):
     """:class:`lt_tiled.TiledDeepSpeedStrategy` for ``pytorch_lightning``."""
 
 
@@ -71,4 +50,4 @@ class TilingReport(callbacks.TilingReport, Callback):
     """:class:`lt_tiled.callbacks.TilingReport` for ``pytorch_lightning``."""
 
 
-register(StrategyRegistry, globals())
+base.register(strategies.StrategyRegistry, globals())

@@ -1,38 +1,21 @@
 """The strategies for Trainer, which :mod:`lt_tiled` exports."""
 
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    StrategyRegistry,
-)
+from lightning.pytorch import strategies
 
-from lt_tiled.strategies.base import TiledTrainerStrategy, register
-from lt_tiled.strategies.deepspeed import TrainerDeepSpeed
-from lt_tiled.strategies.fsdp import TrainerFSDP
-from lt_tiled.strategies.fsdp2 import TrainerFSDP2
-from lt_tiled.strategies.single_device import FollowsAccelerator
-
-__all__ = [
-    "TiledDDPStrategy",
-    "TiledDeepSpeedStrategy",
-    "TiledFSDPStrategy",
-    "TiledModelParallelStrategy",
-    "TiledSingleDeviceStrategy",
-]
+from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
 
-class TiledSingleDeviceStrategy(FollowsAccelerator, TiledTrainerStrategy, SingleDeviceStrategy):
+class TiledSingleDeviceStrategy(
+    single_device.FollowsAccelerator, base.TiledTrainerStrategy, strategies.SingleDeviceStrategy
+):
     """Tiling and activation checkpointing on the one device that the Trainer's arguments name."""
 
 
-class TiledDDPStrategy(TiledTrainerStrategy, DDPStrategy):
+class TiledDDPStrategy(base.TiledTrainerStrategy, strategies.DDPStrategy):
     """Tiling and activation checkpointing under DDP, with all arguments of :class:`DDPStrategy`."""
 
 
-class TiledFSDPStrategy(TrainerFSDP, FSDPStrategy):
+class TiledFSDPStrategy(fsdp.TrainerFSDP, strategies.FSDPStrategy):
     """Tiling and activation checkpointing under FSDP1, with all arguments of :class:`FSDPStrategy`.
 
     ``activation_checkpointing_policy`` chooses the blocks that ``activation_checkpointing`` recomputes. With
@@ -46,7 +29,7 @@ class TiledFSDPStrategy(TrainerFSDP, FSDPStrategy):
     """
 
 
-class TiledModelParallelStrategy(TrainerFSDP2, ModelParallelStrategy):
+class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStrategy):
     """Tiling and activation checkpointing under FSDP2, with all arguments of :class:`ModelParallelStrategy`.
 
     A module needs no ``configure_model``. If it does not parallelize the model there, each block becomes an FSDP unit,
@@ -59,7 +42,7 @@ class TiledModelParallelStrategy(TrainerFSDP2, ModelParallelStrategy):
     """
 
 
-class TiledDeepSpeedStrategy(TrainerDeepSpeed, DeepSpeedStrategy):
+class TiledDeepSpeedStrategy(deepspeed.TrainerDeepSpeed, strategies.DeepSpeedStrategy):
     """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`.
 
     Raises:
@@ -68,4 +51,4 @@ class TiledDeepSpeedStrategy(TrainerDeepSpeed, DeepSpeedStrategy):
     """
 
 
-register(StrategyRegistry, globals())
+base.register(strategies.StrategyRegistry, globals())

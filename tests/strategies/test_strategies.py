@@ -31,7 +31,7 @@ from tests.lit import LitTiny, logged, replaced, trainer
 from tests.models import Block, TinyLM
 from tests.parity import near
 
-STRATEGIES = lt_tiled.trainer.__all__
+STRATEGIES = lt_tiled.fabric.__all__
 
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
