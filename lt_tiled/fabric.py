@@ -1,6 +1,11 @@
 """The strategies for Fabric. They have the names that the strategies for Trainer have in :mod:`lt_tiled`."""
 
-from lightning.fabric import strategies
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
+from lightning.fabric.strategies.fsdp import FSDPStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
@@ -13,21 +18,19 @@ __all__ = [
 ]
 
 
-class TiledSingleDeviceStrategy(
-    single_device.FollowsAccelerator, base.TiledFabricStrategy, strategies.SingleDeviceStrategy
-):
+class TiledSingleDeviceStrategy(single_device.FollowsAccelerator, base.TiledFabricStrategy, SingleDeviceStrategy):
     """Tiling and activation checkpointing on the one device that Fabric's arguments name."""
 
 
-class TiledDDPStrategy(base.TiledFabricStrategy, strategies.DDPStrategy):
+class TiledDDPStrategy(base.TiledFabricStrategy, DDPStrategy):
     """Tiling and activation checkpointing under DDP, with all arguments of Fabric's :class:`DDPStrategy`."""
 
 
-class TiledFSDPStrategy(fsdp.FabricFSDP, strategies.FSDPStrategy):
+class TiledFSDPStrategy(fsdp.FabricFSDP, FSDPStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
 
 
-class TiledModelParallelStrategy(fsdp2.FabricFSDP2, strategies.ModelParallelStrategy):
+class TiledModelParallelStrategy(fsdp2.FabricFSDP2, ModelParallelStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`ModelParallelStrategy`.
 
     Args:
@@ -36,8 +39,8 @@ class TiledModelParallelStrategy(fsdp2.FabricFSDP2, strategies.ModelParallelStra
     """
 
 
-class TiledDeepSpeedStrategy(deepspeed.FabricDeepSpeed, strategies.DeepSpeedStrategy):
+class TiledDeepSpeedStrategy(deepspeed.FabricDeepSpeed, DeepSpeedStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
 
 
-base.register(strategies.STRATEGY_REGISTRY, globals())
+base.register(STRATEGY_REGISTRY, globals())

@@ -16,10 +16,6 @@ from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTr
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricParent
-    from lightning.pytorch.strategies import DeepSpeedStrategy as TrainerParent
-else:
-    FabricParent = TrainerParent = object
 
 
 class _DeepSpeed(TiledStrategy):
@@ -118,7 +114,7 @@ class _DeepSpeed(TiledStrategy):
             del known
 
 
-class TrainerDeepSpeed(_DeepSpeed, TiledTrainerStrategy, TrainerParent):
+class TrainerDeepSpeed(_DeepSpeed, TiledTrainerStrategy):
     """DeepSpeed for Trainer."""
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -134,8 +130,8 @@ class TrainerDeepSpeed(_DeepSpeed, TiledTrainerStrategy, TrainerParent):
         return self.sharded_context(super().model_sharded_context)
 
 
-class FabricDeepSpeed(_DeepSpeed, TiledFabricStrategy, FabricParent):
+class FabricDeepSpeed(_DeepSpeed, TiledFabricStrategy):
     """DeepSpeed for Fabric."""
 
     def module_sharded_context(self) -> Any:
-        return self.sharded_context(super().module_sharded_context)
+        return self.sharded_context(super().module_sharded_context)  # type: ignore[misc]

@@ -26,10 +26,6 @@ from lt_tiled.strategies.blocks import blocks_to_shard
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricParent
-    from lightning.pytorch.strategies import FSDPStrategy as TrainerParent
-else:
-    FabricParent = TrainerParent = object
 
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
 """The FSDP root of each LightningModule, for as long as a strategy refers to it."""
@@ -41,6 +37,7 @@ class _FSDP(TiledStrategy):
     cpu_offload: Any
     mixed_precision_config: Any
     sharding_strategy: Any
+    global_rank: int
     _state_dict_type: Any  # Lightning has no public name for it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,8 +110,10 @@ class _FSDP(TiledStrategy):
         return FullyShardedDataParallel(model, **(self.unit_arguments() | {"auto_wrap_policy": policy}))
 
 
-class TrainerFSDP(_FSDP, TiledTrainerStrategy, TrainerParent):
+class TrainerFSDP(_FSDP, TiledTrainerStrategy):
     """FSDP1 for Trainer."""
+
+    kwargs: dict[str, Any]
 
     @property
     def fsdp_options(self) -> dict[str, Any]:
@@ -174,8 +173,10 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy, TrainerParent):
         return get_model_state_dict(self.model, options=_FULL)
 
 
-class FabricFSDP(_FSDP, TiledFabricStrategy, FabricParent):
+class FabricFSDP(_FSDP, TiledFabricStrategy):
     """FSDP1 for Fabric."""
+
+    _fsdp_kwargs: dict[str, Any]
 
     @property
     def fsdp_options(self) -> dict[str, Any]:

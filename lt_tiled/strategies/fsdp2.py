@@ -25,10 +25,6 @@ from lt_tiled.training_step.step import nothing
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricParent
-    from lightning.pytorch.strategies import ModelParallelStrategy as TrainerParent
-else:
-    FabricParent = TrainerParent = object
 
 
 class _FSDP2(TiledStrategy):
@@ -107,7 +103,7 @@ class _FSDP2(TiledStrategy):
                 )
 
 
-class TrainerFSDP2(_FSDP2, TiledTrainerStrategy, TrainerParent):
+class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
     """FSDP2 for Trainer."""
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -143,7 +139,7 @@ def _copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
             tensor.detach().copy_(values)
 
 
-class FabricFSDP2(_FSDP2, TiledFabricStrategy, FabricParent):
+class FabricFSDP2(_FSDP2, TiledFabricStrategy):
     """FSDP2 for Fabric."""
 
     def __init__(
