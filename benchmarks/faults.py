@@ -46,7 +46,7 @@ class OurStore:
 
     def __init__(self, directory: str) -> None:
         from lt_tiled import ActivationCheckpointing
-        from lt_tiled.offload.build import build_offloader
+        from lt_tiled.offload.offloader import build_offloader
 
         self.offloader = build_offloader(
             ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0, checksum=True)

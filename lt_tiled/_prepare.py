@@ -31,8 +31,7 @@ from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, remove_patches
 from lt_tiled.modules.targets import find_tileable
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import (
     ActivationCheckpointing,
     ActivationCheckpointingLike,

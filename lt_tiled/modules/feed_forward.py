@@ -109,6 +109,11 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not isinstance(module, _NormBase | nn.GroupNorm)
 
 
+def is_one_kernel(norm: nn.Module) -> bool:
+    """Whether a norm holds no more than its output."""
+    return isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+
+
 def parts_below(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of a mixture's experts, routed and shared: what can be tiled without the router."""
     children = unwrapped_children(module)

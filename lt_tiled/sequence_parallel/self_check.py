@@ -1,12 +1,13 @@
 """The self-check of sequence parallelism: a few tokens, whole on each rank and shared, must give the same.
 
 It also compares what attention is given: queries and keys that were rotated by the positions of a rank's own tokens
-differ as a whole, where the loss would differ in its fourth digit.
+differ as a whole, where the loss would differ in its fourth digit. Lengths past which a model computes something else,
+as its configuration names them, are checked too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ TF32 = 1e-2
 """For float32, where its products may be rounded to TF32, with errors of 1e-3, or autocast may round to 16 bits."""
 COARSE = 0.1
 """For 16-bit dtypes."""
+_OF_TOKENS = ("window", "chunk")
+"""Parts of the names of lengths in tokens that a token can see."""
+_OF_POSITIONS = ("original_max_position", "floor_scale", "seq_length", "seq_len", "logn", "log_n")
+"""Parts of the names of positions from which others are scaled."""
+UNNAMED = (64, 256)
+"""Lengths past which models without a configuration are checked: attention may be scaled by the logarithm of one."""
 _REMEDY = (
     "Use the sdpa, flash or flex attention of transformers, pass position_ids that the model reads, or name the modules"
     " that are independent of this in SequenceParallel(targets=...)."
@@ -188,3 +195,26 @@ def rounds_products() -> bool:
     # torch.get_float32_matmul_precision() raises where these attributes were set.
     backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     return any(backend.fp32_precision in ("tf32", "bf16") for backend in backends)
+
+
+def switches(config: Any) -> tuple[list[int], list[int]]:
+    """Return the numbers of tokens, and the positions, above which a model of transformers computes otherwise."""
+    fields = config.to_dict()
+    of_tokens = {value for name, value in _lengths(fields) if _has(name, _OF_TOKENS)}
+    of_positions = {value for name, value in _lengths(fields) if _has(name, _OF_POSITIONS)}
+    rope = [fields.get(name) for name in ("rope_parameters", "rope_scaling")]
+    if "dynamic" in str(rope) and (longest := fields.get("max_position_embeddings")):
+        of_positions.add(longest)
+    return sorted(of_tokens), sorted(of_positions)
+
+
+def _lengths(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _lengths(value)
+        elif isinstance(value, int) and value > 1:
+            yield str(name), value
+
+
+def _has(name: str, parts: tuple[str, ...]) -> bool:
+    return any(part in name for part in parts)

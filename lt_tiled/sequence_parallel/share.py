@@ -27,9 +27,9 @@ from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.heads import HeadTilesPatch, find_attention
 from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
+from lt_tiled.sequence_parallel.self_check import switches
 from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.sequence_parallel.states import STATE_LAYERS, MixerPatch, find_mixers, replace_functions
-from lt_tiled.sequence_parallel.switches import switches
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layers of transformers that mix tokens in attention alone, as configurations name them."""

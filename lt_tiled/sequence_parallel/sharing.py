@@ -17,8 +17,7 @@ from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region, entered
 from lt_tiled.sequence_parallel.same_batch import SameBatch
-from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS
-from lt_tiled.sequence_parallel.switches import UNNAMED
+from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS, UNNAMED
 
 
 @dataclass(eq=False)

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, parts_below
+from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, is_one_kernel, parts_below
 from lt_tiled.modules.find import outermost, walk, walk_all
-from lt_tiled.modules.norms import is_one_kernel
 from lt_tiled.modules.patch import Order, Patch, compiler, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lt_tiled import ActivationCheckpointing, OffloadError
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.processes import LIMIT
 

@@ -12,8 +12,7 @@ import torch
 
 from lt_tiled import ActivationCheckpointing, prepare
 from lt_tiled.offload import calls
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from tests.models import TinyLM, lm_loss
 from tests.processes import LIMIT
 

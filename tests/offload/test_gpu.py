@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lt_tiled import ActivationCheckpointing, prepare
-from lt_tiled.offload.build import build_offloader
+from lt_tiled.offload.offloader import build_offloader
 from tests.models import TinyLM, lm_loss
 from tests.offload.offloaders import settle
 from tests.offload.test_offloader import TIERS

@@ -21,8 +21,7 @@ from lt_tiled.errors import Origin
 from lt_tiled.offload import offloader as offloading
 from lt_tiled.offload import prefetch
 from lt_tiled.offload import spill as spilling
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.stats import StallClock
 from tests.offload.faults import each_call, fail, nothing, nth_call
 from tests.offload.offloaders import away, freed, hold_writes, settle, unused, within_limit

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lt_tiled import ActivationCheckpointing, OffloadError, prepare
 from lt_tiled.offload import pinned
-from lt_tiled.offload.build import build_offloader
-from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import TinyLM, lm_loss
 from tests.offload.offloaders import settle

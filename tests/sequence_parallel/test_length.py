@@ -17,7 +17,7 @@ from lt_tiled import SequenceParallel
 from lt_tiled.sequence_parallel import forward
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.sequence_parallel.region import Region
-from lt_tiled.sequence_parallel.switches import switches
+from lt_tiled.sequence_parallel.self_check import switches
 from tests.sequence_parallel.models import CASES, VOCAB, Block, Pooled, causal, ids, no_labels, padded
 from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.sequence_parallel.test_attention import varlen_like
