@@ -20,7 +20,7 @@ from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.tiers import Loading, Stored
 from lt_tiled.planner.where import FakeLedger
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
-from lt_tiled.training_step.step import nothing
+from lt_tiled.training_step.step import nothing, swapped
 
 
 @contextmanager
@@ -29,25 +29,15 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
     with ExitStack() as stack:
         # Causal masks that are aligned to the lower right take the flash kernel, as on a GPU: on a CPU torch makes the
         # mask. There is no public switch.
-        stack.enter_context(_replaced(bias, "can_use_flash_attention", lambda params: True))
+        stack.enter_context(swapped(vars(bias), "can_use_flash_attention", lambda params: True))
         if find_spec("transformers") is not None:
             from transformers import masking_utils
 
             # It reads the values of position ids to look for packed sequences, and for fake ones it would make their
             # mask: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
-            stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+            stack.enter_context(swapped(vars(masking_utils), "find_packed_sequence_indices", nothing))
         stack.enter_context(FakeTensorMode())
         yield stack.enter_context(FakeLedger(model))
-
-
-@contextmanager
-def _replaced(file: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    before = getattr(file, name)
-    setattr(file, name, function)
-    try:
-        yield
-    finally:
-        setattr(file, name, before)
 
 
 def fake_weights(model: nn.Module) -> None:

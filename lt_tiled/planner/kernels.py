@@ -9,7 +9,7 @@ the states of the chunks grows with the tokens alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lt_tiled.planner.ledger import Ledger, Work
 from lt_tiled.sequence_parallel.states import CONVOLUTION, FUSED, RULES, functions_of
+from lt_tiled.training_step.step import nothing, swapped
 
 _FLOAT = 4
 """Bytes of a number in float32."""
@@ -123,20 +124,13 @@ _KERNELS: dict[str, Callable[[dict[str, Any]], Kernel]] = {
 @contextmanager
 def with_kernels(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Let the layers of a model run kernels that allocate and compute nothing else than their results."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    try:
+    with ExitStack() as stack:
         for table, names in functions_of(model):
             for name in names:
-                replaced.append((table, name, table[name]))
-                table[name] = _none if name in FUSED else partial(_run, name, ledger)
+                # Where the kernel of a whole layer returns nothing, it calls the functions that are counted here.
+                kernel = nothing if name in FUSED else partial(_run, name, ledger)
+                stack.enter_context(swapped(table, name, kernel))
         yield
-    finally:
-        for table, name, function in reversed(replaced):
-            table[name] = function
-
-
-def _none(*args: Any, **kwargs: Any) -> None:
-    """Stand for the kernel of a whole layer: with ``None`` the layer calls the functions that are counted here."""
 
 
 def _run(name: str, ledger: Ledger, *args: Any, **kwargs: Any) -> Any:

@@ -108,11 +108,8 @@ class Repeats(ExitStack):
             self.callback(remove_patches, block, RepeatPatch)
             for name, weight in () if repeated else block.named_parameters():
                 if weight.requires_grad:
-                    note = partial(self._note_trained, (kind, name))
+                    note = partial(lambda of_kind, _: self.trained.add(of_kind), (kind, name))
                     self.callback(weight.register_post_accumulate_grad_hook(note).remove)
-
-    def _note_trained(self, weight_of_kind: tuple[Hashable, str], weight: Tensor) -> None:
-        self.trained.add(weight_of_kind)
 
     def run(self, block: nn.Module, patch: RepeatPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Simulate or repeat a block, in the forward pass or in its recompute."""

@@ -130,27 +130,20 @@ def simulate(
     The model gets fake weights. ``step`` runs the forward pass and returns the loss. Of blocks that are alike a few are
     simulated, unless ``whole`` is true or the others may change the result: see NOTE [Blocks that repeat].
     """
-    found = _with_policy(model, step, make_optimizer, settings, whole)
-    if found.saves_little:
-        return _with_policy(model, step, make_optimizer, replace(settings, activation_checkpointing=None), whole)
-    return found
+    run = partial(_simulate, model, step, make_optimizer)
 
+    def simulated(settings: Settings) -> Simulation:
+        policy = settings.activation_checkpointing
+        keeps = policy is not None and (policy.keep not in (None, "auto") or policy.activations == "all")
+        if not whole and not keeps:
+            try:
+                return run(settings, whole=False)
+            except Exception as error:  # also of blocks that miss what another one did; a user's error comes again
+                inform(f"A plan simulates every block, which takes longer: {error!r}", level=logging.DEBUG)
+        return run(settings, whole=True)
 
-def _with_policy(
-    model: nn.Module,
-    step: Callable[[], Tensor],
-    make_optimizer: Callable[[], torch.optim.Optimizer],
-    settings: Settings,
-    whole: bool,
-) -> Simulation:
-    policy = settings.activation_checkpointing
-    keeps = policy is not None and (policy.keep not in (None, "auto") or policy.activations == "all")
-    if not whole and not keeps:
-        try:
-            return _simulate(model, step, make_optimizer, settings, whole=False)
-        except Exception as error:  # also what blocks raise that miss what another one did; a user's error comes again
-            inform(f"A plan simulates every block, which takes longer: {error!r}", level=logging.DEBUG)
-    return _simulate(model, step, make_optimizer, settings, whole=True)
+    found = simulated(settings)
+    return simulated(replace(settings, activation_checkpointing=None)) if found.saves_little else found
 
 
 def _simulate(

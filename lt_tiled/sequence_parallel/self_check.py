@@ -200,8 +200,10 @@ def rounds_products() -> bool:
 def switches(config: Any) -> tuple[list[int], list[int]]:
     """Return the numbers of tokens, and the positions, above which a model of transformers computes otherwise."""
     fields = config.to_dict()
-    of_tokens = {value for name, value in _lengths(fields) if _has(name, _OF_TOKENS)}
-    of_positions = {value for name, value in _lengths(fields) if _has(name, _OF_POSITIONS)}
+    of_tokens, of_positions = (
+        {value for name, value in _lengths(fields) if any(part in name for part in parts)}
+        for parts in (_OF_TOKENS, _OF_POSITIONS)
+    )
     rope = [fields.get(name) for name in ("rope_parameters", "rope_scaling")]
     if "dynamic" in str(rope) and (longest := fields.get("max_position_embeddings")):
         of_positions.add(longest)
@@ -214,7 +216,3 @@ def _lengths(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield from _lengths(value)
         elif isinstance(value, int) and value > 1:
             yield str(name), value
-
-
-def _has(name: str, parts: tuple[str, ...]) -> bool:
-    return any(part in name for part in parts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -46,6 +46,16 @@ def training_loss(run: Callable[..., Any], module: LightningModule, batch: Any) 
 
 def nothing(*_: Any, **__: Any) -> None:
     """Do nothing, for example in place of ``self.log``, which needs a training loop."""
+
+
+@contextmanager
+def swapped(table: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Put a value in the place of another one for a while."""
+    before, table[name] = table[name], value
+    try:
+        yield
+    finally:
+        table[name] = before
 
 
 def silence(module: LightningModule) -> None:

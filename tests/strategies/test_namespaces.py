@@ -61,7 +61,7 @@ def test_the_same_strategies(loop: str) -> None:
         assert isinstance(strategy, TiledStrategy)
         assert strategy.tiling == lt_tiled.Tiling(4)
     names = [name for name in registry.available_strategies() if name.startswith("tiled")]
-    known = lt_tiled.trainer.StrategyRegistry if loop == "trainer" else lt_tiled.fabric.STRATEGY_REGISTRY
+    known = lt_tiled.trainer.strategies.StrategyRegistry if loop == "trainer" else lt_tiled.fabric.STRATEGY_REGISTRY
     assert names == [name for name in known.available_strategies() if name.startswith("tiled")]
     for name in names:
         assert registry[name]["strategy"].__module__ == other.__name__
