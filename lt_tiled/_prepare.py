@@ -46,6 +46,7 @@ from lt_tiled.policies import (
 from lt_tiled.report import Report
 from lt_tiled.selective import policy_of
 from lt_tiled.sequence_parallel.attention import AttentionMode
+from lt_tiled.sequence_parallel.groups import group_of
 from lt_tiled.sequence_parallel.share import find_shared, reach_attention, share
 from lt_tiled.tiling.patched import TiledPatch, patch_tiled, restore_tiled
 from lt_tiled.tiling.state import EngineNeeds, Owner
@@ -292,7 +293,7 @@ def prepare(
             " release what tiled them first."
         )
     shared = as_sequence_parallel(sequence_parallel)
-    group = _group_of(shared, group) if shared else None
+    group = group_of(shared.size, group) if shared else None
     return Prepared(
         model,
         policy,
@@ -302,18 +303,6 @@ def prepare(
         group=group,
         sharded=ranks(),  # an engine may follow
     )
-
-
-def _group_of(policy: SequenceParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that shares sequences, if it is more than this rank."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    size = 1 if group is None else group.size()
-    if size != policy.size:
-        raise ValueError(
-            f"sequence_parallel={policy.size} and the process group has {size} ranks: pass a group of that size."
-        )
-    return group if size > 1 else None
 
 
 def _refuse_exchange(policy: SequenceParallel | None) -> None:

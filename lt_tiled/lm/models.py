@@ -83,23 +83,18 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
 
 
 def add_adapters(model: Any, lora_config: Any) -> Any:
-    """Return the model with new LoRA adapters, which do not change its outputs yet."""
+    """Return the model with new LoRA adapters, which do not change its outputs yet.
+
+    ZeRO-3 shards them when it starts: in its context it would do so before peft has set them to zero.
+    """
     from peft import get_peft_model
 
-    with _unsharded(model):
-        return get_peft_model(model, lora_config)
-
-
-@contextmanager
-def _unsharded(model: Any) -> Iterator[None]:
-    """Let ZeRO-3 shard new weights when it starts. It would shard adapters before peft has set them to zero."""
     if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
-        yield
-        return
+        return get_peft_model(model, lora_config)
     from deepspeed.runtime.zero import partition_parameters as zero
 
     zero.shutdown_init_context()
     try:
-        yield
+        return get_peft_model(model, lora_config)
     finally:
         zero.restore_init_context()

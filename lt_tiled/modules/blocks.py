@@ -27,12 +27,10 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     lists = [(path, m) for path, m in walk(model) if isinstance(m, nn.ModuleList) and len(m) == 1]
     found = found or outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))
     kinds = {type(layer) for _, m in found for layer in _layers_in(m)}
-    return [block for path, m in found for block in _layers_of(path, m, kinds)]
-
-
-def _layers_of(path: str, module: nn.Module, kinds: set[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the layers of these classes in a stage, also one alone, or a module that has none."""
-    return outermost((below, m) for below, m in walk(module, path) if type(m) in kinds) or [(path, module)]
+    blocks = list[tuple[str, nn.Module]]()
+    for path, m in found:  # of a stage its layers, also one alone
+        blocks += outermost(pair for pair in walk(m, path) if type(pair[1]) in kinds) or [(path, m)]
+    return blocks
 
 
 def _layers_in(module: nn.Module) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from lt_tiled.cli.numbers import PositiveInt, make_plain
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_step
 from lt_tiled.planner.search import GPU, Plan, cheapest, longest, plan
-from lt_tiled.planner.speed import Machine, parse_machine
+from lt_tiled.planner.speed import parse_machine
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling, parse_bytes
 
 
@@ -63,7 +63,12 @@ def run_plan(
     job = make_job(model, datamodule, trainer, devices)
     console = Console()
     with progress("Planning") as tell:
-        found = _search(job, find, limit, seq, tell, machine)
+        if find is None or limit is None:
+            found = plan(job, seq)
+        elif find == "max-seq":
+            found = longest(job, limit, tell=tell)
+        else:
+            found = cheapest(job, limit, int(seq or job.tokens), tell, machine)  # a plain number, for YAML
     console.print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
@@ -87,17 +92,6 @@ def _check_find(
         raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
     if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
         raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
-
-
-def _search(
-    job: Job, find: str | None, limit: int | None, seq: int | None, tell: Callable[[str], None], machine: Machine
-) -> Plan:
-    """Return the plan of the settings as they are, or what ``find`` finds."""
-    if find is None or limit is None:
-        return plan(job, seq)
-    if find == "max-seq":
-        return longest(job, limit, tell=tell)
-    return cheapest(job, limit, int(seq or job.tokens), tell, machine)  # a plain number, for YAML
 
 
 def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:

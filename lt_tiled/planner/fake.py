@@ -57,21 +57,12 @@ def fake_weights(model: nn.Module) -> None:
                 vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
 
 
-@dataclass(frozen=True)
-class FakeGroup:
-    """A process group of which the first rank is simulated, which has the most tokens and heads.
+def fake_group(ranks: int) -> Any:
+    """Return what stands for a process group at its first rank, which has the most tokens and heads.
 
-    The operators of sequence parallelism ask a group for these, and their fake implementations communicate nothing.
+    Sequence parallelism asks it for these, and the fake implementations of its operators communicate nothing.
     """
-
-    ranks: int
-    group_name: str = "simulated"
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return 0
+    return SimpleNamespace(group_name="simulated", size=lambda: ranks, rank=lambda: 0)
 
 
 @dataclass

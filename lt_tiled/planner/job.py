@@ -104,7 +104,12 @@ def make_job(
         datamodule.setup("fit")
     _configure(module, settings.dtype)
     batch = first_batch(module, datamodule)
-    _warn_of_packed(batch)
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if positions is not None and bool((positions.diff() != 1).any()):
+        warn(
+            "position_ids of packed documents: for the attention 'sdpa' transformers makes a mask of seq_len x seq_len"
+            " bytes for each sequence, which a plan leaves out."
+        )
     batch = apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
     if settings.gpu and functions_of(module):
         inform(
@@ -112,15 +117,6 @@ def make_job(
             " which the run needs: without them transformers computes in torch, with more memory."
         )
     return Job(module, batch, settings)
-
-
-def _warn_of_packed(batch: Any) -> None:
-    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    if positions is not None and bool((positions.diff() != 1).any()):
-        warn(
-            "position_ids of packed documents: for the attention 'sdpa' transformers makes a mask of seq_len x seq_len"
-            " bytes for each sequence, which a plan leaves out."
-        )
 
 
 def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:

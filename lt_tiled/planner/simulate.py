@@ -20,7 +20,7 @@ from lt_tiled._prepare import Prepared
 from lt_tiled.checkpointing import save_little
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
-from lt_tiled.planner.fake import FakeGroup, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.kernels import with_kernels
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.planner.repeats import Repeats
@@ -215,14 +215,13 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     policy = settings.activation_checkpointing
     if policy is not None and policy.keep == "auto":  # which keeps something only where memory is left
         policy = replace(policy, keep=None)
-    group: Any = FakeGroup(settings.sharing) if settings.sharing > 1 else None
     return Prepared(
         model,
         tiling and replace(tiling, self_check=False, compile=False),
         policy,
         settings.loss,
         shared and replace(shared, self_check=False, batch="trust"),
-        group=group,
+        group=fake_group(settings.sharing) if settings.sharing > 1 else None,
         sharded=settings.engine.ranks if settings.engine.name in ("fsdp", "fsdp2", "zero3") else 1,
         needs=EngineNeeds(zeros_for_unused=stage > 0, same_order=stage in (1, 2)),
         build=partial(fake_offloader, partial(ledger.name, part="block inputs")),

@@ -46,3 +46,15 @@ def check_size(size: int, ranks: int) -> None:
     """Raise ``ValueError`` if groups of these ranks cannot have this size."""
     if size not in (possible := sizes_of(ranks)):
         raise ValueError(f"sequence_parallel={size} does not divide the {ranks} ranks: choose one of {possible}.")
+
+
+def group_of(wanted: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that shares sequences, if it is more than this rank."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    size = 1 if group is None else group.size()
+    if size != wanted:
+        raise ValueError(
+            f"sequence_parallel={wanted} and the process group has {size} ranks: pass a group of that size."
+        )
+    return group if size > 1 else None
