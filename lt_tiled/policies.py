@@ -152,19 +152,13 @@ class ActivationCheckpointing:
             )
         if self.activations == "all" and self.offload is None:
             raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
-        if self.activations == "all" and self.keep not in (None, "auto"):
-            raise ValueError(f"keep={self.keep!r} is for a recompute, and activations='all' has none: leave one out.")
+        for name, default in (("keep", "auto"), ("policy", None), ("every", 1)):
+            if self.activations == "all" and (value := getattr(self, name)) not in (None, default):
+                raise ValueError(f"{name}={value!r} is for a recompute, and activations='all' has none: leave one out.")
         if self.policy is not None and not callable(self.policy) and (isinstance(self.policy, str) or not self.policy):
             raise ValueError(
                 f"policy={self.policy!r} must be a function, or a list of at least one operator, as in"
                 " ['aten.mm.default']."
-            )
-        if self.activations == "all" and self.policy is not None:
-            raise ValueError("policy chooses what a recompute skips, and activations='all' has none: leave one out.")
-        if self.activations == "all" and self.every != 1:
-            raise ValueError(
-                f"every={self.every} chooses what to recompute, and activations='all' recomputes nothing: leave one"
-                " out."
             )
         for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):
             value = getattr(self, name)

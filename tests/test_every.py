@@ -93,7 +93,7 @@ def test_bad_values() -> None:
     """Bad values are errors with the bound and the remedy, before the model is changed."""
     with pytest.raises(ValueError, match="every=0 must be an integer of at least 1"):
         ActivationCheckpointing(every=0)
-    with pytest.raises(ValueError, match=r"every=2 chooses what to recompute.*activations='all'.*leave one out"):
+    with pytest.raises(ValueError, match=r"every=2 is for a recompute.*activations='all'.*leave one out"):
         ActivationCheckpointing(every=2, activations="all", offload="cpu")
     model = TinyLM(2)
     with pytest.raises(ValueError, match="every=3 is more than the 2 blocks of a class: set every=2 or less"):

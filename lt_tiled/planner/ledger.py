@@ -15,6 +15,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
+from lt_tiled.offload.geometry import storage_key
+
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 """Autograd asks each fake tensor for its device, which is most of what is dispatched: the modes below are left out."""
@@ -81,7 +83,7 @@ class Ledger(TorchDispatchMode):
         self.work = Work()
         self.clock = self.peak_at = 0
         self.allocations: list[Allocation] = []
-        self._live: dict[int, Allocation] = {}
+        self._live: dict[int | None, Allocation] = {}
         self._sum: Any = (None, None, None)
         """The peak before autograd added two gradients, the first of them, and the sum. Without a dispatch mode it
         adds in place where nothing else refers to the first one, which is then released next."""
@@ -94,11 +96,11 @@ class Ledger(TorchDispatchMode):
         given = _keys((args, kwargs)) if moves else None
         result = self.run(func, args, kwargs)
         self.work += work_of(func, args, kwargs, result)
-        new = [tensor for tensor in _plain_tensors(result) if _key(tensor) not in self._live]
+        new = [tensor for tensor in _plain_tensors(result) if storage_key(tensor) not in self._live]
         if new and given is None:  # views and outputs in place are not new, and a search of all arguments is slow
             given = _keys((args, kwargs))
         for tensor in new:
-            if _key(tensor) not in (given or ()):
+            if storage_key(tensor) not in (given or ()):
                 self._track(tensor)
         if func is aten.add.Tensor and new and _called_by_autograd():
             self._sum = before, self.find(args[0]), self.find(result)
@@ -121,7 +123,7 @@ class Ledger(TorchDispatchMode):
         return Place("rest", "")
 
     def _track(self, tensor: Tensor) -> None:
-        key, storage = _key(tensor), tensor.untyped_storage()
+        key, storage = storage_key(tensor), tensor.untyped_storage()
         if key not in self._live and tensor.device.type != "meta" and self.only in (None, tensor.device.type):
             self._live[key] = self._add(storage.nbytes(), *self.place())
             weakref.finalize(storage, self._forget, key).atexit = False
@@ -135,7 +137,7 @@ class Ledger(TorchDispatchMode):
             self.peak, self.peak_at = self.now, self.clock
         return allocation
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int | None) -> None:
         if (allocation := self._live.pop(key, None)) is not None:
             self._end(allocation)
 
@@ -155,7 +157,7 @@ class Ledger(TorchDispatchMode):
 
     def find(self, tensor: Tensor) -> Allocation | None:
         """Return the allocation of a tensor's storage."""
-        return self._live.get(_key(tensor))
+        return self._live.get(storage_key(tensor))
 
     def name(self, tensor: Tensor, part: str) -> None:
         """Set the part of a tensor's storage."""
@@ -164,19 +166,15 @@ class Ledger(TorchDispatchMode):
 
     def drop(self, tensor: Tensor) -> None:
         """Stop counting a tensor's storage, because what it simulates is not on the device."""
-        self._forget(_key(tensor))
+        self._forget(storage_key(tensor))
 
     def restart_peak(self) -> None:
         """Start a new peak at the current bytes."""
         self.peak, self.peak_at = self.now, self.clock
 
 
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # the public `data_ptr()` is 0 for all fake storages
-
-
-def _keys(tree: Any) -> set[int]:
-    return {_key(tensor) for tensor in _plain_tensors(tree)}
+def _keys(tree: Any) -> set[int | None]:
+    return {storage_key(tensor) for tensor in _plain_tensors(tree)}
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:

@@ -29,8 +29,8 @@ from lt_tiled.sequence_parallel.region import Region, current
 class Replacement:
     """A function that takes the place of another one in a table, or in a module, while it has users."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
         self.users = 0
         self.needed = 0
         """The users that need it in compiled code too, which others go past."""
@@ -54,11 +54,10 @@ class Replacement:
 class _Shared(Replacement):
     """An attention function in the table of transformers, which attends to the tokens of all ranks in a region."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self.name = name
-        self.is_flash = "flash" in name
+    @property
+    def is_flash(self) -> bool:
         """Whether documents are told by arguments, and causal masks end with the last query."""
+        return "flash" in self.name
 
     def run(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any

@@ -320,8 +320,11 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
             if type(None) in kinds or module in mixers:
                 continue
             others |= kinds - {nn.Linear}
-            if kinds == {nn.Linear} and isinstance(getattr(module, "head_dim", None), int) and not _gated(module):
-                found.append((path, module))
+            if kinds == {nn.Linear} and isinstance(getattr(module, "head_dim", None), int):
+                linears: Any = module
+                # Queries with a gate beside them in one projection, as in Qwen3-Next, have wider rows.
+                if linears.q_proj.out_features == linears.o_proj.in_features:
+                    found.append((path, module))
     if not found and not has_heads(state_layers):
         layers = " and ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in others))
         remedy = f"put nn.Linear in place of {layers} (LoRA: choose other target_modules), or " if others else ""
@@ -331,8 +334,3 @@ def find_attention(modules: Sequence[tuple[str, nn.Module]], tiles: int) -> list
             f" {remedy}set head_tiles=1."
         )
     return found
-
-
-def _gated(module: Any) -> bool:
-    """Whether queries have a gate beside them in one projection, as in Qwen3-Next, which makes their rows wider."""
-    return bool(module.q_proj.out_features != module.o_proj.in_features)

@@ -69,10 +69,6 @@ WHOLE = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock")
 class SharedFunction(Replacement):
     """A function in the module of a layer, which in a region mixes the tokens of all ranks."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self.name = name
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         region = current()
         if region is None:
