@@ -4,8 +4,9 @@ NOTE [What auto keeps]
 Under ``keep="auto"`` a block keeps the output of attention where there is room for it. The room is half of the memory
 that is free at the start of a pass beyond what a pass takes without keeping anything, and no more is kept at any time.
 The other half is for fragmentation, and for what later passes need more than those that were measured. A pass begins
-with the first forward call of a block after a backward pass. In the first two passes, and in two more from each that is
-larger than those before it, nothing is kept, and the peak over the start of the pass is measured. What changes between
+with the first forward call of a block after a backward pass, or when no call of the last pass waits for one anymore,
+as after an evaluation. In the first two passes, and in two more from each that is larger than those before it, nothing
+is kept, and the peak over the start of the pass is measured in its backward pass. What changes between
 passes, as optimizer state does after the first one, is seen at the start of a pass. So a step that fits without
 ``keep`` fits, as long as it needs no more above its start than those like it did before.
 
@@ -75,11 +76,13 @@ class Room(Allowance):
         self.growth = 0
         """The most that a measured pass took above its start."""
         self.most = 0
-        """The largest sum of a pass, in bytes of hidden states that blocks were given."""
+        """The most bytes of hidden states that calls in a pass, until their backward pass, were given."""
+        self.waiting = Allowance(0)
+        """Those of the calls in this pass that wait for it."""
         self._to_measure = MEASURED
-        self._given = self._start = 0
-        self._forward = False
-        """Whether no recompute followed the last forward call."""
+        self._most_waiting = self._start = 0
+        self._recomputed = False
+        """Whether a recompute followed the last forward call."""
 
     def begin(self, device: torch.device, nbytes: int, larger: bool) -> bool:
         """Note a forward call of a block; return whether blocks on its device may keep something in this pass.
@@ -90,18 +93,19 @@ class Room(Allowance):
             larger: Whether it is larger than those before it.
         """
         self.device = self.device or device
-        if not self._forward:
-            self._forward, self._given, self._to_measure = True, 0, max(self._to_measure - 1, 0)
+        if self._recomputed or not self.waiting.used:
+            self._to_measure = max(self._to_measure - self._recomputed, 0)
+            self._recomputed, self.waiting, self._most_waiting = False, Allowance(0), 0
             now = usage(self.device, ranks_on_node(self.ranks_per_node))
             self._start, self.limit = now.used, max(int(SHARE * (now.free + self.used - self.growth)), 0)
-        self._given += nbytes
-        if larger or self._given > self.most:
+        self._most_waiting = max(self._most_waiting, self.waiting.used + nbytes)
+        if larger or self._most_waiting > self.most:
             self._to_measure = MEASURED
         return self._to_measure == 0 and device == self.device
 
     def recomputed(self) -> None:
         """Note a recompute of a block."""
-        self._forward, self.most = False, max(self.most, self._given)
+        self._recomputed, self.most = True, max(self.most, self._most_waiting)
         if self._to_measure and self.device is not None:
             peak = usage(self.device, ranks_on_node(self.ranks_per_node)).peak
             self.growth = max(self.growth, peak - self._start)

@@ -165,10 +165,13 @@ class Call:
             self._counted.add(tensor)
         return apart(tensor)
 
-    def end(self, kept: Kept, output: Any) -> None:
-        """Count the bytes that it keeps until its backward pass, once its forward pass has ended."""
+    def end(self, kept: Kept | None, output: Any) -> None:
+        """Count what it was given, and what it keeps, until its backward pass, once its forward pass has ended."""
         auto, row = self.auto, self.row
-        if isinstance(kept, Watch) or row is None or auto.room is None:
+        if auto.room is None:
+            return
+        auto.room.waiting.hold(self.nbytes, output)
+        if kept is None or isinstance(kept, Watch) or row is None:
             return
         if self._counted is not None:
             row.kept, row.attends, self._counted = self._counted.total, kept.attends, None

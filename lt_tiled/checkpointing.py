@@ -168,7 +168,7 @@ class BlockPatch(Patch):
         if offload is None:
             with nullcontext() if call is None or sizes is None else call.measured(module, sizes, keeps):
                 output = checkpointed()
-            if call is not None and keeps is not None:
+            if call is not None:
                 call.end(keeps, output)
             return output
         select = offload.offloader.policy.select

@@ -170,6 +170,43 @@ def test_a_larger_pass_keeps_nothing_at_first(device: Device) -> None:
         assert [flops(two) for _ in range(4)] == [none + kept, 2 * none, 2 * kept, 2 * kept]
 
 
+class Interrupted(nn.Module):
+    """A layer after the blocks that raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("interrupted")
+
+
+@pytest.mark.parametrize("how", ["dropped", "raised"])
+def test_passes_without_a_backward_pass(how: str, device: Device) -> None:
+    """Evaluations with gradients enabled and forward passes that raise are not counted to the passes after them:
+    those are as large as without them, and are measured from their own start.
+    """
+    net = llama()
+    ids = torch.arange(LONG).view(1, -1) % 32
+    norm = net.model.norm
+
+    def alone() -> None:
+        if how == "dropped":
+            net(input_ids=ids, labels=ids, use_cache=False)
+            return
+        net.model.norm = Interrupted()
+        with pytest.raises(RuntimeError, match="interrupted"):
+            net(input_ids=ids, use_cache=False)
+        net.model.norm = norm
+
+    none, kept = flops_of(None), flops_of("attention_output")
+    with prepare(net, activation_checkpointing=True):
+        for _ in range(3):
+            alone()
+        device.used, device.peak = 4000, 9000
+        assert [flops(step(net)) for _ in range(3)] == [none, none, kept]
+        assert room(net).growth == 5000
+        alone()
+        assert flops(step(net)) == kept
+        assert room(net).most == LAYERS * LONG * net.config.hidden_size * 4
+
+
 def test_short_calls_are_not_recomputed_and_long_ones_keep_attention(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
