@@ -117,12 +117,12 @@ class Prepared(AbstractContextManager["Prepared"]):
                 self.offloader = build(activation_checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
             undo.callback(restore_losses, model, owner)
+            undo.callback(restore_leaves, model, needs)
             undo.callback(restore_tiled, model, owner)
             for tileable in tiled:
                 if get_patch(tileable.module, TiledPatch, tileable.method) is None:  # else it keeps what it has
                     assert tiling is not None
                     patch_tiled(tileable, tiling, needs, owner)
-            undo.callback(restore_leaves, model, needs)
             patch_leaves(model, needs, zero3_leaf_modules)
             if loss is not None:
                 patch_losses(losses, loss, owner)

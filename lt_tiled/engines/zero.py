@@ -70,25 +70,28 @@ class LeafPatch(Patch):
         self.name, self.needs = f"{path} ({type(leaf).__name__})", needs
         self.marked = "_z3_leaf" not in vars(leaf)
         """Whether the mark is ours."""
+        self.handles: list[Any] = []
+        """Hooks that are there as long as tiles are."""
         vars(leaf)["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_module does, whose import takes seconds
         set_patch(leaf, self, LEAF_HOOKS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, LeafPatch)
-        copy.needs = deepcopy(self.needs, memo)
+        copy.needs, copy.handles = deepcopy(self.needs, memo), []
         return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Register a hook of ZeRO-3 on a token, see NOTE [ZeRO-3 leaves], and all others as ever."""
         if not is_of(hook := args[0], _OF_DEEPSPEED):
             return self.inner(module, *args, **kwargs)
-        self.needs.forget()
+        for _, _, tiled in tiled_patches(module):
+            tiled.needs.forget()
         self.needs.leaves[module] = self.name
         before = (_hidden_by_position, True), (_let_modes_see_linear, False)
         for function, with_kwargs in before:
             handle = module.register_forward_pre_hook(function, prepend=True, with_kwargs=with_kwargs)
-            self.needs.handles.append(handle)
+            self.handles.append(handle)
         # The last one, so inside of what frees the weights.
         return module.register_forward_pre_hook(_AfterAllCalls(hook, self.needs))
 
@@ -107,13 +110,18 @@ def patch_leaves(model: nn.Module, needs: EngineNeeds, blocks: bool = True) -> N
 
 
 def restore_leaves(model: nn.Module, needs: EngineNeeds) -> None:
-    """Undo :func:`patch_leaves`, but keep the marks if ZeRO-3 wraps the model: its engine still reads them."""
+    """Undo :func:`patch_leaves` where no tiles are left, whoever set them.
+
+    Marks stay if ZeRO-3 wraps the model: its engine still reads them.
+    """
     for leaf in model.modules():
         patch = get_patch(leaf, LeafPatch, LEAF_HOOKS)
-        if patch is not None and patch.needs is needs:
+        if patch is not None and not any(tiled_patches(leaf)):
             remove_patch(leaf, patch)
-            if patch.marked and leaf not in needs.leaves:
+            if patch.marked and leaf not in patch.needs.leaves:
                 del vars(leaf)["_z3_leaf"]
+            for handle in patch.handles:
+                handle.remove()
     while needs.handles:
         needs.handles.pop().remove()
 

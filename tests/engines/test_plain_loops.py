@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from lt_tiled import Tiling, prepare
+from lt_tiled.modules.patch import Patch, get_patches
 from tests.engines.cells import ENGINES, draw, error_of, sgd
 from tests.engines.conftest import OnRanks
 from tests.models import Block, TinyLM, lm_loss
@@ -112,6 +113,35 @@ def test_prepared_after_zero3(deepspeed_world: World) -> None:
     for kind, text in deepspeed_world(refused_after):
         assert kind == "ValueError"
         assert "call prepare before deepspeed.initialize" in text
+
+
+def of_two(released: int | None, wrapped_first: bool) -> list[float]:
+    """The losses of a model under ZeRO-3 whose blocks two calls of ``prepare`` tile, until one of them is released."""
+    torch.manual_seed(0)
+    net = TinyLM()
+    both = [prepare(net, tiling=Tiling(4)), prepare(net, tiling=Tiling(4, targets="blocks.*.norm1"))]
+    model, found = net, []
+    for release in (not wrapped_first, wrapped_first):
+        if release and released is not None:
+            both[released].release()
+        if model is net:
+            model, backward, step = wrapped("zero3", net)
+        ids = draw((2, 20), dist.get_rank())
+        backward(loss := lm_loss(model(ids), ids))
+        step()
+        found.append(float(loss.detach()))
+    for prepared in both:
+        prepared.release()
+    assert not any(get_patches(module, Patch) for module in net.modules())
+    return found
+
+
+@pytest.mark.parametrize("wrapped_first", [False, True])
+@pytest.mark.parametrize("released", [0, 1])
+def test_one_of_two_is_released(released: int, wrapped_first: bool, deepspeed_world: World) -> None:
+    """Tiles of a second ``prepare`` train on under ZeRO-3 when the first one's are gone, and the other way round."""
+    plain = deepspeed_world(of_two, None, False)
+    assert deepspeed_world(of_two, released, wrapped_first) == [near(each) for each in plain]
 
 
 def of_copy(tiled: bool) -> list[float]:
