@@ -28,6 +28,7 @@ from lt_tiled.allowance import Allowance, Room
 from lt_tiled.memory import gib, ranks
 from lt_tiled.modules.patch import is_of, uncompiled
 from lt_tiled.sequence_parallel.kept import Kept, Watch, apart
+from lt_tiled.sequence_parallel.region import current
 from lt_tiled.tiling.weights import weight_bytes
 
 LEAST = 2**28
@@ -72,7 +73,11 @@ class Auto:
             return None
         trained = sum(p.requires_grad for p in module.parameters())
         key = (module.training, trained, *[(t.dtype, t.requires_grad, t.dim()) for t in tensors])
-        return Call(self, key, [size for t in tensors for size in t.shape], hidden)
+        sizes = [size for t in tensors for size in t.shape]
+        if (region := current()) is not None:  # what attention is given besides the block's arguments
+            masked = region.mask.numel() if isinstance(region.mask, Tensor) else 0
+            sizes += [len(region.documents or ()), masked]
+        return Call(self, key, sizes, hidden)
 
     def may_save(self, nbytes: float) -> bool:
         """Whether all blocks together may save so many bytes each."""
@@ -158,7 +163,7 @@ class Call:
             return None
         if row.kept is None:
             self._counted = SavedBytes(module, arguments)
-        return Kept("attention_output", self.device, self._pack)
+        return Kept("attention_output", self.device, self._pack, locally=True)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._counted is not None:
@@ -237,7 +242,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        self.seen = self.seen or "c10d" in func.namespace
+        self.seen = self.seen or "c10d" in func.namespace or func.namespace == "lt_tiled"  # which hide those of torch
         return func(*args, **(kwargs or {}))
 
 
