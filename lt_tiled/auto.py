@@ -69,9 +69,9 @@ class Auto:
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
             return None
-        if self.room is None and (self.communicates or not self.may_save(hidden.nbytes)):
+        if self.room is None and (self.communicates or not self.may_save(_nbytes(hidden))):
             return None
-        trained = sum(p.requires_grad for p in module.parameters())
+        trained = sum([p.requires_grad for p in module.parameters()])
         key = (module.training, trained, *[(t.dtype, t.requires_grad, t.dim()) for t in tensors])
         sizes = [size for t in tensors for size in t.shape]
         if (region := current()) is not None:  # what attention is given besides the block's arguments
@@ -116,7 +116,7 @@ class Call:
 
     def __init__(self, auto: Auto, key: Hashable, sizes: list[int], hidden: Tensor) -> None:
         self.auto, self.key, self.sizes = auto, key, sizes
-        self.tokens, self.nbytes, self.device = hidden.shape[:-1].numel(), hidden.nbytes, hidden.device
+        self.tokens, self.nbytes, self.device = hidden.shape[:-1].numel(), _nbytes(hidden), hidden.device
         self._counted: SavedBytes | None = None
         larger = [row for row in auto.measured.get(key, ()) if all(map(int.__le__, sizes, row.sizes))]
         row = self.row = min(larger, key=lambda row: row.saved, default=None)
@@ -216,7 +216,12 @@ class SavedBytes:
         storage = _storage(tensor)
         if storage not in self._known:
             self._known.add(storage)
-            self.total += tensor.untyped_storage().nbytes() if isinstance(storage, StorageWeakRef) else tensor.nbytes
+            known = isinstance(storage, StorageWeakRef)
+            self.total += tensor.untyped_storage().nbytes() if known else _nbytes(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # sparse tensors have no nbytes
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | object:
