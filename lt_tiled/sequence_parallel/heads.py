@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -165,32 +166,30 @@ class _Projections(Substituted):
         super().__init__(pairs)
         self._path: str = path
         self._hidden: Any = hidden
-        self._linears = {id(module._modules[name].weight): (name, module._modules[name]) for name in _PROJECTIONS}
+        for name in _PROJECTIONS:
+            self._linears[id(module._modules[name].weight)] = partial(self._project, name, module._modules[name])
         self._part = part
         self.found: Tensor | None = None
         """The input of the output projection."""
         self.outputs: dict[str, Tensor] = {}
         """Those of the other projections, which have the module's own input."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear or id(args[1]) not in self._linears:
-            return super().__torch_function__(func, types, args, kwargs)
-        name, linear = self._linears[id(args[1])]
+    def _project(self, name: str, linear: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if name == "o_proj":
-            self.found = args[0]
-            return args[0]
-        if name in self.outputs or args[0] is not self._hidden:
+            self.found = input
+            return input
+        if name in self.outputs or input is not self._hidden:
             what = "run twice" if name in self.outputs else "not given the module's own input"
             raise _no_parts(f"{self._path}.{name} is {what}")
         rows = self._part.rows(name)
         with torch.no_grad():
-            out = func(args[0], linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+            out = F.linear(input, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
         self.outputs[name] = out.requires_grad_(torch.is_grad_enabled())
         return out
 
     def end(self) -> None:
         super().end()
-        self._linears, self._hidden = {}, None
+        self._hidden = None
 
 
 class _HeadTiles(torch.autograd.Function):
@@ -212,8 +211,7 @@ class _HeadTiles(torch.autograd.Function):
             assert whole is not None
             return whole, call.output
 
-        # keep="exchange" is refused with head tiles
-        output, call.output = kept_or(None, compute, communicates=call.region.size > 1)
+        output, call.output = kept_or(None, compute)  # keep="exchange" is refused with head tiles
         return output
 
     @staticmethod

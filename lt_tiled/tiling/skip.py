@@ -148,37 +148,33 @@ class LastLinear(Substituted):
         sums: Mapping[int, GradientSum],
     ) -> None:
         super().__init__(pairs, sums)
-        self._own: tuple[Any, Any] | None = (linear.weight, linear.bias)
+        self._linears[id(linear.weight)] = self._left_out
+        self._bias = linear.bias
         weight = self._instead(id(linear.weight), linear.weight).detach()  # that of the forward pass
         self._sums, self._dtype, self._weight = own, dtype, weight if dtype is None else weight.to(dtype)
         self._trains = any(total is not None for total in own)
         self._stand_ins: dict[Any, _StandIn] = {}
         """Shared by tiles of one size: making one takes a node of autograd."""
-        self._input: Tensor | None = None
+        self.skipped = False
+        self._input: Tensor = weight
         self._edge: Any = None
         """Where the input's graph ends. An edge, because the code may change the input in place afterwards."""
         self._version = 0
         self._output: _StandIn | None = None
 
-    @property
-    def skipped(self) -> bool:
-        """Whether this tile had a stand-in."""
-        return self._input is not None
-
     def end(self) -> None:
         """Substitute nothing any more, and leave nothing out."""
         super().end()
-        self._own = self._input = self._edge = None
+        self._edge = None
 
-    def _last(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        if self._own is None:
-            return None
-        if weight is not self._own[0] or bias is not self._own[1]:
-            return super()._last(input, weight, bias) if self._products else None
-        if self._output is not None and self._input is not None:
+    def _left_out(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return what stands for the output of the projection."""
+        if bias is not self._bias:
+            return self._with_product(input, weight, bias) if id(weight) in self._products else None
+        if self._output is not None and self.skipped:
             self._output.read = True  # the module's own code may catch the exception
             raise CannotSkip
-        self._input, self._version = input, input._version
+        self.skipped, self._input, self._version = True, input, input._version
         if input.requires_grad:
             node: Any = input.grad_fn
             self._edge = get_gradient_edge(input) if node is None else GradientEdge(node, input.output_nr)
@@ -208,7 +204,7 @@ class LastLinear(Substituted):
         """
         output = self._output
         there = outputs[0] is output if len(outputs) == 1 else sum(leaf is output for leaf in outputs) == 1
-        if self._input is None or output is None or not there or output.read:
+        if not self.skipped or output is None or not there or output.read:
             raise CannotSkip
         if self._input._version != self._version and self._sums[0] is not None:
             raise CannotSkip
@@ -222,22 +218,21 @@ class LastLinear(Substituted):
             outputs: What the tile returned, checked.
             given: The gradients of these; that of the projection is taken out.
         """
+        input, edge = self._input, self._edge
+        self.skipped, self._input, self._edge = False, self._weight, None
         where = 0 if len(outputs) == 1 else [leaf is self._output for leaf in outputs].index(True)
-        input = self._input
-        assert input is not None
         gradient, given[where] = given[where], None
-        edge, self._edge, self._input = self._edge, None, None
         if gradient is None:
             return []
-        rows, (weight, bias) = gradient.reshape(-1, gradient.shape[-1]), self._sums
+        rows, (weight, bias) = gradient.flatten(0, -2), self._sums
         if weight is not None:
-            flat = input.detach().reshape(-1, input.shape[-1])
+            flat = input.detach().flatten(0, -2)
             weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
         if bias is not None:
             bias.add(rows.sum(0))
         if edge is None:
             return []
-        grad = rows.mm(self._weight).view(input.shape)
+        grad = rows.mm(self._weight).view_as(input)
         return [(edge, grad if self._dtype is None else grad.to(input.dtype))]
 
 

@@ -36,8 +36,6 @@ from lt_tiled.tiling.skip import CannotSkip, LastLinear, LastProjectionSkip, Not
 from lt_tiled.tiling.sums import Input, SumInTiles
 from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired, substituted
 
-_SKIPS = LastLinear, LastProjectionSkip
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -350,15 +348,19 @@ class Backward:
         """
         if self._compiled is not None and self._run_compiled(self._compiled, tile, given, into):
             return
-        found: Sequence[Tensor | None] = [None] * len(into)
-        roots = self._recompute(tile, given)
-        targets = (*map(tile.__getitem__, self._wanted), *self._targets)
+        outputs = self._recompute(tile)
+        roots = self._mode.before(outputs, given) if isinstance(self._mode, LastLinear) else []
+        for output, gradient in zip(outputs, given, strict=True):
+            if gradient is not None and output.requires_grad:
+                roots.append((output, gradient))
         if self._known is not None:  # in each backward pass: what was frozen, or not used, in the first call counts too
             nodes = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end, _ in roots]
             for tensor in tile:
                 self._known.add(id(tensor._base))  # a leaf of its own if it is a sum
             check_leaves([node for node in nodes if node is not None], self._known, self.call.patch.name)
             self._known = None
+        targets = (*[tile[index] for index in self._wanted], *self._targets)
+        found: Sequence[Tensor | None] = [None] * len(targets)
         if roots and targets:
             ends, grads = zip(*roots)  # noqa: B905
             with self._outside:  # as the untiled backward pass
@@ -372,41 +374,29 @@ class Backward:
             if gradient is not None:
                 total.add_direct(tensor, gradient, self.call.patch.name)
 
-    def _recompute(self, tile: Sequence[Tensor], given: list[Tensor | None]) -> list[tuple[Any, Tensor]]:
-        """Run a tile with a graph; return where the graph ends, with the gradients there."""
-        start = RandomState.now(self.call.device) if self.trace.random is not None else None
-        outputs = self._outputs(tile)
-        while outputs is None:  # once for each way to skip the last projection that does not work
+    def _recompute(self, tile: Sequence[Tensor]) -> Sequence[Any]:
+        """Run a tile with a graph, and return the leaves of its output."""
+        start = None if self.trace.random is None else RandomState.now(self.call.device)
+        while True:  # once for each way to leave out the last projection that does not work
+            mode = self._mode
+            try:
+                with mode:
+                    output = self._run(tile)
+                outputs = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+                if isinstance(mode, LastLinear | LastProjectionSkip):
+                    mode.check(outputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if not (mode.skipped or isinstance(error, CannotSkip)):  # the tile's code failed by itself
+                    raise
+            else:
+                if mode.skipped is False:  # there is none
+                    self._skip_no_more()
+                return outputs
             self._skip_no_more()
             if start is not None:
                 start.set()
-            outputs = self._outputs(tile)
-        roots = self._mode.before(outputs, given) if isinstance(self._mode, LastLinear) else []
-        for output, gradient in zip(outputs, given, strict=True):
-            if gradient is not None and output.requires_grad:
-                roots.append((output, gradient))
-        return roots
-
-    def _outputs(self, tile: Sequence[Tensor]) -> list[Any] | None:
-        """Return the leaves of a tile's output, or ``None`` if it reads the values of the last projection."""
-        mode = self._mode
-        skip = mode if isinstance(mode, _SKIPS) else None
-        try:
-            with mode:
-                output = self._run(tile)
-            outputs = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-            if skip is not None:
-                skip.check(outputs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            # Else the tile's code failed by itself.
-            if skip is not None and (skip.skipped or isinstance(error, CannotSkip)):
-                return None
-            raise
-        if skip is not None and not skip.skipped:  # there is none
-            self._skip_no_more()
-        return outputs
 
     def _run_compiled(
         self,

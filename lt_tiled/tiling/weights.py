@@ -147,26 +147,33 @@ class Substituted(TorchFunctionMode):
         self._pairs = list(pairs)  # whose tensors keep their ids
         self._instead_of = {id(tensor): instead for tensor, instead in self._pairs}
         self._products = sums or {}
+        self._linears: dict[int, Callable[..., Tensor | None]] = dict.fromkeys(self._products, self._with_product)
+        """What computes linear modules, by the ids of their weights; torch does if it returns ``None``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and len(args) == 3:  # as nn.Linear calls it
-            last = self._last(*args)
-            if last is not None:
-                return last
-        instead: Any = self._instead_of.get
+        if func is F.linear and len(args) == 3 and (linear := self._linears.get(id(args[1]))):  # as nn.Linear calls it
+            output = linear(*args)
+            if output is not None:
+                return output
+        known: Any = self._instead_of
+        instead: Any = None
         for value in (*args, *kwargs.values()) if kwargs else args:  # without calls: each operation comes here
             if type(value) is list or type(value) is tuple:
                 instead = self._instead
-        given = map(instead, map(id, args), args)
-        if not kwargs:
-            return func(*given)
-        values = kwargs.values()
-        return func(*given, **dict(zip(kwargs, map(instead, map(id, values), values), strict=True)))
+                break
+            if id(value) in known:
+                instead = known.get
+        if instead is not None:
+            args = map(instead, map(id, args), args)
+            if kwargs:
+                values = kwargs.values()
+                kwargs = dict(zip(kwargs, map(instead, map(id, values), values), strict=True))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _last(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return the output of a linear module, or what stands for it, or ``None`` for torch to compute it."""
-        total = self._products.get(id(weight)) if self._products else None
-        if total is None or type(input) is not Tensor or input.dtype != total.dtype:
+    def _with_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return the output of a linear module whose gradient is added to its sum in the product, if that can be."""
+        total = self._products[id(weight)]
+        if type(input) is not Tensor or input.dtype != total.dtype:
             return None
         # torch's checkpoint runs again what is inside of it without this mode, and compares what is saved.
         if torch.is_autocast_enabled(input.device.type) or not torch.is_grad_enabled() or in_checkpoint():
@@ -174,12 +181,15 @@ class Substituted(TorchFunctionMode):
         result: Tensor = SummedLinear.apply(input, total.leaf, self._instead(id(bias), bias), total)
         return result
 
+    skipped: bool | None = None
+    """Whether the last projection was left out; ``None`` where that is not tried."""
+
     def __len__(self) -> int:
         return len(self._instead_of)
 
     def end(self) -> None:
         """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""
-        self._instead_of, self._products = {}, {}
+        self._instead_of, self._linears = {}, {}
 
     def _instead(self, key: int, value: Any) -> Any:
         """Return what is seen in place of a value with this id, or of the entries of a list or a tuple."""
@@ -305,7 +315,7 @@ class GradientSum:
         A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
         """
         if self.sum is not None and self.sum.dtype == left.dtype:
-            torch.addmm(self.sum, left, right, out=self.sum)
+            torch.addmm(self.sum, left, right, out=self.sum)  # which FlopCounterMode counts, unlike addmm_
         elif self.sum is not None and adds_in_product(self.sum, left):
             torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
         else:
