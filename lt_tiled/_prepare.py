@@ -82,7 +82,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         keep = activation_checkpointing.keep if activation_checkpointing else None
         chooses = policy_of(activation_checkpointing.policy) if activation_checkpointing else None
         offloads = activation_checkpointing is not None and activation_checkpointing.offload is not None
-        if keep == "auto" and (offloads or chooses or (sequence_parallel is not None and sequence_parallel.size > 1)):
+        if activation_checkpointing and (chooses or activation_checkpointing.activations == "all") and keep == "auto":
             keep = None
         if keep == "exchange":
             _refuse_exchange(sequence_parallel)
@@ -132,7 +132,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                 undo.callback(setattr, module, "gradient_checkpointing", True)
             skips = activation_checkpointing is not None and activation_checkpointing.recompute == "auto"
             allowance = allowed(model, sharded) if skips and not switched else None
-            room = Room(ranks_per_node) if keep == "auto" else None
+            adapts = self.offloader is not None and self.offloader.prefetcher.adaptive
+            room = Room(ranks_per_node, adapts) if keep == "auto" else None
             for path, block in unpatched:
                 auto = Auto(len(unpatched), allowance or Allowance(-1), room) if allowance or room else None
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None

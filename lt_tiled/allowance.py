@@ -10,8 +10,15 @@ is kept, and the peak over the start of the pass is measured in its backward pas
 passes, as optimizer state does after the first one, is seen at the start of a pass. So a step that fits without
 ``keep`` fits, as long as it needs no more above its start than those like it did before.
 
-Each rank decides for itself, as it is the recompute of attention alone that differs. Where attention communicates,
-nothing is kept.
+Where block inputs are offloaded, what is kept stays on the device all the same, and the passes that are measured have
+the buffers of the offloader. As the backward pass may load more block inputs ahead after those, the most that it may
+load is no room.
+
+Each rank decides for itself, also where ranks share sequences. What is kept of attention then is what a rank computes
+between the two exchanges, and the recompute exchanges whether or not something is kept. Torch's recompute of a block
+ends with the last tensor that the block saves. Attention that saves none is not kept, so that this tensor is on the
+same side of each exchange on all ranks. What communicates itself is not kept: head tiles of several ranks, the tokens
+before those of a rank that a convolution gets, and attention of users in which a collective runs.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lt_tiled.memory import ranks_on_node, usage
+from lt_tiled.offload.prefetch import MAX_PREFETCH, MAX_PREFETCH_BYTES
 
 SHARE = 0.5
 """The share of the free memory that is room."""
@@ -67,11 +75,12 @@ class Room(Allowance):
 
     Args:
         ranks_per_node: Processes that share the memory of a node; by default the launcher's number, else all ranks.
+        loads_ahead: Whether later passes may load more offloaded tensors ahead than those that were measured.
     """
 
-    def __init__(self, ranks_per_node: int | None = None) -> None:
+    def __init__(self, ranks_per_node: int | None = None, loads_ahead: bool = False) -> None:
         super().__init__(0)
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_node, self.loads_ahead = ranks_per_node, loads_ahead
         self.device: torch.device | None = None
         self.growth = 0
         """The most that a measured pass took above its start."""
@@ -97,7 +106,8 @@ class Room(Allowance):
             self._to_measure = max(self._to_measure - self._recomputed, 0)
             self._recomputed, self.waiting, self._most_waiting = False, Allowance(0), 0
             now = usage(self.device, ranks_on_node(self.ranks_per_node))
-            self._start, self.limit = now.used, max(int(SHARE * (now.free + self.used - self.growth)), 0)
+            ahead = min(MAX_PREFETCH * nbytes, MAX_PREFETCH_BYTES) if self.loads_ahead else 0
+            self._start, self.limit = now.used, max(int(SHARE * (now.free + self.used - self.growth - ahead)), 0)
         self._most_waiting = max(self._most_waiting, self.waiting.used + nbytes)
         if larger or self._most_waiting > self.most:
             self._to_measure = MEASURED

@@ -28,6 +28,7 @@ from lt_tiled.allowance import Allowance, Room
 from lt_tiled.memory import gib, ranks
 from lt_tiled.modules.patch import is_of, uncompiled
 from lt_tiled.sequence_parallel.kept import Kept, Watch, apart
+from lt_tiled.sequence_parallel.region import current
 from lt_tiled.tiling.weights import weight_bytes
 
 LEAST = 2**28
@@ -68,11 +69,15 @@ class Auto:
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
         if hidden is None:
             return None
-        if self.room is None and (self.communicates or not self.may_save(hidden.nbytes)):
+        if self.room is None and (self.communicates or not self.may_save(_nbytes(hidden))):
             return None
-        trained = sum(p.requires_grad for p in module.parameters())
+        trained = sum([p.requires_grad for p in module.parameters()])
         key = (module.training, trained, *[(t.dtype, t.requires_grad, t.dim()) for t in tensors])
-        return Call(self, key, [size for t in tensors for size in t.shape], hidden)
+        sizes = [size for t in tensors for size in t.shape]
+        if (region := current()) is not None:  # what attention is given besides the block's arguments
+            masked = region.mask.numel() if isinstance(region.mask, Tensor) else 0
+            sizes += [len(region.documents or ()), masked]
+        return Call(self, key, sizes, hidden)
 
     def may_save(self, nbytes: float) -> bool:
         """Whether all blocks together may save so many bytes each."""
@@ -111,7 +116,7 @@ class Call:
 
     def __init__(self, auto: Auto, key: Hashable, sizes: list[int], hidden: Tensor) -> None:
         self.auto, self.key, self.sizes = auto, key, sizes
-        self.tokens, self.nbytes, self.device = hidden.shape[:-1].numel(), hidden.nbytes, hidden.device
+        self.tokens, self.nbytes, self.device = hidden.shape[:-1].numel(), _nbytes(hidden), hidden.device
         self._counted: SavedBytes | None = None
         larger = [row for row in auto.measured.get(key, ()) if all(map(int.__le__, sizes, row.sizes))]
         row = self.row = min(larger, key=lambda row: row.saved, default=None)
@@ -158,7 +163,7 @@ class Call:
             return None
         if row.kept is None:
             self._counted = SavedBytes(module, arguments)
-        return Kept("attention_output", self.device, self._pack)
+        return Kept("attention_output", self.device, self._pack, locally=True)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._counted is not None:
@@ -211,7 +216,12 @@ class SavedBytes:
         storage = _storage(tensor)
         if storage not in self._known:
             self._known.add(storage)
-            self.total += tensor.untyped_storage().nbytes() if isinstance(storage, StorageWeakRef) else tensor.nbytes
+            known = isinstance(storage, StorageWeakRef)
+            self.total += tensor.untyped_storage().nbytes() if known else _nbytes(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # sparse tensors have no nbytes
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | object:
@@ -237,7 +247,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        self.seen = self.seen or "c10d" in func.namespace
+        self.seen = self.seen or "c10d" in func.namespace or func.namespace == "lt_tiled"  # which hide those of torch
         return func(*args, **(kwargs or {}))
 
 

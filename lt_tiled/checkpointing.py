@@ -13,7 +13,7 @@ the device:
 * with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
 
 A tensor that several blocks save is stored once. What a block keeps for its recompute (``keep``) goes through the same
-offloader.
+offloader, except with ``keep="auto"``, which keeps what the device has room for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -132,7 +131,7 @@ class BlockPatch(Patch):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
-        keeps = self.keeps(module, tensors, region, call) if tensors and (self.keep or self.chooses) else None
+        keeps = self.keeps(module, tensors, call) if tensors and (self.keep or self.chooses) else None
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         observed = self.observe(module, args, kwargs)
         compared, sizes = None, SavedBytes(module, tensors) if call is not None and call.measures else None
@@ -164,13 +163,23 @@ class BlockPatch(Patch):
             return output
 
         check = "default" if compared is None else DETERMINISM_CHECK
-        checkpointed = partial(checkpoint, block, *tensors, use_reentrant=False, determinism_check=check)
-        if offload is None:
-            with nullcontext() if call is None or sizes is None else call.measured(module, sizes, keeps):
-                output = checkpointed()
-            if call is not None:
-                call.end(keeps, output)
-            return output
+        measured = nullcontext() if call is None or sizes is None else call.measured(module, sizes, keeps)
+        # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
+        with measured, nullcontext() if offload is None else self.offloading(offload, module, tensors, args, kwargs):
+            output = checkpoint(block, *tensors, use_reentrant=False, determinism_check=check)
+        if call is not None:
+            call.end(keeps, output)
+        return output
+
+    def offloading(
+        self,
+        offload: BlockOffload,
+        module: nn.Module,
+        tensors: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return hooks that offload the chosen ones of a call's tensors: see NOTE [What is offloaded]."""
         select = offload.offloader.policy.select
         chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
         chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
@@ -178,9 +187,7 @@ class BlockPatch(Patch):
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
         weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
-        # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
-        with offload.hooks(lambda tensor: view_key(tensor) in views):
-            return checkpointed()
+        return offload.hooks(lambda tensor: view_key(tensor) in views)
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
@@ -203,12 +210,11 @@ class BlockPatch(Patch):
                     stack.enter_context(uncompiled(Selective(self.chooses, keeps)))
             yield
 
-    def keeps(self, module: nn.Module, tensors: list[Tensor], region: Region | None, call: Call | None) -> Kept | None:
+    def keeps(self, module: nn.Module, tensors: list[Tensor], call: Call | None) -> Kept | None:
         """Return what a call keeps for its recompute."""
         if self.keep == "auto":
-            shared = region is not None and region.size > 1  # by ranks that would have to decide together
             compiled = compiler.get() is not None  # attention in it is not seen
-            return None if call is None or shared or compiled else call.keeps(module, tensors)
+            return None if call is None or compiled else call.keeps(module, tensors)
         if self.offload is None:
             return Kept(self.keep, tensors[0].device)
         offloader, block = self.offload.offloader, self.offload.block

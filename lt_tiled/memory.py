@@ -40,7 +40,7 @@ class PeakMemory:
         if self.counts:
             return int(torch.get_device_module(self.device).max_memory_allocated(self.device))
         try:
-            return _figure(_STATUS, "VmHWM")
+            return 1024 * _figure(_STATUS, "VmHWM:")
         except (OSError, KeyError):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -79,7 +79,7 @@ def usage(device: torch.device, ranks: int) -> Usage:
     peak = PeakMemory(device).read()
     if device.type == "cpu":
         try:
-            return Usage(_figure(_STATUS, "VmRSS"), peak, available_memory() // ranks)
+            return Usage(1024 * _figure(_STATUS, "VmRSS:"), peak, available_memory() // ranks)
         except (OSError, KeyError):
             return Usage(0, peak, 0)
     if not provides(device, "mem_get_info"):
@@ -94,15 +94,17 @@ def usage(device: torch.device, ranks: int) -> Usage:
 
 
 def _figure(path: Path, name: str) -> int:
-    """Return a figure in bytes that Linux has in kB under a name."""
-    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
+    """Return the number that a file of Linux has behind a name at the beginning of a line."""
+    _, found, rest = f"\n{path.read_text()}".partition(f"\n{name}")
+    if not found:
+        raise KeyError(name)
+    return int(rest.split(maxsplit=1)[0])
 
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of CPU memory that the system, or this process's cgroups, can allocate now."""
     try:
-        available = _figure(root / "proc/meminfo", "MemAvailable")
+        available = 1024 * _figure(root / "proc/meminfo", "MemAvailable:")
     except (OSError, KeyError):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return max(min([available, *_cgroup_memory(root)]), 0)
@@ -117,18 +119,19 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                mount, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+                mount, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "
             elif "memory" in controllers.split(","):
                 mount, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-                cache = "total_inactive_file"
+                cache = "total_inactive_file "
             else:
                 continue
             group = mount / path.lstrip("/")  # in a container it may not be there, but the mount is the container's
             for folder in (group, *group.parents):
                 with suppress(OSError, ValueError):  # ValueError: no limit, "max"
                     free = int((folder / limit).read_text()) - int((folder / usage).read_text())
-                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                    yield free + int(stat.get(cache, 0))  # the kernel frees unused page cache first
+                    with suppress(KeyError):
+                        free += _figure(folder / "memory.stat", cache)  # the kernel frees unused page cache first
+                    yield free
 
 
 def ranks() -> int:

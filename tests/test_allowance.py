@@ -115,15 +115,17 @@ def test_without_room_nothing_is_kept(device: Device, caplog: pytest.LogCaptureF
     assert caplog.text.count("keep='auto' has 0.0 MiB on cpu for what blocks keep of attention") == 1
 
 
-def test_no_more_is_kept_than_there_is_room(device: Device) -> None:
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_no_more_is_kept_than_there_is_room(offload: Any, device: Device) -> None:
     """With room for three blocks, three keep attention's output, and the peak is no more than that above
     ``keep=None``.
     """
     one = kept_bytes()
     peaks = {}
+    fields: Any = {"offload": offload, "prefetch": 1, "min_bytes": 0} if offload else {}
     for keep in (None, "auto"):
         net = llama()
-        with prepare(net, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+        with prepare(net, activation_checkpointing=ActivationCheckpointing(keep=keep, **fields)):
             for _ in range(3):
                 step(net)()
                 net.zero_grad(set_to_none=False)
@@ -133,6 +135,38 @@ def test_no_more_is_kept_than_there_is_room(device: Device) -> None:
             took = flops(step(net))
     assert peaks["auto"] - peaks[None] <= 3 * one
     assert flops_of(None) - took == (flops_of(None) - flops_of("attention_output")) * 3 // 4
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_what_is_kept_stays_on_the_device(offload: Any, device: Device) -> None:
+    """Block inputs are offloaded as with ``keep=None``, and nothing else is, in steps that compute attention once."""
+    found = []
+    for keep in (None, "auto"):
+        net = llama()
+        policy = ActivationCheckpointing(keep=keep, offload=offload, min_bytes=0, keep_last=0)
+        with prepare(net, activation_checkpointing=policy) as prepared:
+            for _ in range(3):
+                took = flops(step(net))
+            assert took == flops_of(keep and "attention_output")
+            assert prepared.offloader is not None
+            stats = prepared.offloader.so_far()
+            found.append((stats.cpu_bytes, stats.disk_bytes))
+    assert found[0] == found[1]
+    assert sum(found[0]) == 3 * LAYERS * LONG * net.config.hidden_size * 4
+
+
+def test_what_may_be_loaded_ahead_is_no_room(device: Device) -> None:
+    """The backward pass may load more block inputs ahead after the steps that were measured, unless their number is
+    given.
+    """
+    limits: list[int] = []
+    for prefetch in ("auto", 2):
+        net = llama()
+        policy = ActivationCheckpointing(offload="cpu", prefetch=prefetch)  # type: ignore[arg-type]
+        with prepare(net, activation_checkpointing=policy):
+            step(net)()
+            limits.append(room(net).limit)
+    assert limits[1] - limits[0] == 8 * LONG * net.config.hidden_size * 4 // 2
 
 
 def test_room_is_half_of_what_passes_leave_free(device: Device) -> None:

@@ -285,14 +285,14 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        region = current()
+        region, heads = current(), query.shape[1]
         if region is None:
             return attended_alone(function, query, key, value, *args, **kwargs)
 
         def own(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
             if q.shape[2] < k.shape[2]:
                 raise ValueError(
-                    f"{region.owner} has {query.shape[1]} query heads, and {region.size} ranks share a sequence:"
+                    f"{region.owner} has {heads} query heads, and {region.size} ranks share a sequence:"
                     " shared_attention needs a head for each rank, and F.scaled_dot_product_attention does not."
                 )
             return function(q, k, v, *args, **kwargs)

@@ -152,27 +152,28 @@ def over_heads(
         keys: Tensors with an entry for several heads, ``[B, K, S/n, ...]``.
         vectors: Tensors with an entry for each head, ``[H, ...]``, and no tokens.
         compute: Gets all tokens of the rank's heads, or, where there are fewer heads than ranks, some of ``queries``.
+            It holds none of these tensors, as it may be called again in the backward pass.
         record: Collects what ``compute`` gets, with the share that it belongs to.
     """
     region.check_recompute()
     region.exchanges += 1
     heads = queries[0].shape[1]
     shares = shares_of(heads, keys[0].shape[1] if keys else heads, region.size, region.total)
-    mine = shares[region.rank]
+    mine, first, last = shares[region.rank], len(queries), len(queries) + len(keys)
     of_ranks = [[share.queries for share in shares]] * len(queries) + [[share.keys for share in shares]] * len(keys)
 
     def among_heads(*own: Tensor) -> Tensor:
-        return compute(mine, own[: len(queries)], own[len(queries) : len(of_ranks)], own[len(of_ranks) :])
+        return compute(mine, own[:first], own[first:last], own[last:])
 
     def run(*inputs: Tensor) -> Tensor:
-        arrived = exchanged(region, of_ranks, inputs[: len(of_ranks)], to_heads=True)
-        own_queries, own_keys = arrived[: len(queries)], arrived[len(queries) :]
+        arrived = exchanged(region, of_ranks, inputs[:last], to_heads=True)
+        own_queries, own_keys = arrived[:first], arrived[first:]
         if record is not None:
             record.append((mine, *own_queries, *own_keys))
         own_keys = mine.matched(own_keys)
         with entered(None):  # attention may call another one that is exchanged, which has all tokens already
-            parts = [vector[mine.heads] for vector in inputs[len(of_ranks) :]]
-            out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts)
+            parts = [vector[mine.heads] for vector in inputs[last:]]
+            out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts, alone=True)
         return exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
 
     return attended("attention", run, *queries, *keys, *vectors)

@@ -211,7 +211,8 @@ class _HeadTiles(torch.autograd.Function):
             assert whole is not None
             return whole, call.output
 
-        output, call.output = kept_or(None, compute)  # keep="exchange" is refused with head tiles
+        # keep="exchange" is refused with head tiles
+        output, call.output = kept_or(None, compute, communicates=call.region.size > 1)
         return output
 
     @staticmethod

@@ -42,6 +42,7 @@ class Kept:
         device: Where the block runs.
         pack: Stores a tensor until the recompute, for example in CPU memory.
         unpack: Returns it.
+        locally: Whether this rank alone decided to keep something, so that its recompute communicates all the same.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Kept:
         device: torch.device,
         pack: Callable[[Tensor], Any] = apart,
         unpack: Callable[[Any], Tensor] = lambda t: t,
+        locally: bool = False,
     ) -> None:
-        self.what, self.device, self.pack, self.unpack = what, device, pack, unpack
+        self.what, self.device, self.pack, self.unpack, self.locally = what, device, pack, unpack, locally
         self.attends = False
         """Whether there was attention to keep."""
         self.drew: RandomState | None = None
@@ -147,7 +149,7 @@ class Watch(Kept):
     """
 
     def __init__(self, device: torch.device, collectives: Any = None) -> None:
-        super().__init__("attention_output", device)
+        super().__init__("attention_output", device, locally=True)
         self.collectives = collectives
 
     def value(self, compute: Callable[[], T]) -> T:
@@ -171,13 +173,15 @@ def keeping(kept: Kept | None) -> Iterator[None]:
         _kept.reset(token)
 
 
-def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:
+def kept_or(what: Keep | None, compute: Callable[[], T], communicates: bool = True) -> T:
     """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass.
 
     A block keeps what is of its own kind, or of any kind with ``None``.
     """
     kept = _kept.get()
-    return compute() if kept is None or what not in (kept.what, None) else kept.value(compute)
+    if kept is None or what not in (kept.what, None) or (kept.locally and communicates):
+        return compute()
+    return kept.value(compute)
 
 
 def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor, alone: bool = False) -> Tensor:
@@ -200,7 +204,7 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor, alone:
             link = torch.empty(0, device=inputs[0].device, requires_grad=True)
             begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
             output = compute(*begun)
-        if _reads_others(output):
+        if _reads_others(output) or (kept.locally and not recomputed.saves):
             return None, None
         starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
         return _Graph(starts, get_gradient_edge(output), recomputed), output.detach()
@@ -208,7 +212,7 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor, alone:
     graph, output = kept.value(run)
     if graph is None:
         kept.attends = False
-        inform("attention that reads a learned bias, or another weight, is not kept: it is recomputed", once="not kept")
+        inform("attention that reads a learned bias or weight, or saves nothing, is recomputed", once="not kept")
         return compute(*inputs)
     again = _Again(compute, Precision.now(kept.device), kept.drew) if alone and what == "attention_output" else None
     # Outside of the arguments, because one that is returned could not be changed in place.
@@ -269,6 +273,8 @@ class _Recomputed:
         self._kept = kept
         self._places = {storage_key(tensor): place for place, tensor in enumerate(inputs)}
         self._layouts = [_layout(tensor) for tensor in inputs]
+        self.saves = False
+        """Whether attention saved a tensor: torch's recompute of a block ends with the last tensor that is saved."""
         self.inputs: Sequence[Tensor] = ()
         """The recomputed ones, while a backward pass needs them."""
 
@@ -282,6 +288,7 @@ class _Recomputed:
         return [_layout(tensor) for tensor in inputs] == self._layouts
 
     def pack(self, tensor: Tensor) -> Any:
+        self.saves = True
         place = self._places.get(storage_key(tensor))
         if place is None or tensor.dtype != self._layouts[place][0] or tensor.is_conj() or tensor.is_neg():
             return version_of(tensor), self._kept.pack(tensor)

@@ -109,13 +109,13 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
     tensors = [name for name in given if "s" in rule.dims[name]]
     by_heads = [name for name in tensors if "h" in rule.dims[name]]
     by_groups = [name for name in tensors if "h" not in rule.dims[name]]
+    positional, others = list(rule.dims)[: len(args)], {n: v for n, v in kwargs.items() if n not in given}
 
     def run(queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         own = dict(zip(vectors, parts, strict=True))
         for name, tensor in zip(by_heads + by_groups, [*queries, *keys], strict=True):
             own[name] = _as(rule.dims[name], tensor)
-        positional = [own.pop(name) for name in list(rule.dims)[: len(args)]]
-        found = function(*positional, **kwargs | own)
+        found = function(*[own.pop(name) for name in positional], **others | own)
         return _by_heads(rule.dims[rule.output], _output(found))
 
     def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
