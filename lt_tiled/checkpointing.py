@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -60,14 +61,25 @@ class BlockOffload:
     block: str  # as errors name it
     model: nn.Module  # whose weights are never offloaded
 
-    def hooks(self, moves: Callable[[Tensor], bool]) -> torch.autograd.graph.saved_tensors_hooks:
+    def of_inputs(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> saved_tensors_hooks:
+        """Return hooks that offload the inputs of a call that ``select`` chooses."""
+        select = self.offloader.policy.select
+        chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
+        chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
+        chosen = _hidden_states(chosen) if select == "auto" else chosen
+        # A tensor without a grad_fn may be a view of a weight (detached, transposed).
+        weights = _storages(self.model) if any(t.grad_fn is None for t in chosen) else set()
+        views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
+        return self.hooks(lambda tensor: view_key(tensor) in views)
+
+    def hooks(self, moves: Callable[[Tensor], bool]) -> saved_tensors_hooks:
         """Return hooks that offload the saved tensors that can be moved and for which ``moves`` returns true."""
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             return self.offloader.pack(tensor, self.block) if movable(tensor) and moves(tensor) else tensor
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self.offloader.unpack)
+        return saved_tensors_hooks(pack, self.offloader.unpack)
 
 
 class BlockPatch(Patch):
@@ -165,29 +177,11 @@ class BlockPatch(Patch):
         check = "default" if compared is None else DETERMINISM_CHECK
         measured = nullcontext() if call is None or sizes is None else call.measured(module, sizes, keeps)
         # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
-        with measured, nullcontext() if offload is None else self.offloading(offload, module, tensors, args, kwargs):
+        with measured, nullcontext() if offload is None else offload.of_inputs(module, tensors, args, kwargs):
             output = checkpoint(block, *tensors, use_reentrant=False, determinism_check=check)
         if call is not None:
             call.end(keeps, output)
         return output
-
-    def offloading(
-        self,
-        offload: BlockOffload,
-        module: nn.Module,
-        tensors: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return hooks that offload the chosen ones of a call's tensors: see NOTE [What is offloaded]."""
-        select = offload.offloader.policy.select
-        chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
-        chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
-        chosen = _hidden_states(chosen) if select == "auto" else chosen
-        # A tensor without a grad_fn may be a view of a weight (detached, transposed).
-        weights = _storages(offload.model) if any(t.grad_fn is None for t in chosen) else set()
-        views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
-        return offload.hooks(lambda tensor: view_key(tensor) in views)
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
