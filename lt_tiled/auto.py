@@ -8,16 +8,21 @@ the limit. A larger call is recomputed, and measured in its turn.
 
 Each rank decides for itself, so ranks whose lengths differ may recompute different calls. That changes neither the
 order of gradients nor the collectives of an engine, but a recompute that communicates would wait for other ranks
-forever. So a block is always recomputed if an engine has hooks inside it, or if its first call runs a collective.
+forever. So a block is always recomputed if it may communicate: if an engine has hooks inside it, if the first call of a
+kind runs a collective, or if its code names ``torch.distributed``, as code does that communicates in some calls only.
+Code is followed from the ``forward`` of each module through the methods and functions that it names. What this cannot
+see must communicate in the first call: a function that is an attribute or in a table, and one of a compiled extension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,11 +34,13 @@ from lt_tiled.memory import gib, ranks
 from lt_tiled.modules.patch import is_of, uncompiled
 from lt_tiled.sequence_parallel.kept import Kept, Watch, apart
 from lt_tiled.sequence_parallel.region import current
+from lt_tiled.tiling.reach import is_users, names_in
 from lt_tiled.tiling.weights import weight_bytes
 
 LEAST = 2**28
 """Bytes that the blocks of any model may save."""
 _ENGINES = ("torch.distributed.", "deepspeed.")
+_COLLECTIVES = ("torch.distributed", "deepspeed.comm")
 
 
 def allowed(model: nn.Module, ranks: int = 1) -> Allowance:
@@ -71,8 +78,11 @@ class Auto:
             return None
         if self.room is None and (self.communicates or not self.may_save(_nbytes(hidden))):
             return None
-        trained = sum([p.requires_grad for p in module.parameters()])
-        key = (module.training, trained, *[(t.dtype, t.requires_grad, t.dim()) for t in tensors])
+        parts = [*module.modules()]
+        trained = len([p for part in parts for p in part._parameters.values() if p is not None and p.requires_grad])
+        hooks = sum([len(part._forward_pre_hooks) + len(part._forward_hooks) for part in parts])
+        of_tensors = [(t.dtype, t.requires_grad, t.dim()) for t in tensors]
+        key = (module.training, trained, len(parts), hooks, ranks(), *of_tensors)
         sizes = [size for t in tensors for size in t.shape]
         if (region := current()) is not None:  # what attention is given besides the block's arguments
             masked = region.mask.numel() if isinstance(region.mask, Tensor) else 0
@@ -128,8 +138,9 @@ class Call:
             and auto.may_save(row.saved * (self.tokens / row.tokens) ** 2)  # scores of attention
         )
         """Whether it is to be measured: if none is as large, or if it may be short enough not to be recomputed."""
-        self.watch = Collectives() if auto.communicates is None and ranks() > 1 else None
-        """Notes in the first call whether it communicates. That call runs uncompiled, and so does its recompute."""
+        first = key not in auto.measured
+        self.watch = Collectives() if first and not auto.communicates and ranks() > 1 else None
+        """Notes in the first call of its kind whether it communicates. That and its recompute run uncompiled."""
 
     @property
     def saves(self) -> int | None:
@@ -190,8 +201,8 @@ class Call:
         auto, watch = self.auto, self.watch
         with nullcontext() if watch is None else uncompiled(watch):
             yield
-        if auto.communicates is None:
-            auto.communicates = watch is not None and (watch.seen or has_engine_inside(module))
+        found = watch is not None and (watch.seen or may_communicate(module))
+        auto.communicates = auto.communicates or found
         rows = auto.measured.setdefault(self.key, [])
         new = Row(self.sizes, self.tokens, sizes.total, kept is not None and kept.attends)
         useful = auto.may_save(new.saved)
@@ -251,8 +262,48 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def has_engine_inside(block: nn.Module) -> bool:
-    """Whether an engine has hooks in a block, as for FSDP units in it and modules whose weights ZeRO-3 gathers."""
-    inside = [module for module in block.modules() if module is not block]
-    parts = [part for module in inside for part in (type(module), *module._forward_pre_hooks.values())]
-    return any(is_of(part, _ENGINES) for part in parts)
+def may_communicate(block: nn.Module) -> bool:
+    """Whether an engine has hooks inside a block, or code that its ``forward`` reaches names ``torch.distributed``."""
+    parts = [*block.modules()]
+    inside = [hook for part in parts[1:] for hook in (type(part), *part._forward_pre_hooks.values())]
+    if any(is_of(part, _ENGINES) for part in inside):
+        return True
+    hooks = [hook for part in parts for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+    todo: list[tuple[Any, Any]] = [(type(part), type(part).forward) for part in parts]
+    todo += [(None, hook) for hook in hooks if is_users(hook)]
+    known = set()
+    while todo:
+        owner, function = todo.pop()
+        function = getattr(function, "fget", getattr(function, "__func__", function))
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType) or (owner, function.__code__) in known:
+            continue
+        known.add((owner, function.__code__))
+        names = names_in(function.__code__)
+        values = _values_of(function, names)
+        if "distributed" in names or any(map(_is_collective, values)):
+            return True
+        todo += [(value, value.forward) for value in values if _is_autograd_function(value)]
+        todo += [(owner, value) for value in values if isinstance(value, FunctionType) and is_users(value)]
+        todo += [(owner, getattr(owner, name, None)) for name in names]
+    return False
+
+
+def _values_of(function: FunctionType, names: Sequence[str]) -> list[Any]:
+    """Return the globals and variables of closures with these names, and what modules among them have."""
+    values = [function.__globals__.get(name) for name in names]
+    modules = [value for value in values if isinstance(value, ModuleType) and is_users(value)]
+    values += [vars(module).get(name) for module in modules for name in names]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            values.append(cell.cell_contents)
+    return values
+
+
+def _is_collective(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).startswith(_COLLECTIVES)
+
+
+def _is_autograd_function(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)

@@ -286,7 +286,7 @@ def read_by(function: FunctionType) -> list[tuple[Any, tuple[str, ...]]]:
     todo, known = [function], {function.__code__}
     while todo:
         function = todo.pop()
-        space, names = function.__globals__, _names_in(function.__code__)
+        space, names = function.__globals__, names_in(function.__code__)
         for cell in function.__closure__ or ():
             value = Place("", cell).recorded.get(0)
             todo += [value] if isinstance(value, FunctionType) and value.__code__ not in known else []
@@ -309,8 +309,9 @@ def place_of(holder: Any, names: tuple[str, ...]) -> Place:
 
 
 @functools.cache
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    inside = (name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const))
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in some code and the functions inside it."""
+    inside = (name for const in code.co_consts if isinstance(const, CodeType) for name in names_in(const))
     return tuple(dict.fromkeys((*code.co_names, *inside)))
 
 

@@ -12,7 +12,12 @@ from torch.distributed.fsdp import fully_shard
 
 import lt_tiled.auto
 from lt_tiled import prepare
+from lt_tiled.auto import may_communicate
+from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.patch import get_patch
 from lt_tiled.planner.ledger import Ledger
+from tests.architectures import ARCHITECTURES
 from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
 from tests.models import WIDE, H, TinyLM, lm_loss
@@ -94,6 +99,46 @@ class Summing(nn.Module):
         return self.inner(x) + total
 
 
+class Total(torch.autograd.Function):
+    """Sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.detach().sum()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def add_total(_: Any, __: Any, output: Tensor) -> Tensor:
+    return output + Total.apply(output.detach()) if LATE else output
+
+
+LATE: list[bool] = []
+"""Whether what communicates only in later calls does now."""
+
+
+class Late(nn.Linear):
+    """Adds what the other ranks have in later calls."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return add_total(None, None, super().forward(x))
+
+
+class Hooked(nn.Linear):
+    """Does so in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_forward_hook(add_total)
+
+
 class Blocks(nn.Module):
     """Two blocks."""
 
@@ -114,25 +159,45 @@ class Plain(nn.Linear):
         super().__init__(8, 8)
 
 
+PARTS = {"collective": Summing, "late": Late, "hook": Hooked}
+
+
 def recomputed(kind: str) -> list[bool]:
     """Whether each block is always recomputed; ranks have different lengths, on both sides of the bound."""
     before, lt_tiled.auto.LEAST = lt_tiled.auto.LEAST, 2**15
+    LATE.clear()
     try:
-        net = Blocks(Summing if kind == "collective" else Plain)
-        with prepare(net, activation_checkpointing="auto") as prepared:
-            if kind == "fsdp2":
-                for block in net.blocks:
-                    fully_shard(block[0])
-                fully_shard(net)
-            for step in range(4):
+        net = Blocks(PARTS.get(kind, Plain))
+        with prepare(net, activation_checkpointing="auto"):
+            patches = [get_patch(block, BlockPatch) for block in net.blocks]
+            for step in range(6):
+                if (kind, step) in (("fsdp2", 0), ("fsdp2 later", 2)):
+                    for block in net.blocks:
+                        fully_shard(block[0])
+                    fully_shard(net)
+                if step == 2:
+                    LATE.append(True)
                 tokens = (16, 4096)[(dist.get_rank() + step // 2) % 2]
                 net(torch.randn(1, tokens, 8)).sum().backward()
-            return [row.tokens == 0 for row in prepared.report().blocks]
+            return [bool(patch and patch.auto and patch.auto.communicates) for patch in patches]
     finally:
         lt_tiled.auto.LEAST = before
 
 
-@pytest.mark.parametrize(("kind", "always"), [("none", False), ("collective", True), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("kind", "always"), [("none", False), *[(kind, True) for kind in (*PARTS, "fsdp2", "fsdp2 later")]]
+)
 def test_a_block_that_communicates_is_always_recomputed(kind: str, always: bool, world: World) -> None:
-    """Blocks with a collective or FSDP units in them are recomputed on all ranks, so that none waits for ever."""
+    """Blocks with a collective or FSDP units in them are recomputed on all ranks, so that none waits for ever; also
+    where the collective runs in later calls only, or the model is sharded after it ran.
+    """
     assert world(recomputed, kind) == [[always] * 2] * 2
+
+
+def test_what_names_collectives() -> None:
+    """Code that communicates in training mode only is found, and layers of torch and transformers do not count."""
+    assert may_communicate(nn.Sequential(nn.SyncBatchNorm(8)))
+    assert not may_communicate(nn.TransformerEncoderLayer(8, 2))
+    for architecture in ARCHITECTURES.values():
+        for _, block in find_blocks(architecture.build(torch.float32)):
+            assert not may_communicate(block)
