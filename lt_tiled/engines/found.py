@@ -17,7 +17,7 @@ ZeRO-1 and 2 set hooks on them, and ZeRO-3 tells its leaf modules. One weight is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -62,17 +62,11 @@ class Engine(EngineNeeds):
         # only gradients that exist, and ranks whose tokens chose different experts would differ.
         self.zeros_for_unused, self.same_order, self.defer = zero3 or zero or sharded, zero, defer
         self.known = zero3 or zero or sharded or bool(units)
-        self.holder, self.name = next(_places(module), ({}, ""))
+        held = [(part._parameters, name, w) for part in module.modules() for name, w in part._parameters.items()]
+        trained = ((holder, name) for holder, name, w in held if w is not None and w.requires_grad)
+        self.holder, self.name = next(trained, ({}, ""))
         self.weight = self.holder.get(self.name)
         self.hooks = getattr(self.weight, "_post_accumulate_grad_hooks", None)
-
-
-def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where the trained weights of a module are."""
-    for part in module.modules():
-        yield from (
-            (part._parameters, name) for name, w in part._parameters.items() if w is not None and w.requires_grad
-        )
 
 
 def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:

@@ -48,13 +48,9 @@ class SharedPart(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (region := current()) is not None:
-            self.begin_inside(module, region)
             with entered(region):  # what recomputes the whole block may begin here
                 return self.inner(module, *args, **kwargs)
         return self.share(Call(module, args, kwargs))
-
-    def begin_inside(self, module: nn.Module, region: Region) -> None:
-        """Check what cannot be in a region, before the module runs in one."""
 
     def share(self, call: Call) -> Any:
         raise NotImplementedError
@@ -96,9 +92,11 @@ class SharedBlock(SharedPart):
         self.hooks_outside = ["_forward_pre_hooks"] * first + ["_forward_hooks"] * last
         """The kinds of hooks on the block that get all tokens where the region is no more than the blocks."""
 
-    def begin_inside(self, module: nn.Module, region: Region) -> None:
-        if region.size > 1 and not is_backward():
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = current()
+        if region is not None and region.size > 1 and not is_backward():
             refuse_hooks(self.name, module, outside=())
+        return super().run(module, args, kwargs)
 
     def share(self, call: Call) -> Any:
         sharing = self.sharing
