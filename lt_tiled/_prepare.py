@@ -137,7 +137,8 @@ class Prepared(AbstractContextManager["Prepared"]):
             for path, block in unpatched:
                 auto = Auto(len(unpatched), allowance or Allowance(-1), room) if allowance or room else None
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
-                patch_block(block, offload, keep, AttentionMode() if block in call_torch else None, auto, chooses)
+                mode = AttentionMode() if block in call_torch else None
+                patch_block(block, BlockPatch(offload, keep, mode, auto, chooses))
                 undo.callback(remove_patches, block, BlockPatch)
             if unpatched:
                 patch_models(model, undo)

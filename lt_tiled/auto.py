@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import inform
 from lt_tiled.allowance import Allowance, Room
+from lt_tiled.kept import Kept, Watch, apart
 from lt_tiled.memory import gib, ranks
 from lt_tiled.modules.patch import is_of, uncompiled
-from lt_tiled.sequence_parallel.kept import Kept, Watch, apart
 from lt_tiled.sequence_parallel.region import current
 from lt_tiled.tiling.reach import is_users, names_in
 from lt_tiled.tiling.weights import weight_bytes

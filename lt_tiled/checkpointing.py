@@ -22,7 +22,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -36,6 +36,7 @@ from lt_tiled._log import inform, warn
 from lt_tiled.auto import Auto, Call, SavedBytes
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
+from lt_tiled.kept import Kept
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
 from lt_tiled.modules.find import find_named, kind_of, walk_all
@@ -46,7 +47,6 @@ from lt_tiled.offload.prefetch import OffloadedTensor
 from lt_tiled.policies import ActivationCheckpointing, Keep
 from lt_tiled.selective import Chooses, Selective
 from lt_tiled.sequence_parallel.attention import AttentionMode
-from lt_tiled.sequence_parallel.kept import Kept
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
@@ -82,26 +82,22 @@ class BlockOffload:
         return saved_tensors_hooks(pack, self.offloader.unpack)
 
 
+@dataclass(eq=False, repr=False)
 class BlockPatch(Patch):
-    """The state of a block with activation checkpointing."""
+    """How a block with activation checkpointing runs, and its state."""
 
     order = Order.CHECKPOINT
     by_others = False
     """Whether the model itself recomputed the block in a call so far."""
-
-    def __init__(
-        self,
-        offload: BlockOffload | None,
-        keep: Keep | None,
-        mode: AttentionMode | None,
-        auto: Auto | None,
-        chooses: Chooses | None,
-    ) -> None:
-        self.offload, self.keep, self.auto, self.chooses = offload, keep, auto, chooses
-        """``auto`` is there if it decides what is recomputed, or what is kept."""
-        self.mode = mode
-        """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
-        self.history, self.runs = History(), CallCounter()
+    offload: BlockOffload | None = None
+    keep: Keep | None = None
+    mode: AttentionMode | None = None
+    """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
+    auto: Auto | None = None
+    """If it decides what is recomputed, or what is kept."""
+    chooses: Chooses | None = None
+    history: History = field(default_factory=History)
+    runs: CallCounter = field(default_factory=CallCounter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -235,23 +231,17 @@ def _repeated(observed: Observation, modes: Sequence[Precision], compiles: Any) 
             compiler.reset(token)
 
 
-def patch_block(
-    module: nn.Module,
-    offload: BlockOffload | None = None,
-    keep: Keep | None = None,
-    mode: AttentionMode | None = None,
-    auto: Auto | None = None,
-    chooses: Chooses | None = None,
-) -> None:
-    """Run the block with activation checkpointing, offload its inputs if ``offload`` is given, or let ``auto`` decide.
+def patch_block(module: nn.Module, patch: BlockPatch) -> None:
+    """Run the block with activation checkpointing.
 
     Raises:
         ValueError: If ``select`` names no argument of the block.
     """
     parameters = inspect.signature(type(module).forward).parameters
+    offload = patch.offload
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
         _check_names(module, offload.offloader.policy.select, parameters)
-    set_patch(module, BlockPatch(offload, keep, mode, auto, chooses))
+    set_patch(module, patch)
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from lt_tiled.sequence_parallel.kept import Kept
+from lt_tiled.kept import Kept
 from lt_tiled.tiling.places import storage_of
 from lt_tiled.tiling.recompute import RandomState
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable breaks the graph of callers
 from torch.overrides import TorchFunctionMode
 
+from lt_tiled.attended import attended_alone, keeps_attention
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.calls import TELL_DOCUMENTS, AttentionCall, calls_of, documents_told, mask_of
 from lt_tiled.sequence_parallel.exchange import Share, attend
-from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention
 from lt_tiled.sequence_parallel.region import Region, current
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_tiled.attended import attended
+from lt_tiled.kept import kept_or
 from lt_tiled.policies import Keep
 from lt_tiled.sequence_parallel.collectives import all_to_all
-from lt_tiled.sequence_parallel.kept import attended, kept_or
 from lt_tiled.sequence_parallel.region import Region, entered
 
 

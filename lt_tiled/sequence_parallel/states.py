@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
+from lt_tiled.attended import attended_alone, keeps_attention
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.exchange import Part, Share, exchanged, over_heads, shares_of
-from lt_tiled.sequence_parallel.kept import attended_alone, keeps_attention
 from lt_tiled.sequence_parallel.region import Region, current, entered
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.checkpointing import patch_block
+from lt_tiled.checkpointing import BlockPatch, patch_block
 from tests.property.parts import MODULES, OTHER_MODULES, OTHERS, POSITION_WISE, H, build
 
 Values = dict[str, Any]
@@ -500,7 +500,7 @@ def _run(case: Case, tiled: bool) -> Values:
     if tiled:
         tile(module, num_shards=case.tiles)
         if case.checkpointed:
-            patch_block(module)
+            patch_block(module, BlockPatch())
     BEFORE[case.before](case)(module)
     call = AROUND[case.around](module)
     if isinstance(call, Composed):

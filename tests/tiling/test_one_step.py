@@ -64,7 +64,7 @@ def entered(run: Callable[[], Any]) -> set[str]:
 
 
 AROUND = {"checkpointing.py", "determinism.py", "modules/cache.py", "sequence_parallel/region.py"}
-AROUND |= {"allowance.py", "auto.py", "memory.py", "sequence_parallel/attention.py", "sequence_parallel/kept.py"}
+AROUND |= {"allowance.py", "auto.py", "memory.py", "sequence_parallel/attention.py", "kept.py", "attended.py"}
 AROUND |= {"tiling/observe.py", "tiling/places.py", "tiling/reach.py"}
 
 

@@ -1,0 +1,177 @@
+"""What a block with activation checkpointing keeps for its recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lt_tiled.policies import Keep
+from lt_tiled.tiling.recompute import (
+    RandomState,
+    hidden_from_checkpoints,
+    version_of,
+)
+
+T = TypeVar("T")
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """Return a tensor to keep: an output that its own node held through a hook would keep the node alive."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+class Kept:
+    """What one call of a block keeps: recorded in its forward pass, replayed in its recompute.
+
+    Args:
+        what: What is kept, apart from outputs of operators.
+        device: Where the block runs.
+        pack: Stores a tensor until the recompute, for example in CPU memory.
+        unpack: Returns it.
+        locally: Whether this rank alone decided to keep something, so that its recompute communicates all the same.
+    """
+
+    def __init__(
+        self,
+        what: Keep | None,
+        device: torch.device,
+        pack: Callable[[Tensor], Any] = apart,
+        unpack: Callable[[Any], Tensor] = lambda t: t,
+        locally: bool = False,
+    ) -> None:
+        self.what, self.device, self.pack, self.unpack, self.locally = what, device, pack, unpack, locally
+        self.attends = False
+        """Whether there was attention to keep."""
+        self.drew: RandomState | None = None
+        """Where random numbers began in the last computation, if it may have drawn some."""
+        self._values: dict[Hashable, Any] = {}
+        self._next = 0
+        self.recorded = False
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Record what the first call computes, and replay it in the same order in later ones."""
+        self._next = 0
+        with keeping(None if self.what is None else self):
+            yield
+        self.recorded = True
+
+    @property
+    def found(self) -> tuple[bool, bool]:
+        """Whether there was something to keep by name, and by a policy of operators."""
+        return self._next > 0, len(self._values) > self._next
+
+    def value(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns, or returned in the forward pass, where alone it is called."""
+        place, self._next = self._next, self._next + 1
+        with hidden_from_checkpoints():
+            if self.recorded and self._holds(place):
+                replayed: T = self.replay(place)
+                return replayed
+            self.drew, self.attends = RandomState.now(self.device), True
+            found = compute()
+            if not self.recorded:
+                self.record(place, found, self.drew)
+                self.drew = self._values[place][-1] and self.drew
+            return found
+
+    def _holds(self, place: Hashable) -> bool:
+        """Whether something is there that no backward pass freed and nobody changed in place."""
+        packed = () if self._values[place] is None else self._values[place][0]
+        return bool(packed) and not any(isinstance(t, Tensor) and version_of(t) != version for version, t in packed)
+
+    def record(self, place: Hashable, found: Any, before: RandomState | None) -> None:
+        """Keep what was computed, with the state of the generators if it is not the one before."""
+        after = None if before is None else RandomState.now(self.device)
+        leaves, form = pytree.tree_flatten(found)
+        packed = [(version_of(leaf), self.pack(leaf)) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
+        drew = before is not None and after is not None and not before.same_as(after)
+        self._values[place] = packed, form, (before, after) if drew else None
+
+    def forget(self, place: Hashable) -> None:
+        """Drop it."""
+        self._values.pop(place, None)
+
+    def __contains__(self, place: Hashable) -> bool:
+        return place in self._values
+
+    def replay(self, place: Hashable) -> Any:
+        """Return what was kept. Random numbers go on where they did after it."""
+        if self._values[place] is None:
+            raise RuntimeError(
+                "A second backward pass needs what a block kept, and the first one freed it: call that with"
+                " retain_graph=True, or leave keep and policy out of ActivationCheckpointing."
+            )
+        packed, form, random = self._values[place]
+        self.drew = random and random[0]
+        if random is not None:
+            random[1].set()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # no public name
+            self._values[place] = None  # no second backward pass will need it
+        return pytree.tree_unflatten(
+            [leaf if version is None else self.unpacked(version, leaf) for version, leaf in packed], form
+        )
+
+    def unpacked(self, version: int, packed: Any) -> Tensor:
+        """Return a packed tensor that had this version.
+
+        Raises:
+            RuntimeError: If it was changed in place since.
+        """
+        if isinstance(packed, Tensor) and version_of(packed) != version:
+            raise RuntimeError(
+                f"A tensor of shape {list(packed.shape)} that a block keeps for its recompute was changed in place"
+                " after the block. Make the change out of place, or keep something else in ActivationCheckpointing."
+            )
+        return self.unpack(packed)
+
+
+class Watch(Kept):
+    """Looks for attention in a call of a block, and keeps nothing.
+
+    Args:
+        device: Where the block runs.
+        collectives: Notes whether what runs in it communicates, if there are other ranks.
+    """
+
+    def __init__(self, device: torch.device, collectives: Any = None) -> None:
+        super().__init__("attention_output", device, locally=True)
+        self.collectives = collectives
+
+    def value(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns. Attention that communicates is not to be kept."""
+        with nullcontext() if self.collectives is None else self.collectives:
+            found = compute()
+        self.attends = self.collectives is None or not self.collectives.seen
+        return found
+
+
+current_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+"""What this thread's block keeps."""
+
+
+@contextmanager
+def keeping(kept: Kept | None) -> Iterator[None]:
+    """Keep there what is computed inside; nothing with ``None``."""
+    token = current_kept.set(kept)
+    try:
+        yield
+    finally:
+        current_kept.reset(token)
+
+
+def kept_or(what: Keep | None, compute: Callable[[], T], communicates: bool = True) -> T:
+    """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass.
+
+    A block keeps what is of its own kind, or of any kind with ``None``.
+    """
+    kept = current_kept.get()
+    if kept is None or what not in (kept.what, None) or (kept.locally and communicates):
+        return compute()
+    return kept.value(compute)
