@@ -98,15 +98,20 @@ def test_every_second_block(engine: str, on_ranks: OnRanks) -> None:
         assert found == true
 
 
-def uneven(engine: str, keep: Any) -> tuple[list[float], list[int]]:
-    """The losses of ranks with other lengths in each step, of which one has no memory left; what blocks kept."""
+def uneven(engine: str, keep: Any, sharing: int) -> tuple[list[float], list[int]]:
+    """The losses of ranks with other lengths in each step, unless they share a sequence, of which one has no memory
+    left; what blocks kept.
+    """
     lt_tiled.allowance.usage = lambda device, ranks: Usage(0, 0, 2**40 * dist.get_rank())
     try:
-        fabric = launch(engine, activation_checkpointing=ActivationCheckpointing(keep=keep))
+        shared = SequenceParallel(sharing, self_check=False) if sharing > 1 else None
+        policy = ActivationCheckpointing(keep=keep)
+        fabric = launch(engine, activation_checkpointing=policy, sequence_parallel=shared)
         model, optimizer = set_up(fabric, tiny_llama(**FIELDS), engine, lambda weights: torch.optim.SGD(weights, 0.1))
         losses = []
         for step in range(6):
-            x = draw((1, (128, 192, 96)[(dist.get_rank() + step) % 3]), step) % FIELDS["vocab_size"]
+            apart = dist.get_rank() if sharing == 1 else 0
+            x = draw((1, (128, 192, 96)[(apart + step) % 3]), step) % FIELDS["vocab_size"]
             losses.append(step_on(fabric, optimizer, model(input_ids=x, labels=x, use_cache=False).loss))
         kept = [row.kept_tokens for row in fabric.strategy.prepared[0].report().blocks]
         fabric.strategy.release()
@@ -115,13 +120,16 @@ def uneven(engine: str, keep: Any) -> tuple[list[float], list[int]]:
         lt_tiled.allowance.usage = usage
 
 
-@pytest.mark.table("(ddp|fsdp2|zero3)")
+@pytest.mark.table("(ddp|fsdp2|zero3)-.")
+@pytest.mark.parametrize("sharing", [1, 2])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_with_other_rooms(engine: str, on_ranks: OnRanks) -> None:
-    """Ranks of which some keep attention, in calls of other lengths, have the losses of ``keep=None``."""
-    plain, ours = on_ranks(uneven, engine, None), on_ranks(uneven, engine, "auto")
+def test_ranks_with_other_rooms(engine: str, sharing: int, on_ranks: OnRanks) -> None:
+    """Ranks of which some keep attention, in calls of other lengths or of sequences that they share, have the losses of
+    ``keep=None``.
+    """
+    plain, ours = (on_ranks(uneven, engine, keep, sharing) for keep in (None, "auto"))
     assert [losses for losses, _ in ours] == [losses for losses, _ in plain]
-    assert [max(kept) for _, kept in ours] == [0, 192]
+    assert [max(kept) for _, kept in ours] == [0, 192 // sharing]
 
 
 @pytest.mark.table("(ddp|fsdp2|zero3)")

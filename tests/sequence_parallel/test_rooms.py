@@ -20,7 +20,7 @@ from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch
 from tests.sequence_parallel import test_encoder_decoder
 from tests.sequence_parallel.hybrids import hybrid
-from tests.sequence_parallel.models import CASES, HeadsOnly, ids
+from tests.sequence_parallel.models import CASES, HeadsOnly, causal, ids
 from tests.sequence_parallel.runs import step, value_of
 from tests.sequence_parallel.test_states import with_labels
 from tests.world import World
@@ -78,6 +78,8 @@ def model_of(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     if kind == "encoder-decoder":
         return test_encoder_decoder.build(which), lambda tokens: test_encoder_decoder.inputs(which, tokens - 9, tokens)
     torch.manual_seed(0)
+    if kind == "dropout":
+        return causal("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)(), lambda tokens: with_labels(ids(2, tokens))
     if kind in ("function", "sum"):
         model = Flash() if kind == "function" else Sums()
         return model.double(), lambda tokens: {"x": torch.randn(2, tokens, 32, dtype=torch.float64)}
@@ -124,7 +126,7 @@ def compare(*args: Any) -> tuple[bool, list[int], list[int]]:
     return same, *kept
 
 
-NAMES = ("llama", "packed", "padded left", "sliding window", "gemma 3", "gpt-2", "hand-written", "function")
+NAMES = ("llama", "packed", "padded left", "sliding window", "gemma 3", "gpt-2", "hand-written", "function", "dropout")
 FEW = ("few heads, 2/1", "few heads, packed", "few heads, sliding window", "few heads, hand-written")
 HYBRID = ("hybrid: qwen3_next", "hybrid: bamba", "hybrid: lfm2", "hybrid: jamba", "hybrid: minimax")
 OTHERS = ("encoder-decoder: bart", "encoder-decoder: t5gemma")
