@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -26,33 +27,25 @@ def apart(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
+@dataclass(eq=False)
 class Kept:
-    """What one call of a block keeps: recorded in its forward pass, replayed in its recompute.
+    """What one call of a block keeps: recorded in its forward pass, replayed in its recompute."""
 
-    Args:
-        what: What is kept, apart from outputs of operators.
-        device: Where the block runs.
-        pack: Stores a tensor until the recompute, for example in CPU memory.
-        unpack: Returns it.
-        locally: Whether this rank alone decided to keep something, so that its recompute communicates all the same.
-    """
-
-    def __init__(
-        self,
-        what: Keep | None,
-        device: torch.device,
-        pack: Callable[[Tensor], Any] = apart,
-        unpack: Callable[[Any], Tensor] = lambda t: t,
-        locally: bool = False,
-    ) -> None:
-        self.what, self.device, self.pack, self.unpack, self.locally = what, device, pack, unpack, locally
-        self.attends = False
-        """Whether there was attention to keep."""
-        self.drew: RandomState | None = None
-        """Where random numbers began in the last computation, if it may have drawn some."""
-        self._values: dict[Hashable, Any] = {}
-        self._next = 0
-        self.recorded = False
+    what: Keep | None
+    """What is kept, apart from outputs of operators."""
+    device: torch.device
+    pack: Callable[[Tensor], Any] = apart
+    """Stores a tensor until the recompute, for example in CPU memory."""
+    unpack: Callable[[Any], Tensor] = lambda t: t
+    locally: bool = False
+    """Whether this rank alone decided to keep something, so that its recompute communicates all the same."""
+    attends: bool = field(init=False, default=False)
+    """Whether there was attention to keep."""
+    drew: RandomState | None = field(init=False, default=None)
+    """Where random numbers began in the last computation, if it may have drawn some."""
+    recorded: bool = field(init=False, default=False)
+    _values: dict[Hashable, Any] = field(init=False, default_factory=dict)
+    _next: int = field(init=False, default=0)
 
     @contextmanager
     def begun(self) -> Iterator[None]:
