@@ -165,7 +165,7 @@ class BlockPatch(Patch):
             inner_args, inner_kwargs = arguments.call_with(given)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
-            if keeps is not None and has_gradient:
+            if keeps is not None and has_gradient and self.keep != "auto":
                 self.note_found(module, keeps)
             observed.end_forward()
             return output
@@ -212,8 +212,6 @@ class BlockPatch(Patch):
 
     def note_found(self, module: nn.Module, keeps: Kept) -> None:
         """Log once if there was nothing to keep."""
-        if self.keep == "auto":
-            return
         kind = type(module).__name__
         for asked, found in zip((self.keep, self.chooses and "output that policy chooses"), keeps.found, strict=True):
             if asked and not found:
