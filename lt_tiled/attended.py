@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.kept import Kept, Watch, current_kept
+from lt_tiled.modules.patch import without_compiler
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
 from lt_tiled.tiling.recompute import (
@@ -153,6 +154,7 @@ class _Begin(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @without_compiler
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, None
 
@@ -185,6 +187,7 @@ class _Attended(torch.autograd.Function):
         return output.detach()
 
     @staticmethod
+    @without_compiler
     def backward(ctx: Any, gradient: Tensor) -> Any:
         starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
         inputs = ctx.saved_tensors

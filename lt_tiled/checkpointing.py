@@ -79,7 +79,7 @@ class BlockOffload:
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             return self.offloader.pack(tensor, self.block) if movable(tensor) and moves(tensor) else tensor
 
-        return saved_tensors_hooks(pack, self.offloader.unpack)
+        return saved_tensors_hooks(pack, torch.compiler.disable(self.offloader.unpack))
 
 
 @dataclass(eq=False, repr=False)
@@ -150,6 +150,7 @@ class BlockPatch(Patch):
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
             if next(runs) > 0:
                 if call is not None and call.auto.room is not None:

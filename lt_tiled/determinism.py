@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
 from lt_tiled.auto import SavedBytes
+from lt_tiled.modules.patch import without_compiler
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import Due, differ, hidden_from_checkpoints, other_values, sampled
 
@@ -57,6 +57,7 @@ class BlockSamples:
         with hidden_from_checkpoints() if self._selects else nullcontext():
             return view.clone()
 
+    @without_compiler
     def compare(self, sample: Tensor, tensor: Tensor) -> None:
         """Refuse a tensor of the recompute that has other values than the sample.
 
@@ -93,7 +94,7 @@ class _Values:
         return "..."
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@without_compiler
 def _metadata(tensor: Tensor) -> dict[str, Any]:
     return {**checkpoint._allowed_determinism_checks_to_fns["default"](tensor), "values": _Values(tensor)}
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling, prepare, tiled_linear_cross_entropy
 from tests.models import tiny_llama
 from tests.parity import errors
 
@@ -89,26 +91,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(model: Any, lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
+def differentiated(forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    loss = forward(ids)
+    loss.backward()
+    return loss.detach()
+
+
+def steps(model: Any, lengths: tuple[int, ...], step: Any = None) -> Iterator[dict[str, Tensor]]:
     """The loss and the gradients of a step of each length, under the names of the model that is not compiled."""
-    found, optimizer = [], torch.optim.SGD(model.parameters(), 0.05)
+    step = step or partial(differentiated, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for length in lengths:
         ids = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(length))
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        loss = step(ids)
         gradients = {n.replace("_orig_mod.", ""): p.grad for n, p in model.named_parameters()}
-        found.append({"loss": loss.detach(), **gradients})
+        yield {"loss": loss, **gradients}
         optimizer.step()
         optimizer.zero_grad()
-    return found
 
 
-def check(model: Any, plain: nn.Module, compiled_code: Counter[tuple[str, str]]) -> None:
+def check(model: Any, plain: nn.Module, compiled_code: Counter[tuple[str, str]], step: Any = None) -> None:
     """Compare six steps with those of the plain model, whose later lengths make no code, and lt_tiled's never do."""
     lengths = (64, 48, 33, 80, 64, 96)
-    true = steps(plain, lengths)
     model.train()
-    for place, (found, expected) in enumerate(zip(steps(model, lengths), true, strict=True)):
+    for place, (found, expected) in enumerate(zip(steps(model, lengths, step), steps(plain, lengths), strict=True)):
         assert max(errors(found, expected).values()) < 1e-5
         if place == 1:
             before = compiled_code.total()
@@ -164,7 +170,7 @@ def test_no_break_at_attention(compiled_code: Counter[tuple[str, str]]) -> None:
     for keep in ("auto", "attention"):
         model = tiny_llama()
         with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=keep)):
-            steps(compile_blocks(model, "aot_eager"), (64, 48))
+            list(steps(compile_blocks(model, "aot_eager"), (64, 48)))
         assert any("resume" in name for _, name in compiled_code) == (keep != "auto")
         assert not any(file.startswith(ROOT) for file, _ in compiled_code)
         torch._dynamo.reset()
@@ -175,3 +181,69 @@ def test_a_graph_without_breaks_is_refused() -> None:
     model = tiny_llama()
     with prepare(model, activation_checkpointing=True), pytest.raises(RuntimeError, match=r"docs/models\.md"):
         torch.compile(model, fullgraph=True, backend="eager")(input_ids=torch.zeros(1, 8, dtype=torch.long))
+
+
+def compiled_step(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
+    """A training step compiled with its backward pass, at which torch breaks the graph."""
+
+    def step(ids: Tensor) -> Tensor:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    return torch.compile(step, backend=backend)
+
+
+def compiled_forward(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
+    """A training step of which the model and the loss are compiled as one function."""
+    forward = torch.compile(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, backend=backend)
+    return partial(differentiated, forward)
+
+
+def compiled_loss(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
+    """A training step with a user's loss of the logits, compiled."""
+
+    def loss(logits: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    compiled = torch.compile(loss, backend=backend)
+    return partial(differentiated, lambda ids: compiled(model(input_ids=ids, use_cache=False).logits, ids))
+
+
+def compiled_tiled_loss(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
+    """A training step with lt_tiled's loss in a function that is compiled."""
+    head = model.lm_head.weight
+
+    def loss(hidden: Tensor, ids: Tensor) -> Tensor:
+        return tiled_linear_cross_entropy(hidden * 1.0, head, ids, shift=True)
+
+    compiled = torch.compile(loss, backend=backend)
+    return partial(differentiated, lambda ids: compiled(model.model(input_ids=ids, use_cache=False)[0], ids))
+
+
+FUNCTIONS = {
+    "step": compiled_step,
+    "forward": compiled_forward,
+    "loss": compiled_loss,
+    "tiled loss": compiled_tiled_loss,
+}
+
+
+@pytest.mark.table("aot_eager-all-tiled loss")
+@pytest.mark.parametrize(
+    ("backend", "name", "what"),
+    [
+        *(("eager", name, "step") for name in ("tiles", "offload", "keep attention")),
+        *(("aot_eager", "all", what) for what in ("forward", "tiled loss")),
+        *(("inductor", "all", what) for what in ("step", "loss")),
+    ],
+)
+def test_compiled_functions(what: str, name: str, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:
+    """A training step or a loss that is compiled around a prepared model has the losses and gradients of the plain
+    model, and the compiler makes no code of lt_tiled's, in the backward pass neither.
+    """
+    torch.manual_seed(0)
+    model = tiny_llama()
+    plain = copy.deepcopy(model)
+    with prepare(model, **SETTINGS[name]):
+        check(model, plain, compiled_code, FUNCTIONS[what](model, backend))

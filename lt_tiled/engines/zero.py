@@ -46,7 +46,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lt_tiled.modules.blocks import shared_weights
 from lt_tiled.modules.find import outermost
-from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch, without_compiler
 from lt_tiled.tiling.patched import tiled_patches, whole_modules
 from lt_tiled.tiling.places import LEAF_HOOKS
 from lt_tiled.tiling.state import EngineNeeds
@@ -215,7 +215,7 @@ class _AfterAllCalls:
         self.hook, self.needs = hook, needs
         self.token: Tensor | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @without_compiler
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
             return args
@@ -230,6 +230,7 @@ class _AfterAllCalls:
         tensors[first] = _JoinToken.apply(tensors[first], self.token)
         return (*args[:index], pytree.tree_unflatten(tensors, spec), *args[index + 1 :])
 
+    @without_compiler
     def _run(self, module: nn.Module) -> None:
         self.hook(module, (), ())
         needs, task = self.needs, torch._C._current_graph_task_id()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
+from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds, each_tile, tile_bounds
 from lt_tiled.tiling.recompute import (
@@ -286,6 +287,7 @@ class _TiledLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @without_compiler
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         call: _LossCall = ctx.call
         saved = ctx.saved_tensors

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from lt_tiled.loss.autograd import Count, LossTiles, Reduction
 from lt_tiled.loss.cross_entropy import CrossEntropy, shifted, wide_dtype
 from lt_tiled.loss.products import linear
+from lt_tiled.modules.patch import without_compiler
 from lt_tiled.sequence_parallel.region import current
 
 
+@without_compiler
 def tiled_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -11,7 +11,8 @@ NOTE [Compiled modules]
 ``torch.compile`` breaks its graph at patches: they are Python with side effects, of which the compiler would make many
 graphs, and each block's recompute must run the code of its forward pass. So no patch is compiled, and the module's own
 code below the patches is, by the compiler that was at work above them, in the recompute too. Patches that only matter
-to uncompiled code, as on norms that the compiler fuses anyway, are left out of the graph instead.
+to uncompiled code, as on norms that the compiler fuses anyway, are left out of the graph instead. In a
+compiled training step the compiler is at work in the backward pass too: what autograd calls turns it off.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from functools import cache, partial
 from inspect import Parameter, signature
 from itertools import count
 from types import MethodType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame 
 from torch._dynamo.decorators import skip  # torch.compiler.disable does not tell what was disabled
 
 PatchType = TypeVar("PatchType", bound="Patch")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -57,6 +59,11 @@ def uncompiled(mode: AbstractContextManager[Any]) -> Iterator[None]:
             yield
     finally:
         compiler.reset(token)
+
+
+def without_compiler(function: Function) -> Function:
+    """Return a function into which a compiler that is at work where it is called does not look."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 class Order(IntEnum):

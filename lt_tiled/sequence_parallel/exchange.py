@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lt_tiled.attended import attended
 from lt_tiled.kept import kept_or
+from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Keep
 from lt_tiled.sequence_parallel.collectives import all_to_all
 from lt_tiled.sequence_parallel.region import Region, entered
@@ -223,6 +224,7 @@ class _Exchange(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @without_compiler
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return None, None, None, None, *_Exchange.apply(*ctx.exchange, *gradients)
 

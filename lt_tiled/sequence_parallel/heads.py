@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.kept import keeping, kept_or
 from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Order, Patch, uncompiled
+from lt_tiled.modules.patch import Order, Patch, uncompiled, without_compiler
 from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.states import find_mixers, has_heads
 from lt_tiled.tiling.deferred import Deferred
@@ -216,6 +216,7 @@ class _HeadTiles(torch.autograd.Function):
         return output
 
     @staticmethod
+    @without_compiler
     def backward(ctx: Any, gradient: Tensor) -> Any:
         call: _Call = ctx.call
         if wants_graph([gradient]):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lt_tiled.modules.patch import without_compiler
 from lt_tiled.tiling.deferred import DeferredCall
 from lt_tiled.tiling.recompute import wants_graph
 from lt_tiled.tiling.sums import running, with_sums
@@ -71,6 +72,7 @@ class TiledFunction(torch.autograd.Function):
         return tuple(leaves)
 
     @staticmethod
+    @without_compiler
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: TiledCall = ctx.call
         try:
