@@ -295,7 +295,8 @@ class _TiledLoss(torch.autograd.Function):
             is_saved = call.tiles.reduction == "none"
             hidden, _, *weights = saved if is_saved else call.kept.get(ctx.next_functions[0][0])
             return (None, *call.gradients_with_graph(hidden, weights, incoming))
-        if call.tiles.holder is not None and (holder := call.tiles.holder()) is not None:
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # no public name
+        if call.tiles.holder is not None and (holder := call.tiles.holder()) is not None and not again:
             holder.hidden = None
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved

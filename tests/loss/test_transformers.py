@@ -125,6 +125,23 @@ def test_logits_of_an_output() -> None:
         torch.testing.assert_close(pickle.loads(pickle.dumps(logits)).detach(), output.logits.detach())
 
 
+def test_logits_after_a_backward_pass_that_keeps_its_graph() -> None:
+    """Logits that are first used after ``backward(retain_graph=True)`` are those of whole logits, with their gradients;
+    and two such passes add up.
+    """
+    model, found = tiny_llama().double(), []
+    for options in ({"tiling": False}, LOSS):
+        model.zero_grad()
+        with prepare(model, **options):  # type: ignore[arg-type]
+            output = model(input_ids=IDS, labels=IDS)
+            for _ in range(2):
+                output.loss.backward(retain_graph=True)
+            (output.loss + output.logits.square().mean()).backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            found.append(gradients | {"logits": output.logits.detach()})
+    assert worst(*found) < 2 * MIXED
+
+
 def test_logits_of_an_output_without_gradients() -> None:
     """Where no gradient is wanted, logits of an output are a tensor, which is computed when it is read first."""
     model = tiny_llama().double()
