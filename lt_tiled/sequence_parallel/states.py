@@ -23,7 +23,7 @@ from lt_tiled._log import inform
 from lt_tiled.attended import attended_alone, keeps_attention
 from lt_tiled.modules.find import has_class, walk
 from lt_tiled.modules.patch import Order, Patch
-from lt_tiled.sequence_parallel.arguments import Call
+from lt_tiled.sequence_parallel.arguments import Call, unclear_tokens
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.exchange import Part, Share, exchanged, over_heads, shares_of
@@ -218,6 +218,12 @@ class MixerPatch(Patch):
 def _on_all_tokens(patch: MixerPatch, region: Region, call: Call) -> Any:
     if region.size == 1 or call.tokens is None:
         return call.run(patch.inner)
+    if len(set(region.lengths)) > 1:  # then what a rank can tell another one may not
+        for name, value in call.arguments.items():
+            for leaf in pytree.tree_leaves(value):
+                known = leaf is call.tokens or not isinstance(leaf, Tensor)
+                if not known and sum(size in region.lengths for size in leaf.shape) > 1:
+                    raise unclear_tokens(patch.path, name, leaf, region.length)
     region.check_recompute()
     region.exchanges += 1
     inform(

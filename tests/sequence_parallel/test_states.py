@@ -384,3 +384,10 @@ def test_restored() -> None:
     second.release()
     assert dict(table) == before
     assert not any("lt_tiled" in name for module in models[0].modules() for name in vars(module))
+
+
+@pytest.mark.parametrize("tokens", [15, 17])
+def test_tokens_of_the_size_of_another_dimension(tokens: int, world: World) -> None:
+    """Where one rank's tokens are as many as another dimension has, all ranks refuse the length, and none waits."""
+    found = world(error, "minimax", "labels", 2, tokens)
+    assert all("use another sequence length" in str(each) for each in found), found
