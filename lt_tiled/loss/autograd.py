@@ -230,25 +230,22 @@ class _LossCall:
         plain = self.head is linear and not any(is_traceable_wrapper_subclass(t) for t in (hidden, *weights))
         kind = LinearTile if plain else GraphTile
         tile = kind(self.head, weights, wants, self.tiles.accumulate, self.autocast)
-        try:
-            for place in each_tile(self.places):
-                rows, labels = hidden[place], self.labels[place]
-                factor = None
-                if any(wants) and incoming is not None:
-                    factor = incoming[place].to(losses.dtype).where(self.tiles.kind.counted(labels), 0.0)
-                logits = tile.logits(rows)
-                loss = self.tiles.kind.of(logits, labels, factor)
-                if per_token:
-                    losses[place] = loss
-                else:
-                    losses += loss.sum()
-                part = None if factor is None else tile.backward(logits)
-                if grad_hidden is not None and part is not None:
-                    grad_hidden[place] = part.to(grad_hidden.dtype)
-                del logits, part
-            return losses, [grad_hidden, *tile.totals()]
-        finally:
-            tile.close()
+        for place in each_tile(self.places):
+            rows, labels = hidden[place], self.labels[place]
+            factor = None
+            if any(wants) and incoming is not None:
+                factor = incoming[place].to(losses.dtype).where(self.tiles.kind.counted(labels), 0.0)
+            logits = tile.logits(rows)
+            loss = self.tiles.kind.of(logits, labels, factor)
+            if per_token:
+                losses[place] = loss
+            else:
+                losses += loss.sum()
+            part = None if factor is None else tile.backward(logits)
+            if grad_hidden is not None and part is not None:
+                grad_hidden[place] = part.to(grad_hidden.dtype)
+            del logits, part
+        return losses, [grad_hidden, *tile.totals()]
 
     def gradients_with_graph(self, hidden: Tensor, weights: Sequence[Tensor], incoming: Tensor) -> list[Tensor | None]:
         """Return the gradients of hidden states and weights with a graph: see NOTE [Second derivatives]."""

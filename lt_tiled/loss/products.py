@@ -64,9 +64,6 @@ class LinearTile:
         """Return the sum of each weight's gradients."""
         return self._sums
 
-    def close(self) -> None:
-        """Do nothing: there are no hooks."""
-
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left.t() @ right`` to a sum, in the sum's precision."""
@@ -117,8 +114,3 @@ class GraphTile:
             torch.clear_autocast_cache()  # it holds casts of the leaves
         sums = iter([torch.zeros_like(s.leaf) if s.sum is None else s.sum for s in self._sums])
         return [next(sums) if wanted else None for wanted in self._wants]
-
-    def close(self) -> None:
-        """Remove the hooks of the sums."""
-        for total in self._sums:
-            total.close()

@@ -36,7 +36,7 @@ from lt_tiled.tiling.recompute import (
 )
 from lt_tiled.tiling.state import Tiled
 from lt_tiled.tiling.sums import Input, SumInTiles
-from lt_tiled.tiling.weights import GradientSum, Work, trainable_weights
+from lt_tiled.tiling.weights import Work, trainable_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -271,8 +271,8 @@ class Call:
         found = known[key]
         return None if found is None else ((*self.shape.lead, *found[0]), found[1])
 
-    def leaves(self, inputs: Sequence[Input], wholes: Sequence[GradientSum]) -> list[Any]:
-        """Return the arguments as the beginning of new graphs, where they want a gradient."""
+    def leaves(self, inputs: Sequence[Input], wholes: Iterable[Tensor]) -> list[Any]:
+        """Return the arguments as the beginning of new graphs, where they want a gradient: ``wholes`` for those."""
         # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
         whole = iter(wholes)
         leaves: list[Input] = []
@@ -282,7 +282,7 @@ class Call:
             elif per_token or not wants:
                 leaves.append(t.detach().requires_grad_(wants))
             else:
-                leaves.append((leaf := next(whole).leaf).view_as(leaf))
+                leaves.append((leaf := next(whole)).view_as(leaf))
         return leaves
 
     def tiles(self, tensors: Sequence[Input], bounds: Sequence[Bounds] | None = None) -> Iterator[tuple[Tensor, ...]]:

@@ -13,11 +13,9 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.policies import CompileOptions
-from lt_tiled.tiling.call import Arguments
-from lt_tiled.tiling.weights import Weight, Work
-
-Dimensions = Sequence[int | None]
-"""The dimension of each tensor that counts the tokens of a tile; ``None`` for tensors that every tile sees in full."""
+from lt_tiled.tiling.call import Arguments, Call
+from lt_tiled.tiling.layout import Kind
+from lt_tiled.tiling.weights import Work
 
 
 class CannotCompile(Exception):
@@ -50,38 +48,32 @@ class CompiledTile:
             cls._all[key] = cls(kind, given)
         return cls._all[key]
 
-    def forward(self, work: Work, arguments: Arguments, dimensions: Dimensions, tile: Sequence[Tensor]) -> Any:
-        """Run the work on the tensors of a tile.
+    def forward(self, call: Call, tile: Sequence[Tensor]) -> Any:
+        """Run a call's work on the tensors of a tile.
 
         Raises:
             CannotCompile: If its code is not one graph.
         """
-        _mark(tile, dimensions)
+        _mark(tile, call.token_dimensions)
         with self._compiling():
-            return self._forward(_Holder(work), arguments, list(tile))
+            return self._forward(_Holder(call.work), call.arguments, list(tile))
 
     def backward(
         self,
-        work: Work,
-        arguments: Arguments,
-        dimensions: Dimensions,
+        call: Call,
         tile: Sequence[Tensor],
-        wants_grad: Sequence[bool],
-        weights: Sequence[tuple[Weight, Tensor]],
-        gradients: Mapping[int, Tensor],
-        of_gradients: Dimensions,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        kinds: Sequence[Kind],
     ) -> tuple[Tensor | None, ...]:
-        """Run the work on a tile again and differentiate it.
+        """Run a call's work on a tile again and differentiate it.
 
         Args:
-            work: What runs.
-            arguments: How it is called.
-            dimensions: The token dimensions of the tile's tensors.
+            call: The call.
             tile: The tensors of the tile.
-            wants_grad: Which of them want a gradient.
-            weights: The weights, and what stands for each of them.
-            gradients: The gradients of the output's leaves, by index.
-            of_gradients: The token dimensions of the output's leaves.
+            weights: What stands for each of the call's weights.
+            gradients: The gradients of the output's leaves.
+            kinds: What these leaves are.
 
         Returns:
             The gradients of the weights, then of the arguments that want one; ``None`` for those that are not used.
@@ -89,17 +81,18 @@ class CompiledTile:
         Raises:
             CannotCompile: If its code is not one graph.
         """
-        holder = _Holder(work)
+        holder = _Holder(call.work)
         paths = {id(part): path for path, part in holder.named_modules()}
-        names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in w.places) for w, _ in weights)
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(tile, wants_grad, strict=True)]
-        _mark(leaves, dimensions)
-        _mark(gradients.values(), [of_gradients[index] for index in gradients])
-        chosen = [leaf.detach().requires_grad_() for _, leaf in weights]
-        wanted = tuple(index for index, wants in enumerate(wants_grad) if wants)
+        names = tuple(tuple(f"{paths[id(owner)]}.{name}" for owner, name in w.places) for w in call.weights)
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(tile, call.wants_grad, strict=True)]
+        given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        _mark(leaves, call.token_dimensions)
+        _mark(given.values(), [call.shape.token_dimension(kinds[index]) for index in given])
+        chosen = [weight.detach().requires_grad_() for weight in weights]
+        wanted = tuple(index for index, wants in enumerate(call.wants_grad) if wants)
         with self._compiling(), torch.enable_grad():
             found: tuple[Tensor | None, ...] = self._backward(
-                holder, arguments, leaves, wanted, names, chosen, tuple(gradients), list(gradients.values())
+                holder, call.arguments, leaves, wanted, names, chosen, tuple(given), list(given.values())
             )
         return found
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -84,8 +83,7 @@ class TiledCall(Call):
                 with random_state_kept(self.device):  # uncompiled: its random numbers are not those of the recompute
                     self._count_saved(inputs)
                     counts = False
-            uncompiled = partial(self.arguments.call, self.work.function)
-            run = uncompiled if self.compiled is None else self._run_compiled
+            run = self.run_views if self.compiled is None else self._run_compiled
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
                 output = self._count_saved(inputs) if counts else run(tile)
                 counts = False
@@ -115,15 +113,13 @@ class TiledCall(Call):
     def _count_saved(self, inputs: Sequence[Tensor]) -> Any:
         """Run the first tile with a graph; learn how many tensors it saves and if its last part is a linear module."""
         counter = SavedCounter()
-        with (
-            self._sums([w.tensor for w in self.weights]) as sums,
-            self._sums(self._wholes(inputs)) as wholes,
-            torch.enable_grad(),
-        ):
-            leaves, kept = self.leaves(inputs, wholes), kept_tensors(self.work)
-            with counter, substituted(self.weights, [s.leaf for s in sums], NotesLinear) as mode:
+        sums = self.sums(inputs)
+        own, count = [s.leaf for s in sums], len(self.weights)
+        with torch.enable_grad():
+            leaves, kept = self.leaves(inputs, own[count:]), kept_tensors(self.work)
+            with counter, substituted(self.weights, own[:count], NotesLinear) as mode:
                 output = self.run_views(next(self.tiles(leaves)))
-            known = [*leaves, *(s.leaf for s in (*sums, *wholes)), *(t for w in self.weights for t in w.now())]
+            known = [*leaves, *own, *(t for w in self.weights for t in w.now())]
             check_closed(output, known, self.work, kept, self.patch.name)
         # Hooks inside would read values that are skipped.
         hooked = any(part._forward_hooks for part in self.work.parts if part not in self.work.modules)
@@ -132,6 +128,13 @@ class TiledCall(Call):
         if last is not None and not hooked:
             learned.last[self.key] = last
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+
+    def sums(self, inputs: Sequence[Input]) -> list[GradientSum]:
+        """Return gradient sums of the weights, then of the arguments that every tile sees in full."""
+        triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
+        wholes = [t for t, wants, per_token in triples if wants and not per_token and isinstance(t, Tensor)]
+        tensors = (*(w.tensor for w in self.weights), *wholes)
+        return [GradientSum(tensor, self.patch.tiling.accumulate) for tensor in tensors]
 
     # Compiled tiles
 
@@ -144,7 +147,7 @@ class TiledCall(Call):
     def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
         if (compiled := self.compiled) is not None:
             try:
-                return compiled.forward(self.work, self.arguments, self.token_dimensions, tile)
+                return compiled.forward(self, tile)
             except CannotCompile as error:
                 self.compile_no_more(error)
         return self.run_views(tile)
@@ -179,18 +182,8 @@ class TiledCall(Call):
             A gradient for each tensor argument that wants one, then one for each trainable weight.
         """
         random = random_state_kept(self.device, trace.random) if trace.random is not None else nullcontext()
-        weights = [w.tensor for w in self.weights]
-        with (
-            restored(trace.modules, "its backward pass"),
-            self._sums(weights) as sums,
-            self._sums(self._wholes(inputs)) as wholes,
-        ):
-            with self.autocast.context(), random:
-                parts = iter(Backward(self, trace, sums, wholes).run(inputs, gradients))
-            totals = iter([s.take() for s in wholes])
-            pairs = zip(self.wants_grad, self.per_token, strict=True)
-            arguments = [next(parts) if per_token else next(totals) for wants, per_token in pairs if wants]
-            return [*arguments, *(s.take(self.patch.needs.zeros_for_unused) for s in sums)]
+        with restored(trace.modules, "its backward pass"), self.autocast.context(), random:
+            return Backward(self, trace, inputs).run(gradients)
 
     def compare(self, trace: Trace, inputs: Sequence[Input], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees].
@@ -237,21 +230,6 @@ class TiledCall(Call):
                     " pass, so the hook would be called with None. Remove the hook, or lt_tiled.untile() the module."
                 )
 
-    def _wholes(self, inputs: Sequence[Input]) -> list[Tensor]:
-        """Return the arguments that every tile sees in full and that want a gradient."""
-        triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
-        return [t for t, wants, per_token in triples if wants and not per_token and isinstance(t, Tensor)]
-
-    @contextmanager
-    def _sums(self, tensors: Sequence[Tensor]) -> Iterator[list[GradientSum]]:
-        """Return a sum for the gradients of each tensor, closed at the end."""
-        sums = [GradientSum(tensor, self.patch.tiling.accumulate) for tensor in tensors]
-        try:
-            yield sums
-        finally:
-            for total in sums:
-                total.close()
-
 
 class Backward:
     """The recompute of a call's tiles, and their gradients. What is the same for all tiles is made once.
@@ -259,28 +237,24 @@ class Backward:
     Args:
         call: The call.
         trace: What its forward pass left.
-        sums: The gradient sums of its weights.
-        wholes: The gradient sums of the arguments that every tile sees in full.
+        inputs: The tensors of the call's arguments, as in the forward pass.
     """
 
-    def __init__(
-        self, call: TiledCall, trace: Trace, sums: Sequence[GradientSum], wholes: Sequence[GradientSum]
-    ) -> None:
-        self.call, self.trace, self.sums, self.wholes = call, trace, sums, wholes
+    def __init__(self, call: TiledCall, trace: Trace, inputs: Sequence[Input]) -> None:
+        self.call, self.trace, self.inputs = call, trace, inputs
         pairs = zip(call.wants_grad, call.per_token, strict=True)
         self._wanted = [index for index, (wants, per_token) in enumerate(pairs) if wants and per_token]
-        there = paired(call.weights, sums)
+        self._sums = call.sums(inputs)
+        self._there = paired(call.weights, self._sums[: len(call.weights)])
         # What code gets that does not get the leaves: see NOTE [Substitution].
-        self._direct = [(total, t) for t, total in there if t.requires_grad]
-        self._all = (*sums, *wholes)
-        edges = [s.edge for s in self._all]
+        self._direct = [(total, t) for t, total in self._there if t.requires_grad]
+        edges = [s.edge for s in self._sums]
         self._targets, self._own = (*edges, *(t for _, t in self._direct)), len(self._wanted) + len(edges)
-        self._pairs = [(t, total.leaf) for t, total in there]
+        self._pairs = [(t, total.leaf) for t, total in self._there]
         self._products: dict[int, GradientSum] = {}
         if call.device.type in weights.ADDS_PRODUCTS:
-            self._products = {id(t): s for t, s in there if type(s.leaf) is Tensor and s.sum_dtype != s.dtype}
+            self._products = {id(t): s for t, s in self._there if type(s.leaf) is Tensor and s.sum_dtype != s.dtype}
         self._mode = self._skip()
-        self._run = partial(call.arguments.call, call.work.function)
         self._outside = call.autocast.disabled()
         self._compiled = call.compiled
         self._known: set[int] | None = None
@@ -291,7 +265,7 @@ class Backward:
         learned, key, parts = self.call.patch.learned, self.call.key, self.call.work.parts
         last = learned.last.get(key)
         if last is not None and type(linear := parts[last]) is nn.Linear:  # it may be another module since
-            sums = {id(t): total for t, total in paired(self.call.weights, self.sums)}
+            sums = {id(t): total for t, total in self._there}
             own = sums.get(id(linear.weight)), sums.get(id(linear.bias))
             return LastLinear(self._pairs, linear, own, self.call.autocast.dtype, self._products)
         saved = learned.saved.get(key)
@@ -307,17 +281,9 @@ class Backward:
         self._mode.end()
         self._mode = self._skip()
 
-    def run(self, inputs: Sequence[Input], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Run all tiles.
-
-        Args:
-            inputs: The tensors of the call's arguments, as in the forward pass.
-            gradients: One for each leaf of the output, in the untiled shape; ``None`` for leaves without one.
-
-        Returns:
-            A gradient for each tensor argument that is per token and wants one.
-        """
-        call, bounds = self.call, self.call.bounds
+    def run(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run all tiles, and return what :meth:`TiledCall.backward` does."""
+        call, inputs, bounds = self.call, self.inputs, self.call.bounds
         results = [inputs[i].new_empty(inputs[i].shape) for i in self._wanted]
         parts = [call.shape.tiles(result, bounds) for result in results]
         given = gradients_of_tiles(gradients, self.trace.layout, call.shape, bounds)
@@ -327,16 +293,20 @@ class Backward:
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
             with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
-                leaves = call.leaves(inputs, self.wholes)
+                own_leaves, direct = [s.leaf for s in self._sums], [t for _, t in self._direct]
+                leaves = call.leaves(inputs, own_leaves[len(call.weights) :])
                 held = [t for part in call.work.parts for t in (*part._parameters.values(), *part._buffers.values())]
-                own_leaves, direct = [s.leaf for s in self._all], [t for _, t in self._direct]
                 self._known = {id(t) for t in (*leaves, *own_leaves, *direct, *held)}
                 tiles = call.tiles(leaves)
                 for tile, own, into in each_tile(zip(tiles, rows_of(given), rows_of(parts))):  # noqa: B905
                     self._tile(tile, list(own), into)
         finally:
             self._mode.end()
-        return results
+        totals, zeros = iter(self._sums), call.patch.needs.zeros_for_unused
+        of_weights = [next(totals).take(zeros) for _ in call.weights]
+        found, pairs = iter(results), zip(call.wants_grad, call.per_token, strict=True)
+        arguments = [next(found) if per_token else next(totals).take() for wants, per_token in pairs if wants]
+        return [*arguments, *of_weights]
 
     def _tile(self, tile: Sequence[Tensor], given: list[Tensor | None], into: Sequence[Tensor]) -> None:
         """Recompute a tile and differentiate it.
@@ -364,7 +334,7 @@ class Backward:
         if roots and targets:
             ends, grads = zip(*roots)  # noqa: B905
             with self._outside:  # as the untiled backward pass
-                found = differentiate(self._all, ends, targets, grads)
+                found = differentiate(self._sums, ends, targets, grads)
         for tensor in tile:
             if tensor._backward_hooks:  # all tiles come from one node, which would call them for each later tile
                 tensor._backward_hooks.clear()
@@ -381,7 +351,7 @@ class Backward:
             mode = self._mode
             try:
                 with mode:
-                    output = self._run(tile)
+                    output = self.call.run_views(tile)
                 outputs = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
                 if isinstance(mode, LastLinear | LastProjectionSkip):
                     mode.check(outputs)
@@ -406,31 +376,20 @@ class Backward:
         into: Sequence[Tensor],
     ) -> bool:
         """Do the same compiled; return whether that could be done."""
-        wanted = {index: gradient for index, gradient in enumerate(given) if gradient is not None}
-        call = self.call
-        weights = [(weight, total.leaf) for weight, total in zip(call.weights, self.sums, strict=True)]
+        call, leaves = self.call, [total.leaf for total in self._sums[: len(self.call.weights)]]
         try:
-            found = compiled.backward(
-                call.work,
-                call.arguments,
-                call.token_dimensions,
-                tile,
-                call.wants_grad,
-                weights,
-                wanted,
-                [call.shape.token_dimension(kind) for kind in self.trace.layout.kinds],
-            )
+            found = compiled.backward(call, tile, leaves, given, self.trace.layout.kinds)
         except CannotCompile as error:
             self._compiled = None
-            self.call.compile_no_more(error, self.trace.random is not None)
+            call.compile_no_more(error, self.trace.random is not None)
             return False
-        parts, wholes = iter(into), iter(self.wholes)
-        pairs = zip(self.call.wants_grad, self.call.per_token, strict=True)
-        targets = [*self.sums, *(next(parts) if per_token else next(wholes) for wants, per_token in pairs if wants)]
-        for target, gradient in zip(targets, found, strict=True):
+        parts, wholes = iter(into), iter(self._sums[len(leaves) :])
+        pairs = zip(call.wants_grad, call.per_token, strict=True)
+        arguments = [next(parts) if per_token else next(wholes) for wants, per_token in pairs if wants]
+        for target, gradient in zip((*self._sums[: len(leaves)], *arguments), found, strict=True):
             if isinstance(target, Tensor):
                 target.zero_() if gradient is None else target.copy_(gradient)
-            elif gradient is not None:
+            else:
                 target.add(gradient)
         return True
 

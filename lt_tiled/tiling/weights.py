@@ -10,6 +10,7 @@ such modes and see the real weights, so the gradients of those are asked for as 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -287,7 +288,8 @@ class GradientSum:
         self.edge = get_gradient_edge(self.leaf)  # kept: each tile would make the node anew
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
         self.open = False
-        self._handle = self.leaf.register_hook(self._arrived)
+        mine = weakref.ref(self)  # else the leaf, which this refers to, would refer to this
+        self.leaf.register_hook(lambda gradient: total._arrived(gradient) if (total := mine()) else gradient)
 
     def _arrived(self, gradient: Tensor | None) -> Tensor | None:
         if self.open:
@@ -342,10 +344,6 @@ class GradientSum:
         if total is None:
             return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
         return total.to(self.dtype)
-
-    def close(self) -> None:
-        """Remove the hook, which keeps the leaf and this object alive."""
-        self._handle.remove()
 
 
 def differentiate(
