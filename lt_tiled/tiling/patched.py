@@ -127,12 +127,15 @@ class TiledPatch(Tiled, Patch):
         return _call(module, self, args, kwargs)
 
 
-def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    needs = patch.needs
+def _find_engine(module: nn.Module, needs: EngineNeeds) -> None:
     if not needs.known and (
         needs.holder.get(needs.name) is not needs.weight or getattr(needs.weight, _HOOKS, None) is not needs.hooks
     ):
         needs.find(module)
+
+
+def _call(module: nn.Module, patch: TiledPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _find_engine(module, patch.needs)
     work = Work(patch.bound(module), roots(module, patch.found.parts), whole=patch.found.parts is None)
     made, order = _with_neighbor(work, patch, args, kwargs), None
     if made is None:
@@ -313,11 +316,7 @@ class ParentPatch(Patch):
 
 
 def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    needs = patch.tiled.needs
-    if not needs.known and (
-        needs.holder.get(needs.name) is not needs.weight or getattr(needs.weight, _HOOKS, None) is not needs.hooks
-    ):
-        needs.find(module)
+    _find_engine(module, patch.tiled.needs)
     work = Work(patch.bound(module), (module,), patch.key)
     if patch.after and (made := _with_neighbor(work, patch.tiled, args, kwargs)) is not None:
         return run_tiled(*made)
