@@ -46,7 +46,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield every submodule with its path; those in a compiled or sharded module under their own names."""
-    for name, child in module.named_children():
+    for name, child in unwrapped(module).named_children():
         child = unwrapped(child)
         below = f"{path}.{name}" if path else name
         yield below, child
@@ -55,7 +55,7 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 def walk_all(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the module itself, with an empty path, and every submodule."""
-    yield "", model
+    yield "", unwrapped(model)
     yield from walk(model)
 
 

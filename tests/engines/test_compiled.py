@@ -1,16 +1,23 @@
-"""Compiled blocks with tiles and activation checkpointing, on two ranks."""
+"""Compiled models and blocks with tiles and activation checkpointing: on two ranks, and through Trainer and Fabric."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor
 
+import lt_tiled
 from lt_tiled import Tiling, prepare
 from tests.engines.cells import draw
 from tests.engines.conftest import OnRanks
 from tests.engines.test_plain_loops import wrapped
-from tests.models import TinyLM, lm_loss
+from tests.lit import LitTiny, trainer
+from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.parity import near
 
 PATIENCE = 240.0
@@ -42,3 +49,117 @@ def test_losses(engine: str, on_ranks: OnRanks) -> None:
     """Compiled blocks have the losses of uncompiled ones under an engine of each kind."""
     plain = on_ranks(losses, engine, False)
     assert on_ranks(losses, engine, True, timeout=PATIENCE) == [near(each) for each in plain]
+
+
+def losses_of_model(engine: str, compiled: bool) -> list[float]:
+    """The losses of two steps, on lengths that differ between steps and ranks, of a whole Llama."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    net = tiny_llama()
+    net.blocks = net.model.layers
+    prepare(net, tiling=Tiling(4), activation_checkpointing=True, loss=True)
+    if compiled:
+        net.compile(backend="eager")
+    model, backward, step = wrapped(engine, net)
+    found = []
+    for lengths in ((24, 20), (20, 28)):
+        ids = draw((2, lengths[dist.get_rank()]), dist.get_rank())
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        backward(loss)
+        step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["ddp"])
+def test_losses_of_models(engine: str, on_ranks: OnRanks) -> None:
+    """A compiled model has the losses of an uncompiled one where ranks have other lengths in each step: the one that
+    compiles nothing waits for the other.
+    """
+    plain = on_ranks(losses_of_model, engine, False)
+    assert on_ranks(losses_of_model, engine, True, timeout=PATIENCE) == [near(each) for each in plain]
+
+
+POLICIES: dict[str, Any] = {"tiling": Tiling(4), "activation_checkpointing": True}
+
+
+class Plain(LitTiny):
+    """Keeps nothing in its step, so that nothing in it makes the compiler compile again."""
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        return lm_loss(self.net(ids), ids)
+
+
+class Look(pl.Callback):
+    """Notes losses, the number of graphs after each step, and what is tiled and recomputed at the end."""
+
+    def __init__(self) -> None:
+        self.losses, self.graphs = list[float](), list[int]()
+
+    def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+        report = run.strategy.prepared[0].report()
+        self.report = [(row.path, row.tiles) for row in report.tiled], [row.path for row in report.blocks]
+
+
+def in_trainer(compiled: bool, steps: int = 4) -> Look:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module, look = Plain(), Look()
+    module.configure_model()
+    strategy = lt_tiled.TiledSingleDeviceStrategy(device="cpu", **POLICIES)
+    run = trainer(strategy, callbacks=[look], max_steps=steps, limit_val_batches=0)
+    run.fit(torch.compile(module, backend="eager") if compiled else module)
+    return look
+
+
+@pytest.mark.slow
+def test_trainer() -> None:
+    """A LightningModule in ``torch.compile`` trains in Trainer as an uncompiled one, with the same report, and compiles
+    nothing after its second step.
+    """
+    plain, look = in_trainer(False), in_trainer(True)
+    assert look.losses == near(plain.losses)
+    assert look.report == plain.report
+    assert 0 < look.graphs[1] == look.graphs[-1]
+
+
+def in_fabric(compiled: bool, reapply: bool = True) -> tuple[list[float], list[int], Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    net, found, graphs = TinyLM(), list[float](), list[int]()
+    fabric = Fabric(
+        accelerator="cpu", devices=1, strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(device="cpu", **POLICIES)
+    )
+    fabric.launch()
+    module = torch.compile(net, backend="eager") if compiled else net
+    model, optimizer = fabric.setup(module, torch.optim.SGD(net.parameters(), 1.0), _reapply_compile=reapply)
+    for length in (24, 20, 16, 24, 28):
+        ids = draw((2, length), 0)
+        loss = lm_loss(model(ids), ids)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    report = fabric.strategy.prepared[0].report()
+    fabric.strategy.release()
+    return found, graphs, ([(row.path, row.tiles) for row in report.tiled], [row.path for row in report.blocks])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reapply", [True, False])
+def test_fabric(reapply: bool) -> None:
+    """A compiled model trains in Fabric as an uncompiled one, with the same report, whether Fabric compiles it anew
+    after wrapping it or not, and compiles nothing after its second length.
+    """
+    plain, _, report = in_fabric(False)
+    found, graphs, compiled_report = in_fabric(True, reapply)
+    assert found == near(plain)
+    assert compiled_report == report
+    assert 0 < graphs[1] == graphs[-1]
