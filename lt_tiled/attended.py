@@ -18,22 +18,16 @@ from lt_tiled.kept import Kept, Watch, current_kept
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import (
-    Precision,
-    RandomState,
-    random_state_kept,
-    version_of,
-    wants_graph,
-)
+from lt_tiled.tiling.recompute import Precision, RandomState, random_state_kept, version_of, wants_graph
 
 
-def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor, alone: bool = False) -> Tensor:
-    """Return attention of queries, keys and values, or what it was in the forward pass of the block, with its graph.
+def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return the output of attention with its graph: computed, or kept from the forward pass of the block.
 
-    Where the block keeps attention, its saved tensors stay from the forward pass, and it runs once. Where it keeps the
-    output, they do but for the inputs, which the recompute computes again. Attention that reads something else that
-    wants a gradient, as a learned bias, is not kept: its graph would end there. ``alone`` says that ``compute`` holds
-    none of the inputs, so that it may be called again in the backward pass.
+    Attention runs once if the block keeps it. With ``"attention"`` all tensors that attention saves are kept. With
+    ``"attention_output"`` its inputs are left out, and the recompute computes them again. Attention is not kept if
+    something other than its inputs wants a gradient, such as a learned bias, because the graph would end there.
+    ``compute`` must not hold the inputs, because second derivatives call it once more in the backward pass.
     """
     kept = current_kept.get()
     if kept is None or kept.what != what or not any(t.requires_grad for t in inputs):  # as in frozen blocks
@@ -58,7 +52,7 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor, alone:
         inform("attention that reads a learned bias or weight, or saves nothing, is recomputed", once="not kept")
         return compute(*inputs)
     again = None
-    if alone and what == "attention_output":
+    if what == "attention_output":
         again = partial(_gradients_with_graph, compute, Precision.now(kept.device), kept.drew)
     # Outside of the arguments, because one that is returned could not be changed in place.
     return _Attended.apply((graph, again, output), *inputs)  # type: ignore[no-any-return]
@@ -85,7 +79,7 @@ def keeps_attention() -> bool:
 
 
 def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return what an attention function returns where no ranks share its tokens, and keep it as the block asks."""
+    """Return what an attention function returns where ranks share no tokens, and keep it if the block does."""
     kept, (leaves, form) = current_kept.get(), pytree.tree_flatten((args, kwargs))
     if kept is None or kept.what is None or kept.what == "exchange":
         return function(*args, **kwargs)
@@ -101,7 +95,7 @@ def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -
         own_args, own_kwargs = pytree.tree_unflatten(own, form)
         return function(*own_args, **own_kwargs)
 
-    return attended(kept.what, compute, *inputs, alone=True)
+    return attended(kept.what, compute, *inputs)
 
 
 class _Recomputed:
@@ -147,7 +141,7 @@ class _Graph:
 
 
 class _Begin(torch.autograd.Function):
-    """Begins a graph at a tensor that the graph does not hold, as that of a leaf would."""
+    """Begins a graph at a tensor that the graph does not hold; the graph of a leaf would hold the leaf."""
 
     @staticmethod
     def forward(ctx: Any, link: Tensor, tensor: Tensor) -> Tensor:
@@ -195,9 +189,9 @@ class _Attended(torch.autograd.Function):
             if ctx.again is not None:
                 return (None, *ctx.again(inputs, gradient))
             raise RuntimeError(
-                "Attention that a block keeps has no second derivative, and this backward pass is differentiated"
-                " (create_graph=True) or batched (is_grads_batched=True), or the recompute gave attention inputs of"
-                " other layouts. Call it without, or set keep=None."
+                "Attention has no second derivative with keep='attention', and this backward pass is differentiated"
+                " (create_graph=True) or batched (is_grads_batched=True). Call it without, or set"
+                " keep='attention_output'."
             )
         wanted = [start for start in starts if start is not None]
         again = torch._C._autograd._get_current_graph_task_keep_graph()

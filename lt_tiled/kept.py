@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import (
-    RandomState,
-    hidden_from_checkpoints,
-    version_of,
-)
+from lt_tiled.tiling.recompute import RandomState, hidden_from_checkpoints, version_of
 
 T = TypeVar("T")
 

@@ -154,7 +154,7 @@ def over_heads(
         keys: Tensors with an entry for several heads, ``[B, K, S/n, ...]``.
         vectors: Tensors with an entry for each head, ``[H, ...]``, and no tokens.
         compute: Gets all tokens of the rank's heads, or, where there are fewer heads than ranks, some of ``queries``.
-            It holds none of these tensors, as it may be called again in the backward pass.
+            It must not hold these tensors, because second derivatives call it once more.
         record: Collects what ``compute`` gets, with the share that it belongs to.
     """
     region.check_recompute()
@@ -175,7 +175,7 @@ def over_heads(
         own_keys = mine.matched(own_keys)
         with entered(None):  # attention may call another one that is exchanged, which has all tokens already
             parts = [vector[mine.heads] for vector in inputs[last:]]
-            out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts, alone=True)
+            out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts)
         return exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
 
     return attended("attention", run, *queries, *keys, *vectors)
