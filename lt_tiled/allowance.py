@@ -3,22 +3,21 @@
 NOTE [What auto keeps]
 Under ``keep="auto"`` a block keeps the output of attention where there is room for it. The room is half of the memory
 that is free at the start of a pass beyond what a pass takes without keeping anything, and no more is kept at any time.
-The other half is for fragmentation, and for what later passes need more than those that were measured. A pass begins
-with the first forward call of a block after a backward pass, or when no call of the last pass waits for one anymore,
-as after an evaluation. In the first two passes, and in two more from each that is larger than those before it, nothing
-is kept, and the peak over the start of the pass is measured in its backward pass. What changes between
+The other half is for fragmentation, and for later passes that need more than those that were measured. A pass begins
+with the first forward call of a block after a backward pass, or when no call of the last pass waits for its backward
+pass any more, as after an evaluation. In the first two passes, and in two more from each that is larger than those
+before it, nothing is kept, and the backward pass measures the peak above the start of the pass. What changes between
 passes, as optimizer state does after the first one, is seen at the start of a pass. So a step that fits without
-``keep`` fits, as long as it needs no more above its start than those like it did before.
+``keep`` fits, as long as it needs no more above its start than similar steps did before.
 
-Where block inputs are offloaded, what is kept stays on the device all the same, and the passes that are measured have
-the buffers of the offloader. As the backward pass may load more block inputs ahead after those, the most that it may
-load is no room.
+If block inputs are offloaded, what is kept still stays on the device, and the measured passes include the offloader's
+buffers. Later backward passes may load more block inputs ahead, so the most that they may load is not part of the room.
 
-Each rank decides for itself, also where ranks share sequences. What is kept of attention then is what a rank computes
-between the two exchanges, and the recompute exchanges whether or not something is kept. Torch's recompute of a block
-ends with the last tensor that the block saves. Attention that saves none is not kept, so that this tensor is on the
-same side of each exchange on all ranks. What communicates itself is not kept: head tiles of several ranks, the tokens
-before those of a rank that a convolution gets, and attention of users in which a collective runs.
+Each rank decides for itself, even if ranks share sequences. Then the part of attention between the two exchanges is
+kept, and the recompute exchanges whether or not something is kept. Torch's recompute of a block ends with the last
+tensor that the block saves. On all ranks this tensor must be on the same side of each exchange, so attention that saves
+no tensor is not kept. What communicates itself is not kept either: head tiles of several ranks, the exchange of tokens
+before a convolution, and a user's attention in which a collective runs.
 """
 
 from __future__ import annotations
@@ -85,9 +84,9 @@ class Room(Allowance):
         self.growth = 0
         """The most that a measured pass took above its start."""
         self.most = 0
-        """The most bytes of hidden states that calls in a pass, until their backward pass, were given."""
+        """The most bytes of hidden states of calls in a pass that waited for their backward pass at once."""
         self.waiting = Allowance(0)
-        """Those of the calls in this pass that wait for it."""
+        """The bytes of hidden states of the calls in this pass whose backward pass is still to come."""
         self._to_measure = MEASURED
         self._most_waiting = self._start = 0
         self._recomputed = False

@@ -9,9 +9,9 @@ the limit. A larger call is recomputed, and measured in its turn.
 Each rank decides for itself, so ranks whose lengths differ may recompute different calls. That changes neither the
 order of gradients nor the collectives of an engine, but a recompute that communicates would wait for other ranks
 forever. So a block is always recomputed if it may communicate: if an engine has hooks inside it, if the first call of a
-kind runs a collective, or if its code names ``torch.distributed``, as code does that communicates in some calls only.
-Code is followed from the ``forward`` of each module through the methods and functions that it names. What this cannot
-see must communicate in the first call: a function that is an attribute or in a table, and one of a compiled extension.
+kind runs a collective, or if its code names ``torch.distributed``, which finds code that communicates in later calls.
+Code is followed from the ``forward`` of each module through the methods and functions that it names. Functions in
+attributes, tables and compiled extensions are not followed: they are found only if they communicate in the first call.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        self.seen = self.seen or "c10d" in func.namespace or func.namespace == "lt_tiled"  # which hide those of torch
+        # Operators of lt_tiled hide the collectives that they run.
+        self.seen = self.seen or "c10d" in func.namespace or func.namespace == "lt_tiled"
         return func(*args, **(kwargs or {}))
 
 

@@ -119,8 +119,8 @@ class ActivationCheckpointing:
     """What a block keeps for its recompute, besides its input. ``"attention"`` keeps attention's saved tensors, and the
     recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
     recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
-    inputs. ``"auto"`` keeps attention's output from the third step on, on the device, in half of the memory that steps
-    leave free there, also with ``offload`` and where ranks share a sequence, and nothing with ``policy``."""
+    inputs. ``"auto"`` keeps attention's output from the third step on, in half of the memory that steps leave free on
+    the device. It offloads none of it, and keeps nothing with ``policy``."""
     policy: Sequence[str | Callable[..., Any]] | Callable[..., Any] | None = None
     """Operators whose outputs a block keeps for its recompute, which skips them: names such as
     ``["aten.mm.default"]``, or a function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as

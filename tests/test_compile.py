@@ -240,7 +240,7 @@ FUNCTIONS = {
 )
 def test_compiled_functions(what: str, name: str, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:
     """A training step or a loss that is compiled around a prepared model has the losses and gradients of the plain
-    model, and the compiler makes no code of lt_tiled's, in the backward pass neither.
+    model, and the compiler makes no code of lt_tiled's, not even in the backward pass.
     """
     torch.manual_seed(0)
     model = tiny_llama()

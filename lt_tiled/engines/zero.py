@@ -71,7 +71,7 @@ class LeafPatch(Patch):
         self.marked = "_z3_leaf" not in vars(leaf)
         """Whether the mark is ours."""
         self.handles: list[Any] = []
-        """Hooks that are there as long as tiles are."""
+        """The hooks on the leaf, which are removed with its last tiles."""
         vars(leaf)["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_module does, whose import takes seconds
         set_patch(leaf, self, LEAF_HOOKS)
 
@@ -110,7 +110,7 @@ def patch_leaves(model: nn.Module, needs: EngineNeeds, blocks: bool = True) -> N
 
 
 def restore_leaves(model: nn.Module, needs: EngineNeeds) -> None:
-    """Undo :func:`patch_leaves` where no tiles are left, whoever set them.
+    """Undo :func:`patch_leaves` on leaves without tiles, including those that another ``prepare`` patched.
 
     Marks stay if ZeRO-3 wraps the model: its engine still reads them.
     """

@@ -11,8 +11,8 @@ NOTE [Compiled modules]
 ``torch.compile`` breaks its graph at patches: they are Python with side effects, of which the compiler would make many
 graphs, and each block's recompute must run the code of its forward pass. So no patch is compiled, and the module's own
 code below the patches is, by the compiler that was at work above them, in the recompute too. Patches that only matter
-to uncompiled code, as on norms that the compiler fuses anyway, are left out of the graph instead. In a
-compiled training step the compiler is at work in the backward pass too: what autograd calls turns it off.
+to uncompiled code, as on norms that the compiler fuses anyway, are left out of the graph instead. In a compiled
+training step the compiler is at work in the backward pass as well, so what autograd calls there turns it off.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def uncompiled(mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def without_compiler(function: Function) -> Function:
-    """Return a function into which a compiler that is at work where it is called does not look."""
+    """Return a function that runs uncompiled wherever it is called, with all that it calls."""
     return cast(Function, torch.compiler.disable(function))
 
 

@@ -58,9 +58,9 @@ def fake_weights(model: nn.Module) -> None:
 
 
 def fake_group(ranks: int) -> Any:
-    """Return what stands for a process group at its first rank, which has the most tokens and heads.
+    """Return a stand-in for a process group, seen from its first rank, which has the most tokens and heads.
 
-    Sequence parallelism asks it for these, and the fake implementations of its operators communicate nothing.
+    Sequence parallelism reads these attributes. The fake implementations of its operators communicate nothing.
     """
     return SimpleNamespace(group_name="simulated", size=lambda: ranks, rank=lambda: 0)
 

@@ -127,7 +127,7 @@ def with_kernels(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     with ExitStack() as stack:
         for table, names in functions_of(model):
             for name in names:
-                # Where the kernel of a whole layer returns nothing, it calls the functions that are counted here.
+                # A layer whose fused kernel returns None calls the functions that are counted here.
                 kernel = nothing if name in FUSED else partial(_run, name, ledger)
                 stack.enter_context(swapped(table, name, kernel))
         yield

@@ -49,7 +49,11 @@ def check_size(size: int, ranks: int) -> None:
 
 
 def group_of(wanted: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that shares sequences, if it is more than this rank."""
+    """Return the group that shares sequences, or ``None`` for one rank.
+
+    Raises:
+        ValueError: If the group, by default that of all ranks, has another size.
+    """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     size = 1 if group is None else group.size()

@@ -1,8 +1,8 @@
 """The self-check of sequence parallelism: a few tokens, whole on each rank and shared, must give the same.
 
 It also compares what attention is given: queries and keys that were rotated by the positions of a rank's own tokens
-differ as a whole, where the loss would differ in its fourth digit. Lengths past which a model computes something else,
-as its configuration names them, are checked too.
+differ as a whole, where the loss would differ in its fourth digit. It also runs on more tokens than the lengths above
+which a model computes something else, as far as its configuration names them.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class Call:
         return None if found is None else ((*self.shape.lead, *found[0]), found[1])
 
     def leaves(self, inputs: Sequence[Input], wholes: Iterable[Tensor]) -> list[Any]:
-        """Return the arguments as the beginning of new graphs, where they want a gradient: ``wholes`` for those."""
+        """Return the arguments as leaves of new graphs, those that every tile sees in full as views of ``wholes``."""
         # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
         whole = iter(wholes)
         leaves: list[Input] = []

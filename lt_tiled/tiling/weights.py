@@ -149,7 +149,7 @@ class Substituted(TorchFunctionMode):
         self._instead_of = {id(tensor): instead for tensor, instead in self._pairs}
         self._products = sums or {}
         self._linears: dict[int, Callable[..., Tensor | None]] = dict.fromkeys(self._products, self._with_product)
-        """What computes linear modules, by the ids of their weights; torch does if it returns ``None``."""
+        """Functions that compute linear modules, by the ids of their weights; if one returns ``None``, torch does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) == 3 and (linear := self._linears.get(id(args[1]))):  # as nn.Linear calls it
@@ -288,7 +288,7 @@ class GradientSum:
         self.edge = get_gradient_edge(self.leaf)  # kept: each tile would make the node anew
         self._nothing = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(self.leaf)
         self.open = False
-        mine = weakref.ref(self)  # else the leaf, which this refers to, would refer to this
+        mine = weakref.ref(self)  # self refers to the leaf, and the hook of the leaf must not refer to self
         self.leaf.register_hook(lambda gradient: total._arrived(gradient) if (total := mine()) else gradient)
 
     def _arrived(self, gradient: Tensor | None) -> Tensor | None:
@@ -317,7 +317,7 @@ class GradientSum:
         A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
         """
         if self.sum is not None and self.sum.dtype == left.dtype:
-            torch.addmm(self.sum, left, right, out=self.sum)  # which FlopCounterMode counts, unlike addmm_
+            torch.addmm(self.sum, left, right, out=self.sum)  # FlopCounterMode does not count addmm_
         elif self.sum is not None and adds_in_product(self.sum, left):
             torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
         else:

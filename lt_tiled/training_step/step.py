@@ -50,7 +50,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def swapped(table: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    """Put a value in the place of another one for a while."""
+    """Replace a value of a table inside the context, and restore it at the end."""
     before, table[name] = table[name], value
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a checkpointed block keeps for its recompute, and the collectives of a step."""
+"""What a block with activation checkpointing keeps for its recompute, and the collectives of a step."""
 
 from __future__ import annotations
 
@@ -82,6 +82,15 @@ def test_one_rank(name: str) -> None:
     assert [count for count, _ in found.values()] == [2 * 2, 2, 2]
     torch.testing.assert_close(found["attention"][1], found[None][1])
     torch.testing.assert_close(found["attention_output"][1], found[None][1])
+
+
+def test_second_derivative() -> None:
+    """With ``keep="attention"`` it is refused, with the value of ``keep`` that supports it."""
+    model, inputs = CASES["llama"].build(), CASES["llama"].inputs()
+    with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep="attention")):
+        loss = value_of(model(**inputs))
+        with pytest.raises(RuntimeError, match=r"no second derivative.*set keep='attention_output'"):
+            torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
 
 
 @pytest.mark.parametrize("keep", ["attention", "attention_output"])
