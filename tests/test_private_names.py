@@ -328,6 +328,7 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_make_wrapper_subclass": lambda: callable(Tensor._make_wrapper_subclass),
     "_modules": lambda: set(nn.Sequential(nn.Linear(1, 1))._modules) == {"0"},
     "_orig_mod": lambda: (m := nn.Linear(1, 1)) is torch.compile(m)._modules["_orig_mod"],
+    "_unsafe_view": lambda: not aten._unsafe_view.default(torch.ones(2).view(2, 1), [2, 1])._is_view(),
     "_overloadpacket": lambda: aten.mm.default._overloadpacket is aten.mm,
     "_parameters": lambda: set(nn.Linear(1, 1)._parameters) == {"weight", "bias"},
     "_python_dispatch": imports("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),

@@ -24,7 +24,10 @@ class SummedLinear(torch.autograd.Function):
         ctx.save_for_backward(input)
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.total = leaf.detach(), total
-        return F.linear(input, leaf, bias)
+        output = F.linear(input, leaf, bias)
+        # With a bias that is a view, and one that a Function returns cannot be changed in place, as by nn.ReLU(True).
+        own: Tensor = torch.ops.aten._unsafe_view.default(output, output.shape)
+        return own
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:

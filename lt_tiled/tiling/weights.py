@@ -174,7 +174,7 @@ class Substituted(TorchFunctionMode):
     def _with_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the output of a linear module whose gradient is added to its sum in the product, if that can be."""
         total = self._products[id(weight)]
-        if type(input) is not Tensor or input.dtype != total.dtype:
+        if type(input) is not Tensor or input.dtype != total.dtype or torch._C._are_functorch_transforms_active():
             return None
         # torch's checkpoint runs again what is inside of it without this mode, and compares what is saved.
         if torch.is_autocast_enabled(input.device.type) or not torch.is_grad_enabled() or in_checkpoint():

@@ -388,6 +388,33 @@ def test_products_go_into_float32_sums(
         assert less_accurate(found, *({n: v[n] for n in found} for v in (untiled, true)), torch.bfloat16) == {}
 
 
+class ChangedInPlace(GatedMLP):
+    """Changes the output of a projection in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x).relu_() * self.up(x))
+
+
+class Vmapped(GatedMLP):
+    """Runs projections under ``torch.vmap``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.vmap(lambda row: F.silu(self.gate(row)) * self.up(row))(x))
+
+
+@pytest.mark.parametrize("module", [ChangedInPlace, Vmapped])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_leave_code_as_it_is(module: type[GatedMLP], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that changes outputs of projections in place, or runs them under ``torch.vmap``, is tiled there as well."""
+    mlp, x = module(32, 96, bias=True).bfloat16(), randn(1, 64, 32, dtype=torch.bfloat16)
+    untiled = gradients(mlp, x, device=where)
+    monkeypatch.setattr("lt_tiled.tiling.weights.ADDS_PRODUCTS", (where,))
+    if where == "cpu":
+        monkeypatch.setattr("lt_tiled.tiling.weights.adds_in_product", lambda total, factor: False)
+    found = gradients(tile(mlp, num_shards=4), x, device=where)
+    assert less_accurate(found, untiled, reference(untile(mlp), x), torch.bfloat16) == {}
+
+
 @pytest.mark.low_precision
 def test_accumulate_param_sums_in_the_weights_dtype() -> None:
     """``accumulate="param"`` gives up that accuracy: its error is larger than with float32 sums."""
