@@ -204,7 +204,8 @@ class Call:
         found = watch is not None and (watch.seen or may_communicate(module))
         auto.communicates = auto.communicates or found
         rows = auto.measured.setdefault(self.key, [])
-        new = Row(self.sizes, self.tokens, sizes.total, kept is not None and kept.attends)
+        attends = kept is not None and kept.attends and not (ranks() > 1 and names_collectives(module))
+        new = Row(self.sizes, self.tokens, sizes.total, attends)
         useful = auto.may_save(new.saved)
         rows[:] = [
             row
@@ -264,11 +265,15 @@ class Collectives(TorchDispatchMode):
 
 
 def may_communicate(block: nn.Module) -> bool:
-    """Whether an engine has hooks inside a block, or code that its ``forward`` reaches names ``torch.distributed``."""
+    """Whether an engine has hooks inside a block, or its code names collectives."""
+    parts = [part for part in block.modules() if part is not block]
+    inside = [hook for part in parts for hook in (type(part), *part._forward_pre_hooks.values())]
+    return any(is_of(part, _ENGINES) for part in inside) or names_collectives(block)
+
+
+def names_collectives(block: nn.Module) -> bool:
+    """Whether code that the ``forward`` of a block reaches names ``torch.distributed``."""
     parts = [*block.modules()]
-    inside = [hook for part in parts[1:] for hook in (type(part), *part._forward_pre_hooks.values())]
-    if any(is_of(part, _ENGINES) for part in inside):
-        return True
     hooks = [hook for part in parts for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
     todo: list[tuple[Any, Any]] = [(type(part), type(part).forward) for part in parts]
     todo += [(None, hook) for hook in hooks if is_users(hook)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -286,30 +287,50 @@ def test_derivatives(device: Device) -> None:
     torch.testing.assert_close(found["auto"], found[None])
 
 
-class Summing(nn.Module):
+def total(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention that adds what the other ranks have, so that a recompute of it communicates."""
+    summed = query.detach().sum()
+    dist.all_reduce(summed)
+    return query * value + key * summed
+
+
+STEP = [0]
+"""That of the model."""
+TABLE = [total]
+"""A function that no code names."""
+
+
+def late(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same in later steps only."""
+    return total(query, key, value) if STEP[0] > 2 else F.scaled_dot_product_attention(query, key, value)
+
+
+class Summing(nn.Module):
+    """Attention that communicates."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = shared_attention(self.attend)(*[self.inner(x)[:, None]] * 3)
+        out: Tensor = shared_attention(TABLE[0])(*[self.inner(x)[:, None]] * 3)
         return out[:, 0]
 
-    @staticmethod
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        total = query.detach().sum()
-        dist.all_reduce(total)
-        return query * value + key * total
+
+class Late(Summing):
+    """Attention that communicates in later steps only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = shared_attention(late)(*[self.inner(x)[:, None]] * 3)
+        return out[:, 0]
 
 
 class Blocks(nn.Module):
     """Two blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: type[Summing]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(Summing(), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(part(), nn.Tanh()) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -317,21 +338,22 @@ class Blocks(nn.Module):
         return x
 
 
-def kept_where_it_communicates() -> list[int]:
+def kept_where_it_communicates(part: type[Summing]) -> list[int]:
     """What blocks keep whose attention communicates, on ranks of which one has memory left."""
     lt_tiled.allowance.usage = Device(free=(0, PLENTY)[dist.get_rank()])
     try:
-        with prepare(net := Blocks(), activation_checkpointing=True) as prepared:
-            for _ in range(4):
+        with prepare(net := Blocks(part), activation_checkpointing=True) as prepared:
+            for STEP[0] in range(4):
                 net(torch.randn(1, 16, 8)).sum().backward()
             return [row.kept_tokens for row in prepared.report().blocks]
     finally:
         lt_tiled.allowance.usage = usage
 
 
-def test_attention_that_communicates_is_not_kept(world: World) -> None:
+@pytest.mark.parametrize("part", [Summing, Late])
+def test_attention_that_communicates_is_not_kept(part: type[Summing], world: World) -> None:
     """Its recompute would wait for other ranks, which may decide otherwise."""
-    assert world(kept_where_it_communicates) == [[0, 0]] * 2
+    assert world(kept_where_it_communicates, part) == [[0, 0]] * 2
 
 
 def test_usage() -> None:
