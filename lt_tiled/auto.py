@@ -291,7 +291,8 @@ def names_collectives(block: nn.Module) -> bool:
             return True
         todo += [(value, value.forward) for value in values if _is_autograd_function(value)]
         todo += [(owner, value) for value in values if isinstance(value, FunctionType) and is_users(value)]
-        todo += [(owner, getattr(owner, name, None)) for name in names]
+        methods = [getattr(owner, name, None) for name in names]
+        todo += [(owner, method) for method in methods if not _is_collective(method)]  # those of FSDP2's classes
     return False
 
 
