@@ -221,7 +221,7 @@ def test_short_calls_are_not_recomputed(compiled_code: Counter[tuple[str, str]])
 
 
 def test_a_policy_runs_blocks_uncompiled(compiled_code: Counter[tuple[str, str]]) -> None:
-    """With ``policy`` the compiler makes no code of blocks, whose losses and gradients stay those of the plain model."""
+    """With ``policy`` the compiler makes no code of blocks, which have the losses and gradients of the plain model."""
     reported(ActivationCheckpointing(policy=["aten.mm.default"]), True)
     assert compiled_code.total() == 0
 
