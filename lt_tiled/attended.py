@@ -80,9 +80,10 @@ def keeps_attention() -> bool:
 
 def attended_alone(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Return what an attention function returns where ranks share no tokens, and keep it if the block does."""
-    kept, (leaves, form) = current_kept.get(), pytree.tree_flatten((args, kwargs))
+    kept = current_kept.get()
     if kept is None or kept.what is None or kept.what == "exchange":
         return function(*args, **kwargs)
+    leaves, form = pytree.tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     inputs = [leaves[place] for place in places]
     for place in places:

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lt_tiled.auto
 from lt_tiled import prepare
-from lt_tiled.auto import may_communicate
 from lt_tiled.checkpointing import BlockPatch
+from lt_tiled.communicates import has_engine_inside, names_collectives
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.planner.ledger import Ledger
@@ -192,6 +192,10 @@ def test_a_block_that_communicates_is_always_recomputed(kind: str, always: bool,
     where the collective runs in later calls only, or the model is sharded after it ran.
     """
     assert world(recomputed, kind) == [[always] * 2] * 2
+
+
+def may_communicate(block: nn.Module) -> bool:
+    return has_engine_inside(block) or names_collectives(block)
 
 
 def test_what_names_collectives() -> None:
