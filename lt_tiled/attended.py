@@ -18,7 +18,7 @@ from lt_tiled.kept import Kept, Watch, current_kept
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import Precision, RandomState, random_state_kept, version_of, wants_graph
+from lt_tiled.tiling.recompute import Precision, RandomState, keeps_graph, random_state_kept, version_of, wants_graph
 
 
 def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -195,8 +195,7 @@ class _Attended(torch.autograd.Function):
                 " keep='attention_output'."
             )
         wanted = [start for start in starts if start is not None]
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
         recomputed.inputs = inputs
-        found = iter(torch.autograd.grad([end], wanted, [gradient], retain_graph=again, allow_unused=True))
+        found = iter(torch.autograd.grad([end], wanted, [gradient], retain_graph=keeps_graph(), allow_unused=True))
         recomputed.inputs = ()
         return (None, *(None if start is None else next(found) for start in starts))

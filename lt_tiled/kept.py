@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import RandomState, hidden_from_checkpoints, version_of
+from lt_tiled.tiling.recompute import RandomState, hidden_from_checkpoints, keeps_graph, version_of
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class Kept:
         self.drew = random and random[0]
         if random is not None:
             random[1].set()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # no public name
+        if not keeps_graph():
             self._values[place] = None  # no second backward pass will need it
         return pytree.tree_unflatten(
             [leaf if version is None else self.unpacked(version, leaf) for version, leaf in packed], form

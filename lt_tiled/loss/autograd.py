@@ -26,6 +26,7 @@ from lt_tiled.tiling.recompute import (
     RandomState,
     hidden_from_checkpoints,
     is_transformed,
+    keeps_graph,
     random_state_kept,
     version_of,
     wants_graph,
@@ -292,8 +293,7 @@ class _TiledLoss(torch.autograd.Function):
             is_saved = call.tiles.reduction == "none"
             hidden, _, *weights = saved if is_saved else call.kept.get(ctx.next_functions[0][0])
             return (None, *call.gradients_with_graph(hidden, weights, incoming))
-        again = torch._C._autograd._get_current_graph_task_keep_graph()  # no public name
-        if call.tiles.holder is not None and (holder := call.tiles.holder()) is not None and not again:
+        if call.tiles.holder is not None and (holder := call.tiles.holder()) is not None and not keeps_graph():
             holder.hidden = None
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved

@@ -181,6 +181,11 @@ def is_transformed(parts: Iterable[nn.Module] = ()) -> bool:
     return True
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs this keeps its graph for a second one (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # no public name
+
+
 def wants_graph(gradients: Iterable[Tensor | None]) -> bool:
     """Whether the backward pass that runs this is itself differentiated, transformed or batched.
 
