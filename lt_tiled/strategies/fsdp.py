@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, OptimStateKeyType, StateDictType
-from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 from torch.optim import Optimizer
 
 from lt_tiled._log import warn
+from lt_tiled.policies import ActivationCheckpointingLike
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
 """The FSDP root of each LightningModule, for as long as a strategy refers to it."""
+BlockPolicy = set[type[nn.Module]] | Callable[[nn.Module, bool, int], bool] | ModuleWrapPolicy
+"""What Lightning calls an activation checkpointing policy."""
 _FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -40,17 +44,27 @@ class _FSDP(TiledStrategy):
     global_rank: int
     _state_dict_type: Any  # Lightning has no public name for it
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        ours, policy = kwargs.get("activation_checkpointing", "auto"), kwargs.get("activation_checkpointing_policy")
-        if policy is not None and (ours is True or ours == "auto"):
-            kwargs["activation_checkpointing"] = kwargs.pop("activation_checkpointing_policy")
-        elif policy is not None and ours:
+    def __init__(
+        self,
+        *args: Any,
+        activation_checkpointing: ActivationCheckpointingLike | None = "auto",
+        activation_checkpointing_policy: BlockPolicy | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if activation_checkpointing_policy is not None and activation_checkpointing in (True, "auto"):
+            activation_checkpointing, activation_checkpointing_policy = activation_checkpointing_policy, None
+        elif activation_checkpointing_policy is not None and activation_checkpointing:
             raise ValueError(
                 f"{type(self).__name__} was given activation_checkpointing_policy and"
-                f" activation_checkpointing={ours!r}, which would recompute blocks twice. Leave one out, or choose the"
-                " blocks with ActivationCheckpointing(targets=...)."
+                f" activation_checkpointing={activation_checkpointing!r}, which would recompute blocks twice. Leave one"
+                " out, or choose the blocks with ActivationCheckpointing(targets=...)."
             )
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            *args,
+            activation_checkpointing=activation_checkpointing,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            **kwargs,
+        )
         # The parent would warn that it ignores the policy on a model that is wrapped already.
         self.auto_wrap_policy = self.fsdp_options.pop("auto_wrap_policy", None)
 
