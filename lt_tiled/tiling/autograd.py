@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.tiling.deferred import DeferredCall
 from lt_tiled.tiling.recompute import wants_graph
-from lt_tiled.tiling.sums import running, with_sums
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 from lt_tiled.tiling.untiled import backward_with_graph
 
@@ -37,17 +35,9 @@ class Anchor(torch.autograd.Function):
     """Passes a call's tensors through and is the one node that saves them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, wants_grad: Sequence[bool], link: Tensor | None, sums: list[Any] | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, wants_grad: Sequence[bool], link: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.sums = sums and [known and known[0] for known in sums]
-        saved = tensors
-        if sums is not None:  # see NOTE [Sums]
-            pairs = zip(sums, tensors[-len(sums) :], strict=True)
-            parts = [tensor for known, own in pairs for tensor in ((own,) if known is None else known[1])]
-            saved = (*tensors[: -len(sums)], *parts)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*tensors)
         ctx.wants_grad = [False] * (len(tensors) - len(wants_grad)) + list(wants_grad)
         passed = [t for t, wants in zip(tensors, ctx.wants_grad, strict=True) if wants]
         return tuple(t.view_as(t) for t in (passed if link is None else [link]))
@@ -55,7 +45,7 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         given = iter(gradients)
-        return (None, None, None, *(next(given) if wants else None for wants in ctx.wants_grad))
+        return (None, None, *(next(given) if wants else None for wants in ctx.wants_grad))
 
 
 class TiledFunction(torch.autograd.Function):
@@ -86,11 +76,9 @@ class TiledFunction(torch.autograd.Function):
                 " module."
             ) from error
         run = backward_with_graph if wants_graph(gradients) else TiledCall.backward
-        whole, sums = not ctx.traces or run is backward_with_graph, ctx.anchor.sums
-        last: AbstractContextManager[Any] = nullcontext(saved[-len(call.wants_grad) :])
-        with last if sums is None else with_sums(saved, sums, whole) as inputs:
-            trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
-            found = run(call, trace, inputs, gradients)
+        inputs = saved[-len(call.wants_grad) :]
+        trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
+        found = run(call, trace, inputs, gradients)
         link = [] if any(call.wants_grad) else [None]
         call.refuse_hooks_without_gradient(found)
         return (None, None, None, None, *link, *found)
@@ -131,7 +119,5 @@ def _apply(call: TiledCall, inputs: list[Tensor], traces: list[Trace], like: Any
     told: list[Tensor] = []
     if call.patch.found.before or call.patch.found.after:
         told = [torch.empty(0, zlib.crc32(repr(call.work.key).encode()), dtype=torch.uint8)]  # no context's dtype
-    here = running.get()
-    sums = here.find(call, inputs) if here is not None and here.sums else None
-    edges = Anchor.apply(call.wants_grad, link, sums, *told, *inputs)
+    edges = Anchor.apply(call.wants_grad, link, *told, *inputs)
     return TiledFunction.apply(call, inputs, traces, like, *edges, *(weight.tensor for weight in call.weights))

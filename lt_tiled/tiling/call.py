@@ -35,7 +35,6 @@ from lt_tiled.tiling.recompute import (
     random_state_kept,
 )
 from lt_tiled.tiling.state import Tiled
-from lt_tiled.tiling.sums import Input, SumInTiles
 from lt_tiled.tiling.weights import Work, trainable_weights
 
 if TYPE_CHECKING:
@@ -271,28 +270,23 @@ class Call:
         found = known[key]
         return None if found is None else ((*self.shape.lead, *found[0]), found[1])
 
-    def leaves(self, inputs: Sequence[Input], wholes: Iterable[Tensor]) -> list[Any]:
+    def leaves(self, inputs: Sequence[Tensor], wholes: Iterable[Tensor]) -> list[Tensor]:
         """Return the arguments as leaves of new graphs, those that every tile sees in full as views of ``wholes``."""
         # Views: leaves that require grad break register_multi_grad_hook (FlopCounterMode, FSDP2) under autograd.grad.
         whole = iter(wholes)
-        leaves: list[Input] = []
+        leaves: list[Tensor] = []
         for t, wants, per_token in zip(inputs, self.wants_grad, self.per_token, strict=True):
-            if isinstance(t, SumInTiles):
-                leaves.append(t)  # the tiles are leaves
-            elif per_token or not wants:
+            if per_token or not wants:
                 leaves.append(t.detach().requires_grad_(wants))
             else:
                 leaves.append((leaf := next(whole)).view_as(leaf))
         return leaves
 
-    def tiles(self, tensors: Sequence[Input], bounds: Sequence[Bounds] | None = None) -> Iterator[tuple[Tensor, ...]]:
+    def tiles(self, tensors: Sequence[Tensor], bounds: Sequence[Bounds] | None = None) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each tile, as the module sees them; ``bounds`` are others than those of the call."""
         columns: list[Iterable[Tensor]] = []
         for tensor, per_token in zip(tensors, self.per_token, strict=True):
-            if isinstance(tensor, SumInTiles):
-                columns.append(tensor.tiles(self.shape, bounds or self.bounds))
-            else:
-                columns.append(self.shape.tiles(tensor, bounds or self.bounds) if per_token else repeat(tensor))
+            columns.append(self.shape.tiles(tensor, bounds or self.bounds) if per_token else repeat(tensor))
         return zip(*columns)  # noqa: B905
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:

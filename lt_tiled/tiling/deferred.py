@@ -13,8 +13,9 @@ A :class:`DeferredCall` has its place in the autograd graph from the beginning: 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,6 @@ from torch.utils.module_tracker import ModuleTracker
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.state import Tiled
-from lt_tiled.tiling.sums import Running, Sum, running
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
 from lt_tiled.tiling.weights import Work
 
@@ -89,23 +89,20 @@ def values(tree: Any, because: str = "") -> Any:
 
 
 @contextmanager
-def none_left(inputs: Sequence[Any]) -> Iterator[None]:
-    """Run the calls that were deferred inside and that something still refers to, while their weights are there.
-
-    Args:
-        inputs: Those of the module that runs inside.
-    """
-    module = Running(inputs)
-    token = running.set(module)
+def none_left() -> Iterator[None]:
+    """Run the calls that were deferred inside and that something still refers to, while their weights are there."""
+    inside: list[weakref.ref[DeferredCall]] = []
+    token = _deferred_inside.set(inside)
     try:
         yield
     finally:
-        running.reset(token)
-    for reference in module.deferred:
+        _deferred_inside.reset(token)
+    for reference in inside:
         if (deferred := reference()) is not None:
             deferred.computed()
 
 
+_deferred_inside: ContextVar[list[weakref.ref[DeferredCall]] | None] = ContextVar("deferred_inside", default=None)
 _USE = "the first use of its output"
 
 
@@ -137,14 +134,12 @@ class DeferredCall(Deferred):
         deferred.versions, deferred.modules = [t._version for t in inputs], call.observe()
         deferred.may_repeat = call.patch.found.guessed
         deferred._data = deferred._value = deferred._node = None
-        if (module := running.get()) is not None:
-            module.deferred.append(weakref.ref(deferred))
+        if (inside := _deferred_inside.get()) is not None:
+            inside.append(weakref.ref(deferred))
         return deferred
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what is asked of the gradient from this tensor's own place in the graph, and note sums."""
-        if func in _SUMS and self.may_repeat and len(self.inputs) == 1 and len(args) == 2 and not kwargs:
-            return self._added(func, args)
+        """Answer what is asked of the gradient from this tensor's own place in the graph."""
         if func not in _OF_THE_GRADIENT or self._changed():
             return NotImplemented
         if func not in READS and not (func is Tensor.register_hook and _tracks(args[1])):
@@ -172,16 +167,6 @@ class DeferredCall(Deferred):
         self._refuse_if_changed()
         return self.computed().detach()
 
-    def _added(self, add: Any, args: tuple[Any, ...]) -> Any:
-        """Return the sum with an input of the module that runs, and note it: see NOTE [Sums]."""
-        first, module = args[0] is self, running.get()
-        other, parts = args[first], (args[first], *self.inputs)
-        if module is None or not module.may_note(parts, self) or not torch.is_grad_enabled():
-            return NotImplemented
-        total: Tensor = Added.apply(self, other, add, first)
-        module.note(total, Sum(add, self.call, self.traces[0], first, total.dtype), parts)
-        return total
-
     def _changed(self) -> bool:
         return self._value is not None and self._value.grad_fn is not self._node
 
@@ -195,16 +180,15 @@ class DeferredCall(Deferred):
     def computed(self) -> Tensor:
         """Run the call, once."""
         if self._data is None:
-            self._data, self.inputs = self.run(), []
+            self._data, self.inputs = self._run(), []
         return self._data
 
-    def run(self, then: Callable[[int, Any], Any] | None = None) -> Tensor:
-        """Run the call, and something else on the output of each tile."""
+    def _run(self) -> Tensor:
         if self.call.patch.needs.same_order:
             self.call.patch.note_alone(self.call.work.key)
         self._check_inputs()
         with torch.inference_mode(False), restored(self.modules, _USE):
-            leaves, trace = self.call.forward(self.inputs, learn=True, observed=self.modules, then=then)
+            leaves, trace = self.call.forward(self.inputs, learn=True, observed=self.modules)
         self.traces.append(trace)
         output: Tensor = leaves[0]
         return output
@@ -272,19 +256,6 @@ class Value(torch.autograd.Function):
         return gradient
 
 
-class Added(torch.autograd.Function):
-    """The sum of a deferred tensor and another one, without the first one in full."""
-
-    @staticmethod
-    def forward(ctx: Any, deferred: DeferredCall, other: Tensor, add: Any, first: bool) -> Tensor:
-        tiles = deferred.call.shape.tiles(other.detach(), deferred.call.bounds)
-        return deferred.run(lambda index, tile: add(tile, tiles[index]) if first else add(tiles[index], tile))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, gradient, None, None
-
-
 def _getters(*names: str) -> set[Any]:
     return {Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__ for name in names}
 
@@ -296,7 +267,6 @@ _METADATA = _getters("shape", "dtype", "device", "ndim", "layout") | {
     )
 }
 READS = _getters("requires_grad", "grad_fn", "is_leaf", "grad")
-_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _OF_THE_GRADIENT = READS | {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward}
 
 

@@ -49,7 +49,7 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int
 
     ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles: the widest tensor of a tile is then a twelfth
     as large as the hidden states of all tokens. The six such tensors that a gated MLP holds in its backward pass are
-    half as large, so the peak of a block is what attention holds, within 15 % (``pytest tests/planner/test_floor.py``),
+    half as large, so the peak of a block is about what attention holds (``pytest tests/planner/test_floor.py``),
     and each further tile would cost time on the host and save little. Where the size is not known it uses
     ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). With ``"auto"`` no tile
     has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights, and where the size is

@@ -311,7 +311,7 @@ class ParentPatch(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what was deferred inside before the module returns."""
-        with none_left((*args, *kwargs.values())):
+        with none_left():
             return values(self.inner(module, *args, **kwargs))
 
 

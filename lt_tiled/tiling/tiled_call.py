@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -32,7 +32,6 @@ from lt_tiled.tiling.recompute import (
     saves_elsewhere,
 )
 from lt_tiled.tiling.skip import CannotSkip, LastLinear, LastProjectionSkip, NotesLinear
-from lt_tiled.tiling.sums import Input, SumInTiles
 from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired, substituted
 
 
@@ -56,11 +55,7 @@ class TiledCall(Call):
 
     @hidden_from_checkpoints()
     def forward(
-        self,
-        inputs: Sequence[Tensor],
-        learn: bool,
-        observed: Observation | None = None,
-        then: Callable[[int, Any], Any] | None = None,
+        self, inputs: Sequence[Tensor], learn: bool, observed: Observation | None = None
     ) -> tuple[list[Any], Trace]:
         """Compute all tiles without a graph.
 
@@ -68,7 +63,6 @@ class TiledCall(Call):
             inputs: The tensors of the call's arguments.
             learn: Whether a backward pass may follow: count once what a tile's graph saves.
             observed: What the modules held when the call was made, if that was earlier.
-            then: What runs on the number of a tile and its output, whose result is put together instead.
 
         Returns:
             The leaves of the output in the untiled shape, and what the backward pass needs to know.
@@ -87,15 +81,14 @@ class TiledCall(Call):
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
                 output = self._count_saved(inputs) if counts else run(tile)
                 counts = False
-                own, output = output, output if then is None else then(index, output)
                 if assembly is None:
                     low, high = self.bounds[0]
                     layout = self.layout_of(output, inputs, high - low)
                     assembly = OutputAssembly(layout, self.shape, self.bounds, self.patch.name)
                     if modules is not None:
-                        samples = samples_of(list(inputs)), samples_of(own)
+                        samples = samples_of(list(inputs)), samples_of(output)
                 assembly.add(output, index)
-                del own, output
+                del output
         random = None if start.same_as(RandomState.now(self.device)) else start
         assert assembly is not None
         if modules is not None:
@@ -129,7 +122,7 @@ class TiledCall(Call):
             learned.last[self.key] = last
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
-    def sums(self, inputs: Sequence[Input]) -> list[GradientSum]:
+    def sums(self, inputs: Sequence[Tensor]) -> list[GradientSum]:
         """Return gradient sums of the weights, then of the arguments that every tile sees in full."""
         triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
         wholes = [t for t, wants, per_token in triples if wants and not per_token and isinstance(t, Tensor)]
@@ -169,7 +162,7 @@ class TiledCall(Call):
     # Backward
 
     def backward(
-        self, trace: Trace, inputs: Sequence[Input], gradients: Sequence[Tensor | None]
+        self, trace: Trace, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Recompute each tile with a graph and sum its gradients.
 
@@ -185,7 +178,7 @@ class TiledCall(Call):
         with restored(trace.modules, "its backward pass"), self.autocast.context(), random:
             return Backward(self, trace, inputs).run(gradients)
 
-    def compare(self, trace: Trace, inputs: Sequence[Input], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def compare(self, trace: Trace, inputs: Sequence[Tensor], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Refuse a recompute that computes other outputs than the forward pass: see NOTE [What no observation sees].
 
         Args:
@@ -197,7 +190,7 @@ class TiledCall(Call):
             RuntimeError: If it does.
         """
         given, returned = trace.samples
-        now = samples_of([t.samples(self.shape) if isinstance(t, SumInTiles) else t for t in inputs])
+        now = samples_of(list(inputs))
         if any(map(differ, given, now)):
             return
         with (
@@ -240,7 +233,7 @@ class Backward:
         inputs: The tensors of the call's arguments, as in the forward pass.
     """
 
-    def __init__(self, call: TiledCall, trace: Trace, inputs: Sequence[Input]) -> None:
+    def __init__(self, call: TiledCall, trace: Trace, inputs: Sequence[Tensor]) -> None:
         self.call, self.trace, self.inputs = call, trace, inputs
         pairs = zip(call.wants_grad, call.per_token, strict=True)
         self._wanted = [index for index, (wants, per_token) in enumerate(pairs) if wants and per_token]
@@ -325,8 +318,6 @@ class Backward:
                 roots.append((output, gradient))
         if self._known is not None:  # in each backward pass: what was frozen, or not used, in the first call counts too
             nodes = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end, _ in roots]
-            for tensor in tile:
-                self._known.add(id(tensor._base))  # a leaf of its own if it is a sum
             check_leaves([node for node in nodes if node is not None], self._known, self.call.patch.name)
             self._known = None
         targets = (*[tile[index] for index in self._wanted], *self._targets)

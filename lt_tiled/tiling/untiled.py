@@ -23,7 +23,6 @@ from lt_tiled.tiling.deferred import Value
 from lt_tiled.tiling.layout import gradients_of_tiles
 from lt_tiled.tiling.observe import restored
 from lt_tiled.tiling.recompute import random_state_kept
-from lt_tiled.tiling.sums import with_sums
 from lt_tiled.tiling.tiled_call import TiledCall, Trace, rows_of
 from lt_tiled.tiling.weights import check_leaves, paired, substituted
 
@@ -59,9 +58,8 @@ def output_behind(node: Any, numel: int) -> Tensor | None:
     call, traces = getattr(node, "call", None), getattr(node, "traces", None)
     if not isinstance(call, TiledCall) or not traces:
         return None
-    weights, sums = [w.tensor for w in call.weights], node.anchor.sums or [None for _ in call.wants_grad]
-    with with_sums(node.anchor.saved_tensors, sums, whole=True) as inputs:
-        outputs = _run_with_graph(call, traces[0], inputs, weights)
+    weights, inputs = [w.tensor for w in call.weights], node.anchor.saved_tensors[-len(call.wants_grad) :]
+    outputs = _run_with_graph(call, traces[0], inputs, weights)
     is_whole = len(outputs) == 1 and isinstance(outputs[0], Tensor) and outputs[0].numel() == numel
     return outputs[0] if is_whole else None
 
