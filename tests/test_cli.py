@@ -139,7 +139,7 @@ def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(args)
         printed = capsys.readouterr()
-        for command in ("fit", "validate", "test", "predict", "plan", "verify", "export"):
+        for command in ("fit", "validate", "test", "predict", "plan", "verify"):
             assert command in printed.out + printed.err
 
 

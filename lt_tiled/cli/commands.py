@@ -1,4 +1,4 @@
-"""The command line: those of ``LightningCLI``, such as ``fit``, and ``plan``, ``verify`` and ``export``."""
+"""The command line: those of ``LightningCLI``, such as ``fit``, and ``plan`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 import yaml
-from jsonargparse import auto_cli, set_loader, set_parsing_settings
+from jsonargparse import set_loader, set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import (
     LightningArgumentParser,
@@ -30,7 +30,6 @@ from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._log import quiet_libraries
 from lt_tiled.callbacks import TilingReport
 from lt_tiled.cli.bad_input import Parser, load_yaml, message, needs_no_traceback, registered_name
-from lt_tiled.lm.export import export
 from lt_tiled.planner.command import run_plan
 from lt_tiled.verification import run_verify
 
@@ -40,13 +39,12 @@ class CommandsTrainer(Trainer):
 
     plan = staticmethod(run_plan)
     verify = staticmethod(run_verify)
-    export = staticmethod(export)
 
 
 class TiledCLI(LightningCLI):
-    """Adds the commands ``plan``, ``verify`` and ``export``. :func:`run` runs ``export`` itself.
+    """Adds the commands ``plan``, which makes modules without memory, and ``verify``.
 
-    ``plan``, which makes modules without memory, and ``verify`` get no Trainer: they take its arguments.
+    They get no Trainer: they take its arguments.
 
     Args:
         command: The command that runs, if it is known: no parsers are built for the others, because that is slow.
@@ -58,7 +56,7 @@ class TiledCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
         arguments = {"config", "trainer", "model", "datamodule"}
-        commands = {**LightningCLI.subcommands(), "plan": arguments, "verify": arguments, "export": arguments}
+        commands = {**LightningCLI.subcommands(), "plan": arguments, "verify": arguments}
         return {self.command: commands[self.command]} if self.command in commands else commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -155,10 +153,6 @@ def run(args: list[str] | None = None) -> None:
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     command = args[0] if args else ""
     try:
-        if command == "export":
-            description = str(export.__doc__).partition("\n")[0]
-            auto_cli(export, args=args[1:], parser_class=Parser, prog="lt-tiled export", description=description)
-            return
         TiledCLI(
             command=command,
             args=None if is_process else args,

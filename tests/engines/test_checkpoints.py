@@ -18,12 +18,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing
-from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.lm.export import export
 from tests.engines.cells import draw, launch, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.forks import Forked
@@ -218,30 +215,6 @@ def test_consolidated_checkpoint(case: str, tool: str, on_ranks: OnRanks, tmp_pa
     assert on_ranks(validate_from, "ddp", str(whole), str(tmp_path)) == [
         near(losses, optimizer=adamw) for losses in validated
     ]
-
-
-def train_language_model(case: str, path: str, directory: str) -> float:
-    """Train and save a CausalLM, and return the perplexity of its validation."""
-    config = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
-    model = CausalLM({**config, "num_hidden_layers": 2, "num_attention_heads": 2}, learning_rate=1e-2)
-    data = TextFiles(f"{directory}/a.txt", seq_len=16, held_out=0.1)
-    trained = trainer(strategy(lt_tiled, case.split()[0], **FORMATS[case]), devices=2, limit_val_batches=0)
-    trained.fit(model, data)
-    trained.save_checkpoint(path)
-    trained.limit_val_batches = 1.0
-    return float(trained.validate(model, data, verbose=False)[0]["val_perplexity"])
-
-
-@pytest.mark.parametrize("case", ["fsdp sharded", "fsdp2 sharded", "zero3"])
-def test_export(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """What ``export`` makes of a sharded checkpoint, transformers loads with the perplexity of the run."""
-    (tmp_path / "a.txt").write_bytes(bytes(range(256)) + bytes(range(64)))
-    found = on_ranks(train_language_model, case, str(tmp_path / "run.ckpt"), str(tmp_path))
-    export(str(tmp_path / "run.ckpt"), str(tmp_path / "model"))
-    (data := TextFiles(str(tmp_path / "a.txt"), seq_len=16, batch_size=2, held_out=0.1)).setup("fit")
-    (batch,) = data.val_dataloader()
-    loss = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(**batch, labels=batch["input_ids"]).loss
-    assert found == [pytest.approx(float(loss.detach().exp()), rel=1e-5)] * 2
 
 
 class SlowToWrite(TorchCheckpointIO):
