@@ -1,7 +1,6 @@
 """A causal language model and its data, for the command line."""
 
 from lt_tiled.lm.causal import CausalLM
-from lt_tiled.lm.documents import Documents
 from lt_tiled.lm.text import TextFiles
 
-__all__ = ["CausalLM", "Documents", "TextFiles"]
+__all__ = ["CausalLM", "TextFiles"]

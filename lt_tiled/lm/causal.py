@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ from lt_tiled.sequence_parallel.region import gathered
 class CausalLM(LightningModule):
     """Trains a causal language model of Hugging Face, from scratch or from a local directory.
 
-    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and if need be
-    ``labels`` of that shape (-100 where there is no loss; not shifted) and the ``position_ids`` of packed documents,
-    which begin at 0 for each.
+    Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and may have
+    ``labels`` of that shape (-100 where there is no loss; not shifted).
 
     Args:
         config: The fields of a Hugging Face configuration, such as ``{model_type: llama, hidden_size: 256, ...}``.
@@ -82,8 +80,6 @@ class CausalLM(LightningModule):
         self.warmup_steps = int(warmup_steps)
         self._loss_shards = as_loss(loss)
         self.model: Any = None
-        self._separates: bool | None = None
-        """Whether the model keeps packed documents apart; ``None`` if this is not known yet."""
         self._vectors: set[str] = set()
         """The names of weights with one dimension or none, which get no weight decay."""
         self.val_perplexity, self.test_perplexity = _Perplexity(), _Perplexity()
@@ -102,10 +98,6 @@ class CausalLM(LightningModule):
             with refusing(f"lora={self.hparams['lora']}: the model cannot be built", kind=True):
                 self.model = add_adapters(model, self._lora)
         self.model.train()
-        if is_plan:  # its tensors have no values to compare
-            self._separates = True
-        elif model._is_stateful or "position_ids" not in inspect.signature(type(model).forward).parameters:
-            self._separates = False
         if self._loss_shards is not None:
             try:
                 patch_losses(find_losses(model), self._loss_shards, object())
@@ -168,55 +160,24 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the log-probability of each token but the first, ``[B, S - 1]``; 0 for labels of -100."""
-        return -self._token_losses(self._inputs(batch), batch["input_ids"].shape)
+        return -self._token_losses(self._inputs(batch))
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str, perplexity: _Perplexity) -> None:
-        inputs, shape = self._inputs(batch), batch["input_ids"].shape
-        has_label = inputs["labels"].view(shape)[:, 1:] != -100
-        perplexity.update(self._token_losses(inputs, shape), has_label)
+        inputs = self._inputs(batch)
+        has_label = inputs["labels"][:, 1:] != -100
+        perplexity.update(self._token_losses(inputs), has_label)
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(has_label))
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of the model for a batch without others, such as a mask."""
-        if others := sorted(set(batch) - {"input_ids", "labels", "position_ids"}):
+        if others := sorted(set(batch) - {"input_ids", "labels"}):
             raise ValueError(
                 f"The batch has {', '.join(others)}, which CausalLM does not give to its model: leave that out, with"
                 " padding on the right and labels of -100 there, or override training_step."
             )
-        inputs = {"labels": batch["input_ids"], **batch}
-        if "position_ids" in inputs:
-            if self._separates is None:
-                self._separates = self._try_two_documents()
-            if not self._separates:
-                raise ValueError(
-                    "The batch has position_ids of packed documents, and this model mixes documents in spite of them:"
-                    " set pack: false of lt_tiled.lm.Documents."
-                )
-            # No document predicts the first token of the next one.
-            inputs["labels"] = inputs["labels"].masked_fill(inputs["position_ids"] == 0, -100)
-            if "flash" in self.hparams["attn_implementation"]:  # it looks for documents in a single row only
-                inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
-        return {**inputs, "use_cache": False}
+        return {"labels": batch["input_ids"], **batch, "use_cache": False}
 
-    @torch.no_grad()
-    def _try_two_documents(self) -> bool:
-        """Return whether the logits of a second document do not depend on the first one.
-
-        The masks of some models (GPT-OSS, OPT), and convolutions, ignore ``position_ids``.
-        """
-        positions = torch.arange(8, device=self.device).repeat(2)[None]
-        ids = torch.arange(16, device=self.device)[None] % self.model.config.get_text_config().vocab_size
-        is_training = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
-            rows = (ids, torch.cat([ids[:, 1:9], ids[:, 8:]], 1))
-            one, other = (self(row, position_ids=positions)[:, 8:] for row in rows)
-        finally:
-            for module, mode in is_training.items():
-                module.training = mode
-        return bool((one - other).abs().max() <= torch.finfo(one.dtype).eps ** 0.75 * one.abs().max())
-
-    def _token_losses(self, inputs: dict[str, Any], shape: torch.Size) -> Tensor:
+    def _token_losses(self, inputs: dict[str, Any]) -> Tensor:
         """Return the loss of each token but the first, ``[B, S - 1]``.
 
         It is computed in the model's forward pass, where engines have all-gathered the weights of the head.
@@ -237,8 +198,8 @@ class CausalLM(LightningModule):
         with loss_function_set(model, loss_function):
             self.model(**inputs)
         if not losses:  # the model does not call its loss function
-            loss_function(self(**{name: inputs[name] for name in inputs if name not in ("labels", "use_cache")}))
-        return losses[0].view(shape)[:, :-1]
+            loss_function(self(inputs["input_ids"]))
+        return losses[0][:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]

@@ -1,27 +1,32 @@
-"""A datamodule of text files, cut into sequences of tokens."""
+"""A datamodule of text files, cut into sequences of tokens, in an order that a resumed run continues."""
 
 from __future__ import annotations
 
+import os
 import sysconfig
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lt_tiled._log import inform, warn
 from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import CausalLM
 from lt_tiled.lm.models import refusing, require
-from lt_tiled.lm.sequences import Sequences, part_sizes
+from lt_tiled.policies import check_count
 
 
-class TextFiles(Sequences):
+class TextFiles(LightningDataModule):
     """Reads text files and cuts them into sequences of ``seq_len`` tokens that do not overlap.
 
-    The last part of the text is for testing, the part before it for validation.
+    The last part of the text is for testing, the part before it for validation. A run that is resumed in the middle of
+    an epoch continues with the batches that are left of it.
 
     Args:
         paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the source of
@@ -51,24 +56,35 @@ class TextFiles(Sequences):
         num_workers: NonNegativeInt = 0,
         trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(seq_len, batch_size, num_workers)
+        super().__init__()
+        check_count("seq_len", seq_len, least=2)  # a model predicts each token but the first
+        check_count("batch_size", batch_size)
         if paths is not None and (not paths or "" in list(paths)):
             raise ValueError(f"paths={paths!r} names no file: leave it out for the source of the standard library.")
-        if tokenizer is not None:
-            check_tokenizer(tokenizer)
+        if tokenizer is not None and not Path(tokenizer).is_dir():
+            raise ValueError(f"tokenizer={tokenizer!r} is not a directory: pass a local tokenizer; none is downloaded.")
         self.save_hyperparameters()
         make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
+        self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
         self.max_bytes, self.held_out, self.trust_remote_code = max_bytes, held_out, trust_remote_code
         self.tokenizer = self._used = tokenizer
+        self.vocab_size = 256
+        self.epoch: dict[str, Any] = {}
+        """What determines the batches of the current epoch. A loaded one also has ``total``, the batches so far."""
+        self._parts: dict[str, Tensor] = {}
+        self._cut_at = 0
 
     def setup(self, stage: str) -> None:
         """Read and cut the text on every rank, and again if ``seq_len`` or the tokenizer has changed."""
         tokenizer = self.tokenizer or self._tokenizer_of_the_model()
         if tokenizer != self._used:
             inform(f"the tokens of the text are {f'those of the tokenizer in {tokenizer}' if tokenizer else 'bytes'}")
-            self._used, self._cut_at = tokenizer, 0
-        super().setup(stage)
+            self._used = tokenizer
+        elif self._cut_at == self.seq_len:
+            return
+        self._parts = self._cut()
+        self._cut_at = self.seq_len
 
     def _tokenizer_of_the_model(self) -> str | None:
         """Return the directory of the model if it has a tokenizer, or ``None`` for bytes."""
@@ -84,34 +100,125 @@ class TextFiles(Sequences):
             )
         return None
 
-    def cut(self) -> list[Mapping[str, Tensor]]:
+    def _cut(self) -> dict[str, Tensor]:
+        """Return tensors of shape ``[sequences, seq_len]`` for the three parts, the same on every rank."""
         if self.paths is None:
             root = Path(sysconfig.get_path("stdlib"))
             files = sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))
         else:
-            files = [file for path in self.paths for file in files_of(path, (".txt", ".md", ".py"))]
+            files = [file for path in self.paths for file in files_of(path)]
         text = read_text(files, self.max_bytes)
         if self.paths is not None and len(text) < (size := sum(file.stat().st_size for file in files)):
             warn(f"paths have {size} bytes, of which max_bytes={len(text)} are read: set max_bytes to read more.")
         tokens = self._tokenize(text)
         count = len(tokens) // self.seq_len
-        sizes = part_sizes(count, self.held_out)
-        if sizes[0] < 1:
+        held_out = max(1, round(count * self.held_out))
+        if count <= 2 * held_out:
             raise ValueError(
                 f"The text has {len(tokens)} tokens, {count} sequences of seq_len={self.seq_len}, and needs at least 3:"
                 " one to train on, one to validate, one to test. Give more text or a shorter seq_len."
             )
-        windows = tokens[: count * self.seq_len].view(count, self.seq_len)
-        return [{"input_ids": part} for part in windows.split(sizes)]
+        sequences = tokens[: count * self.seq_len].view(count, self.seq_len)
+        training, validation, testing = sequences.split([count - 2 * held_out, held_out, held_out])
+        return {"train": training, "val": validation, "test": testing}
 
     def _tokenize(self, text: bytes) -> Tensor:
         if self._used is None:
             self.vocab_size = 256
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        tokenizer = load_tokenizer(self._used, self.trust_remote_code)
-        self.vocab_size = vocab_size(tokenizer)
+        require("transformers", "'lt-tiled[hf]'")
+        from transformers import AutoTokenizer
+
+        options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
+        with refusing(f"tokenizer={self._used!r} cannot be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(self._used, **options)
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its length is less if ids are left out
         ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.trainer is None or not self.epoch:
+            return {}
+        return {**self.epoch, "total": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch = state_dict
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return batches in an order that depends only on the seed and on how many batches came before the epoch."""
+        # With several ranks, Lightning and Fabric give each such a sampler.
+        alone = self.trainer is not None and self.trainer.world_size == 1
+        data, seed = self._parts["train"], int(os.environ.get("PL_GLOBAL_SEED", 0))
+        sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None  # type: ignore[arg-type]
+        return _ResumedLoader(data, datamodule=self, shuffle=not alone, sampler=sampler, **self._options())
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self._parts["val"], **self._options())  # type: ignore[arg-type]  # it takes any sequence
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self._parts["test"], **self._options())  # type: ignore[arg-type]
+
+    predict_dataloader = test_dataloader
+
+    def _options(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "num_workers": self.num_workers, "collate_fn": _batch}
+
+
+def _batch(rows: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack(rows).long()}
+
+
+class _ResumedLoader(DataLoader[Tensor]):
+    """Skips the batches of an epoch that a resumed run has already trained on, as Lightning counts them."""
+
+    def __init__(self, *args: Any, datamodule: TextFiles, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.datamodule = datamodule  # an argument and an attribute, because Lightning builds the loader again
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: Lightning warns about loaders without this method, but does not always load its result."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        # A generator starts with its first batch. Lightning creates iterators before it restores its counts.
+        trained, trainer = 0, self.datamodule.trainer
+        if trainer is not None:
+            counts, saved = trainer.fit_loop.epoch_loop.batch_progress, self.datamodule.epoch
+            if counts.total.ready == saved.get("total"):  # no batch has been trained on since the checkpoint
+                trained = counts.current.ready
+            elif not saved and counts.current.ready and not counts.is_last_batch:
+                raise ValueError(
+                    f"The checkpoint was saved after {counts.current.ready} batches of an epoch of other data: resume"
+                    " with that data, or from a checkpoint of the end of an epoch."
+                )
+            if trained and trained >= saved["batches"]:
+                return  # the epoch is complete: Lightning starts the next one
+            self._begin_epoch(trained, trainer.num_training_batches)
+            if isinstance(self.sampler, DistributedSampler):  # a different number for each epoch
+                self.sampler.set_epoch(counts.total.completed - counts.current.completed)
+        yield from islice(super().__iter__(), trained, None)
+
+    def _begin_epoch(self, trained: int, batches: float) -> None:
+        """Record what determines the batches of this epoch, which must be those of the checkpoint's epoch."""
+        epoch: dict[str, Any] = {
+            "seq_len": self.datamodule.seq_len,
+            "batch_size": self.batch_size,
+            "ranks": getattr(self.sampler, "num_replicas", 1),
+            "seed": getattr(self.sampler, "seed", 0),
+            "sequences": len(self.dataset),  # type: ignore[arg-type]  # it is a tensor
+        }
+        make_plain(epoch)
+        saved = self.datamodule.epoch
+        for name, value in epoch.items():
+            if trained and saved[name] != value:
+                raise ValueError(
+                    f"The checkpoint was saved after {trained} batches of an epoch with {name}={saved[name]}. With"
+                    f" {name}={value} other batches would be left: resume with {name}={saved[name]}, or from a"
+                    " checkpoint of the end of an epoch."
+                )
+        self.datamodule.epoch = {**saved, **epoch, "batches": batches}
 
 
 def has_tokenizer(directory: str) -> bool:
@@ -120,36 +227,10 @@ def has_tokenizer(directory: str) -> bool:
     return any((Path(directory) / file).is_file() for file in files)
 
 
-def vocab_size(tokenizer: Any) -> int:
-    """Return the highest token id of a tokenizer, plus 1. Its length is less if ids are left out."""
-    return int(max(tokenizer.get_vocab().values())) + 1
-
-
-def check_tokenizer(directory: str) -> None:
-    """Raise ``ValueError`` if this is no directory."""
-    if not Path(directory).is_dir():
-        raise ValueError(f"tokenizer={directory!r} is not a directory: pass a local tokenizer; none is downloaded.")
-
-
-def load_tokenizer(tokenizer: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
-    """Return the tokenizer of a local directory, with the chat template of a file if there is one."""
-    require("transformers", "'lt-tiled[hf]'")
-    from transformers import AutoTokenizer
-
-    with refusing(f"tokenizer={tokenizer!r} cannot be loaded"):
-        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=trust_remote_code)
-    if chat_template is not None:
-        try:
-            loaded.chat_template = Path(chat_template).read_text()
-        except OSError as error:
-            raise ValueError(f"chat_template={chat_template!r} cannot be read ({error.strerror}).") from error
-    return loaded
-
-
-def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
-    """Return the file, those of a directory with one of the suffixes, or those of a glob: at least one."""
+def files_of(path: str) -> list[Path]:
+    """Return the file, the texts of a directory, or the files of a glob: at least one."""
     if Path(path).is_dir():
-        candidates = sorted(p for p in Path(path).rglob("*") if p.suffix in suffixes)
+        candidates = sorted(p for p in Path(path).rglob("*") if p.suffix in (".txt", ".md", ".py"))
     else:  # a file's name may look like a glob
         matches = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
         candidates = [Path(name) for name in matches]
@@ -158,7 +239,7 @@ def files_of(path: str, suffixes: Collection[str]) -> list[Path]:
     if skipped := [str(p) for p in candidates if p.suffix and not p.is_file()]:
         warn(f"paths: {path!r}: skipped what is not a regular file: {', '.join(skipped[:5])}.")
     if not files:
-        kinds = f"a file, a directory with {' or '.join(suffixes)} files, or a glob"
+        kinds = "a file, a directory with .txt, .md or .py files, or a glob"
         raise ValueError(f"paths: {path!r} matches no file: pass {kinds}.")
     return files
 

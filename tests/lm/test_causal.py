@@ -266,9 +266,22 @@ def test_evaluation_through_an_adapter(tiled: bool, data: TextFiles) -> None:
     assert all("_loss_function" not in vars(m) and "loss_function" not in vars(m) for m in model.modules())
 
 
-def test_other_inputs() -> None:
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_other_inputs(name: str) -> None:
     """A batch with more than CausalLM gives to its model, such as a mask of padding, is refused by name."""
     ids = torch.zeros(1, 8, dtype=torch.long)
     module = CausalLM(LLAMA)
-    with pytest.raises(ValueError, match="attention_mask, which CausalLM does not give to its model"):
-        module.training_step({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 0)
+    with pytest.raises(ValueError, match=f"The batch has {name}, which CausalLM does not give to its model"):
+        module.training_step({"input_ids": ids, name: torch.ones_like(ids)}, 0)
+
+
+def test_labels() -> None:
+    """Tokens with a label of -100 are in no loss and have a log-probability of 0."""
+    model = CausalLM(LLAMA)
+    model.configure_model()
+    ids = torch.arange(64)[None]
+    labels = ids.masked_fill(ids < 16, -100)
+    logprobs = model.predict_step({"input_ids": ids, "labels": labels}, 0)
+    assert not logprobs[:, :15].any()
+    loss = model.model(**model._inputs({"input_ids": ids, "labels": labels})).loss
+    assert float(loss) == pytest.approx(float(-logprobs[:, 15:].mean()), rel=1e-5)
