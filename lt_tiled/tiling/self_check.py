@@ -6,14 +6,13 @@ which modules it catches. :data:`OF_ANY_CALL` and :data:`OF_TILES` list them in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.tiling.alike import signature
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.probe import Probe, Run, Runs, observed
 from lt_tiled.tiling.recompute import TOLERANCE, SavedCounter, hidden_from_modes, random_state_kept, version_of
@@ -36,14 +35,14 @@ _RUNS = 8
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     """Check on a few tokens of a call that it may run in tiles, and remember it if they show anything.
 
-    A call like one that passed is not checked. One like a call that failed is, so it fails with its own name.
+    One call of each kind is checked. A call of a kind that failed is, too, so it fails with its own name.
 
     Raises:
         NotPositionWiseError: If it lacks a property, or fails on a few tokens.
     """
     owner, learned = call.patch.owner, call.patch.learned
-    alike = None if owner is None else signature(call, inputs)
-    if owner is not None and alike in owner.passed:
+    kind = _kind(call, inputs)
+    if owner is not None and kind in owner.passed:
         learned.checked.add(call.mode)
         return
     before = observed(call)
@@ -57,8 +56,8 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
                 _refuse(probe.name, (has_property(runs) for has_property in OF_TILES))
             if probe.shown or not tiled:
                 learned.checked.add(call.mode)
-                if owner is not None and alike is not None:
-                    owner.passed.add(alike)
+                if owner is not None:
+                    owner.passed.add(kind)
     except BaseException as error:
         before.undo()  # it may run untiled from here
         ours = isinstance(error, NotPositionWiseError | torch.OutOfMemoryError | MemoryError)
@@ -68,6 +67,20 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
             f"{call.patch.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
             f" tokens must be expanded to all of them before the call. {REMEDY}"
         ) from error
+
+
+def _kind(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable:
+    """Return what is equal for calls of modules of the same classes, shapes, dtypes and flags."""
+    facts: list[Hashable] = [call.mode]
+    for part in call.work.parts:
+        facts.append(type(part))
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                facts.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+    for tensor, per_token in zip(inputs, call.per_token, strict=True):
+        shape = tensor.shape[len(call.shape.lead) :] if per_token else tensor.shape
+        facts.append((shape, tensor.dtype))
+    return tuple(facts)
 
 
 def _refuse(name: str, contradictions: Iterable[Problems]) -> None:

@@ -134,7 +134,7 @@ class Owner:
     """Identifies one ``prepare`` call, which restores the modules that it tiled."""
 
     passed: set[Hashable] = field(default_factory=set)
-    """The signatures of the calls that passed the self-check: those of modules that are alike are equal."""
+    """The kinds of the calls that passed the self-check."""
 
 
 class Tiled:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling import self_check as module_of_the_check
 from lt_tiled.tiling.patched import TiledPatch
 from lt_tiled.tiling.recompute import RandomState
 from tests.models import GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
@@ -682,6 +683,59 @@ def test_a_number_that_is_no_longer_zero_is_checked() -> None:
     m.mix = 0.5
     with pytest.raises(NotPositionWiseError, match="Schedule is not position-wise"):
         m(x)
+
+
+class Blocks(nn.Module):
+    """Four MLPs one after the other, each with its input in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(Schedule() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x.to(next(mlp.parameters()).dtype)).to(x.dtype)
+        return x
+
+
+OTHER_KINDS: dict[str, Callable[[Any], object]] = {
+    "class": lambda mlp: setattr(mlp, "act", nn.ReLU()),
+    "shape": lambda mlp: mlp.__init__(bias=True),
+    "dtype": lambda mlp: mlp.double(),
+    "training mode": lambda mlp: mlp.eval(),
+    "frozen weight": lambda mlp: mlp.up.weight.requires_grad_(False),
+    "number that is not zero": lambda mlp: setattr(mlp, "offset", 1.0),
+    "hook": lambda mlp: mlp.register_forward_hook(lambda module, args, output: output * 1),
+}
+
+
+@pytest.mark.parametrize("differ", OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_one_module_of_each_kind_is_checked(differ: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of modules of one kind the first is checked, and one of another kind is checked by itself."""
+    names: list[str] = []
+
+    class Noted(module_of_the_check.Probe):
+        def __init__(self, call: Any, *args: Any) -> None:
+            names.append(call.patch.name)
+            super().__init__(call, *args)
+
+    monkeypatch.setattr(module_of_the_check, "Probe", Noted)
+    model = Blocks()
+    for mlp in model.mlps:
+        mlp.offset = 0.0  # type: ignore[assignment]
+    differ(model.mlps[2])
+    with prepare(model, tiling=Tiling(num_shards=2, targets="mlps.*")):
+        model(randn(2, 40, H).requires_grad_()).sum().backward()
+    assert names == ["mlps.0 (Schedule)", "mlps.2 (Schedule)"]
+
+
+def test_the_wrong_one_of_a_kind_is_named() -> None:
+    """Each module of a kind that fails is refused with its own name."""
+    model = nn.ModuleList(Mean() for _ in range(2))
+    with prepare(model, tiling=Tiling(num_shards=2, targets="*")):
+        for index, mlp in enumerate(model):
+            with pytest.raises(NotPositionWiseError, match=rf"{index} \(Mean\) is not position-wise"):
+                mlp(randn(2, 40, H))
 
 
 def test_another_thread_may_draw() -> None:
