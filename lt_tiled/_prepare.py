@@ -145,7 +145,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             for part in shared:
                 share(part, undo)
             self._undo = undo.pop_all()
-        self._shared, self._needs = shared, needs
+        self._needs = needs
         inform(self.report().summary())
 
     def report(self) -> Report:
@@ -160,12 +160,6 @@ class Prepared(AbstractContextManager["Prepared"]):
         """
         if not self._needs.known:
             self._needs.find(self.model)
-
-    def check_last_batch(self) -> None:
-        """Compare the last batch between the ranks that share its sequences, where no other pass follows."""
-        for part in self._shared:
-            if part.same_batch is not None:
-                part.same_batch.check_last()
 
     def release(self) -> None:
         """Restore the model, and free CPU memory and disk. Does nothing the second time."""

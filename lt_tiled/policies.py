@@ -207,9 +207,6 @@ class SequenceParallel:
     again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
     time. Also useful with one rank. At most the number of key-value heads. Layers with a state run their rule for one
     part of the heads at a time."""
-    batch: Literal["check", "trust"] = "check"
-    """``"check"`` compares the batches of the ranks that share a sequence, on the host, and raises an error if they
-    differ."""
     self_check: bool = True
     """Run some tokens of the first input whole on each rank and shared, past each length that the configuration names,
     and raise an error if outputs, what attention is given, or what modules keep in attributes differ."""
@@ -217,7 +214,6 @@ class SequenceParallel:
     def __post_init__(self) -> None:
         check_count("size", self.size)
         check_count("head_tiles", self.head_tiles)
-        _check_choice("batch", self.batch, ("check", "trust"))
         _check_targets(self.targets)
 
 

@@ -220,7 +220,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
         tiling and replace(tiling, self_check=False, compile=False),
         policy,
         settings.loss,
-        shared and replace(shared, self_check=False, batch="trust"),
+        shared and replace(shared, self_check=False),
         group=fake_group(settings.sharing) if settings.sharing > 1 else None,
         sharded=settings.engine.ranks if settings.engine.name in ("fsdp", "fsdp2", "zero3") else 1,
         needs=EngineNeeds(zeros_for_unused=stage > 0, same_order=stage in (1, 2)),

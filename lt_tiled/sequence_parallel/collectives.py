@@ -5,7 +5,6 @@ They are custom operators, so that ``torch.compile`` and simulations on fake ten
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import Tensor
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """Operators take no process groups, only their names."""
-_begun: Counter[str] = Counter()
-"""How many collectives this rank began in each group: as many as the others, unless one of them failed."""
 # torch 2.13 deprecates the names that 2.11 has.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,21 +25,11 @@ def name_of(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
-def begun(group: dist.ProcessGroup) -> int:
-    """Return how many collectives of this module this rank began in a group."""
-    return _begun[group.group_name]
-
-
-def _begin(name: str) -> dist.ProcessGroup:
-    _begun[name] += 1
-    return _GROUPS[name]
-
-
 @torch.library.custom_op("lt_tiled::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Send the consecutive parts of a flat tensor, of ``send`` entries, and return the parts that arrive."""
     out = x.new_empty(sum(receive))
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=_begin(group))
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=_GROUPS[group])
     return out
 
 
@@ -57,7 +44,7 @@ def all_gather(x: Tensor, lengths: list[int], dim: int, group: str) -> Tensor:
     longest, mine = max(lengths), x.movedim(dim, 0)
     padded = mine.contiguous() if len(mine) == longest else _padded(mine, longest)
     out = x.new_empty(len(lengths) * longest, *mine.shape[1:])
-    _all_gather(out, padded, group=_begin(group))
+    _all_gather(out, padded, group=_GROUPS[group])
     if min(lengths) < longest:
         out = torch.cat([part[:length] for part, length in zip(out.split(longest), lengths, strict=True)])
     return out.movedim(0, dim).contiguous()
@@ -75,7 +62,7 @@ def reduce_scatter(x: Tensor, lengths: list[int], dim: int, group: str) -> Tenso
     if min(lengths) < longest:
         whole = torch.cat([_padded(part, longest) for part in whole.split(lengths)])
     out = x.new_empty(longest, *whole.shape[1:])
-    _reduce_scatter(out, whole.contiguous(), group=_begin(group))
+    _reduce_scatter(out, whole.contiguous(), group=_GROUPS[group])
     return out[: lengths[_GROUPS[group].rank()]].movedim(0, dim).contiguous()
 
 
@@ -106,7 +93,7 @@ def group_mean(x: Tensor, group: str) -> Tensor:
     Its adjoint is the identity: each of ``n`` ranks returns the mean, which depends on each ``x`` by ``1 / n``.
     """
     out = x.detach().clone()
-    dist.all_reduce(out, group=_begin(group))
+    dist.all_reduce(out, group=_GROUPS[group])
     return out.div_(_GROUPS[group].size())
 
 

@@ -135,7 +135,7 @@ class SharedBlock(SharedPart):
                 once=f"shared cache {sharing.owner}",
             )
             return None
-        with sharing.compared(call):
+        with sharing.compared(sharing.call or call):
             if sharing.given is not None:
                 return sharing.given
             return sharing.region(total, in_blocks=True) if total >= sharing.size else None

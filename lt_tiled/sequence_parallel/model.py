@@ -37,7 +37,7 @@ class SharedModel(SharedPart):
 
     def share(self, call: Call) -> Any:
         sharing, compares, fills_cache = self.sharing, False, False
-        if sharing.hand_written:  # its first block compares the batches
+        if sharing.hand_written:  # its first block compares the batches, if it shares them
             self._check_around(call)
         else:
             if sharing.size > 1:  # otherwise there are head tiles alone
@@ -49,7 +49,7 @@ class SharedModel(SharedPart):
             call = causal.without_unused_cache(call)
             fills_cache = causal.fills_cache(call)
             compares = not fills_cache and not causal.is_partial(call)  # ranks may generate apart
-        with sharing.around_blocks(fills_cache), sharing.compared(call) if compares else nullcontext():
+        with sharing.around_blocks(call, fills_cache), sharing.compared(call) if compares else nullcontext():
             return call.run(self.inner)
 
     def _begin(self, call: Call) -> Begin | None:

@@ -16,7 +16,7 @@ from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region, entered
-from lt_tiled.sequence_parallel.same_batch import SameBatch
+from lt_tiled.sequence_parallel.same_batch import check_same_batch
 from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS, UNNAMED
 
 
@@ -51,12 +51,9 @@ class Sharing:
     """A region that the first block opens in place of its own: one that ends with the loss, or of a self-check."""
     regions: WeakSet[Region] = field(default_factory=WeakSet)
     """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
-    same_batch: SameBatch | None = field(init=False, default=None)
+    call: Call | None = None
+    """The call of the caller that runs, which has the batch."""
     _compared: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        if self.group is not None and self.policy.batch == "check":
-            self.same_batch = SameBatch(self.owner, self.group)
 
     @property
     def size(self) -> int:
@@ -66,8 +63,8 @@ class Sharing:
     def compared(self, call: Call) -> Iterator[None]:
         """Raise an error if the ranks of the group have different arguments; calls inside are not compared again."""
         outermost = not self._compared
-        if outermost and self.same_batch is not None:
-            self.same_batch.check(call.arguments.items())
+        if outermost and self.group is not None:
+            check_same_batch(self.owner, self.group, call.arguments)
         self._compared = True
         try:
             yield
@@ -101,9 +98,9 @@ class Sharing:
         return regions
 
     @contextmanager
-    def around_blocks(self, fills_cache: bool = False) -> Iterator[None]:
+    def around_blocks(self, call: Call | None = None, fills_cache: bool = False) -> Iterator[None]:
         """Refuse a forward pass that ends, or fails because it needs all tokens, between the first and last block."""
-        outside, self.in_model = self.in_model, not fills_cache
+        outside, self.in_model, self.call = self.in_model, not fills_cache, call
         try:
             yield
         except (RuntimeError, IndexError) as error:
@@ -119,7 +116,7 @@ class Sharing:
             if self.open is not None:
                 self.open.check_closed()
         finally:
-            self.open, self.in_model = None, outside
+            self.open, self.in_model, self.call = None, outside, None
 
     @contextmanager
     def opened_by_first_block(self, region: Region) -> Iterator[None]:

@@ -156,8 +156,6 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         self._sigterm.end_before_step(batch_idx)
 
     def on_train_end(self) -> None:
-        for prepared in self.prepared:
-            prepared.check_last_batch()
         self._log.end_step(self.lightning_module.trainer, self.prepared)
         super().on_train_end()
         self._sigterm.end("after the last step.")

@@ -73,7 +73,7 @@ def test_early_exit_in_evaluation(world: World) -> None:
 
 
 def first_block_again() -> str:
-    return against_whole(Pooled([0, 0, 1, 2]), {"input_ids": ids(2, 38)}, batch="trust")[2]
+    return against_whole(Pooled([0, 0, 1, 2]), {"input_ids": ids(2, 38)})[2]
 
 
 def test_first_block_twice(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,10 @@ import lt_tiled
 from lt_tiled import SequenceParallel
 from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.modules.patch import get_patch
-from lt_tiled.sequence_parallel import same_batch, sharing
-from lt_tiled.sequence_parallel.model import SharedModel
 from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
-from tests.sequence_parallel.models import GPT, causal, ids
+from tests.sequence_parallel.models import GPT, H, causal, ids
 from tests.sequence_parallel.test_engines import MODELS, Lit, batches, error, loss_and_logits
 from tests.world import World, world_of
 
@@ -97,143 +95,52 @@ def test_ranks_of_a_group_read_the_same(read: Any, iterable: bool, four_ranks: W
 # The check that they do
 
 
-def different(name: str, change: str, batch: Any) -> str:
+def changed(batch: dict[str, Any], change: str) -> dict[str, Any]:
+    """Another batch."""
+    first, x = next(iter(batch.items()))
+    if change == "length":
+        return {name: value[:, :-1] for name, value in batch.items()}
+    if change == "values":
+        return batch | {first: x.index_fill(1, torch.tensor([3]), 1)}
+    if change == "order":
+        return batch | {first: x.flip(1)}
+    return {first: x}
+
+
+def different(name: str, change: str) -> str:
     """What a step says on a rank whose batch is changed on rank 1."""
-    model, given = MODELS[name](), {"input_ids": ids(2, 24), "labels": ids(2, 24)}
-    if dist.get_rank() == 1:
-        if change == "values":
-            given["labels" if hasattr(model, "config") else "input_ids"][0, 3] = 1
-        elif change == "length":
-            given = {name: value[:, :-1] for name, value in given.items()}
-        else:
-            del given["labels"]
-    try:
-        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, batch=batch, self_check=False)):
-            model(**given)
-    except ValueError as error:
-        return str(error)
-    return ""
+    given = {"input_ids": ids(2, 24), "labels": ids(2, 24)}
+    given = changed(given, change) if dist.get_rank() else given
+    refused = pytest.raises(ValueError, match="different batches")
+    with lt_tiled.prepare(model := MODELS[name](), sequence_parallel=2), refused as raised:
+        model(**given)
+    return str(raised.value)
 
 
-@pytest.mark.parametrize("change", ["values", "length", "labels"])
-def test_another_batch(change: str, world: World) -> None:
-    """A batch that differs in values, in its shape or in what is given raises on all ranks and names the remedy."""
-    for message in world(different, "llama", change, "check"):
-        assert "was given a batch on rank 1" in message
-        assert "use_distributed_sampler=True" in message
+@pytest.mark.parametrize("change", ["values", "order", "length", "labels"])
+@pytest.mark.parametrize("name", ["llama", "hand-written"])
+def test_another_batch(name: str, change: str, world: World) -> None:
+    """A batch that differs in any way raises on all ranks, and names the remedy."""
+    for message in world(different, name, change):
         assert "rank=strategy.data_rank" in message
 
 
-@pytest.mark.parametrize("change", ["values", "length"])
-def test_another_batch_of_a_hand_written_model(change: str, world: World) -> None:
-    """The same for hidden states that enter the first block."""
-    for message in world(different, "hand-written", change, "check"):
-        assert "was given a batch on rank 1" in message
+def hidden_states(change: str) -> None:
+    """A named module is given floating-point numbers, of which some are not finite."""
+    model, given = GPT(), torch.randn(2, 24, H, generator=torch.Generator().manual_seed(0))
+    given[0, 0] = float("nan")
+    if change and dist.get_rank():
+        given[1, 20, -1] *= 1.001
+    policy = SequenceParallel(2, targets="blocks.0", self_check=False)
+    refused = pytest.raises(ValueError, match="different batches") if change else nullcontext()
+    with lt_tiled.prepare(model, sequence_parallel=policy), refused:
+        model.blocks[0](given)
 
 
-def large(change: str) -> str:
-    """What the comparison says of a mask that is digested in parts, or of complex numbers, changed on rank 1."""
-    given = torch.zeros(4, 64, dtype=torch.complex64 if change == "complex" else torch.int64)
-    if dist.get_rank() == 1:
-        if change == "a bit":
-            given[3, 5] = 1
-        elif change == "order":  # the sum of the row stays
-            given[0, 0], given[0, 1] = 1, -1
-        else:
-            given += 1j
-    before, same_batch.MAX_DIGESTED = same_batch.MAX_DIGESTED, 128
-    try:
-        same_batch.SameBatch("model", dist.group.WORLD).check([("mask", given)])
-    except ValueError as error:
-        return str(error)
-    finally:
-        same_batch.MAX_DIGESTED = before
-    return ""
-
-
-@pytest.mark.parametrize("change", ["a bit", "order", "complex"])
-def test_no_tensor_is_left_out(change: str, world: World) -> None:
-    """Tensors of integers are compared whatever their size, of which a part suffices, and so are complex numbers."""
-    for message in world(large, change):
-        assert "with other values in mask" in message
-
-
-def infinite() -> None:
-    mask = torch.zeros(4, 16).masked_fill(torch.ones(4, 16, dtype=torch.bool).triu(1), float("-inf"))
-    check = same_batch.SameBatch("model", dist.group.WORLD).check
-    check([("mask", mask), ("hidden_states", torch.full((2, 4), float("nan")))])
-    with pytest.raises(ValueError, match="with other values in mask"):
-        check([("mask", torch.zeros_like(mask) if dist.get_rank() else mask)])
-
-
-def test_values_that_are_not_finite(world: World) -> None:
-    """Infinite values and nan are equal to themselves, and hide no difference."""
-    world(infinite)
-
-
-class Copied:
-    """The event behind a copy from a GPU to the host."""
-
-    def synchronize(self) -> None: ...
-
-
-class AsOnAGPU(same_batch.SameBatch):
-    """Compares values with the next pass."""
-
-    def _on_host(self, values: Tensor) -> Tensor:
-        before = torch.zeros_like(values) if self._last is None else self._last[0]
-        self._last = values, Copied()  # type: ignore[assignment]
-        return before
-
-
-def last_batch() -> str:
-    """What a Trainer says at the end of training where the last of two batches is another one on rank 1."""
-
-    class Other(Lit):
-        def training_step(self, x: Tensor, index: int) -> Tensor:
-            return super().training_step(ids(4, 25, seed=3) if index * dist.get_rank() else x, index)
-
-    before, sharing.SameBatch = sharing.SameBatch, AsOnAGPU  # type: ignore[misc]
-    try:
-        chosen = strategy(lt_tiled, "ddp", sequence_parallel=2)
-        fit(chosen, Other("llama"), DataLoader(torch.cat(batches(4)), 4), max_steps=-1, max_epochs=1)
-    except ValueError as error:
-        return str(error)
-    finally:
-        sharing.SameBatch = before  # type: ignore[misc]
-    return ""
-
-
-def test_the_last_batch(world: World) -> None:
-    """On a GPU, where values are compared with the next pass, those of the last one are compared when training ends."""
-    for message in world(last_batch):
-        assert "was given a batch on rank 1" in message
-        assert "the last pass" in message
-
-
-def test_trusted(world: World) -> None:
-    """``batch="trust"`` compares nothing."""
-    assert world(different, "llama", "values", "trust") == ["", ""]
-
-
-def hosts() -> tuple[list[int], list[int], list[int]]:
-    """The ranks of a group of two, of the gloo group that is made for it if it were of NCCL, and of the one if not."""
-    group, _ = dist.new_subgroups(2)
-    plain = same_batch.host_group(group)
-    before, dist.get_backend_config = dist.get_backend_config, lambda _: "cuda:nccl"
-    try:
-        made = same_batch.host_group(group)
-        assert same_batch.host_group(group) is made is not group
-    finally:
-        dist.get_backend_config = before
-    dist.barrier(made)
-    return tuple(dist.get_process_group_ranks(g) for g in (group, made, plain))
-
-
-def test_host_group(four_ranks: World) -> None:
-    """A group without gloo gets a gloo group of its ranks, once, and one of gloo is used as it is."""
-    for rank, found in enumerate(four_ranks(hosts)):
-        assert found == (([0, 1], [2, 3])[rank // 2],) * 3
+def test_hidden_states(world: World) -> None:
+    """All values of floating-point inputs count, and nan is equal to itself."""
+    for change in ("", "a value"):
+        world(hidden_states, change)
 
 
 class Dropping(GPT):
@@ -253,19 +160,6 @@ def dropped() -> str:
 def test_dropout_before_the_blocks(world: World) -> None:
     """Dropout of embeddings, which differs between ranks, is no other batch."""
     world(dropped)
-
-
-def comparisons() -> int:
-    model = causal("llama")()
-    with lt_tiled.prepare(model, sequence_parallel=2, activation_checkpointing=True):
-        for _ in range(3):
-            model(input_ids=ids(2, 24), labels=ids(2, 24)).loss.backward()
-        return get_patch(model, SharedModel).sharing.same_batch.compared
-
-
-def test_one_comparison_for_a_step(world: World) -> None:
-    """A step compares once, whatever blocks and recomputes it has."""
-    assert world(comparisons) == [3, 3]
 
 
 # Evaluation

@@ -121,7 +121,7 @@ def checkpointed(name: str, policy: ActivationCheckpointing) -> float:
 
 def collectives(name: str) -> dict[str, int]:
     model = build(name)
-    policy = SequenceParallel(2, self_check=False, batch="trust")
+    policy = SequenceParallel(2, self_check=False)
     with lt_tiled.prepare(model, sequence_parallel=policy), Counts() as counts:
         model(**inputs(name)).loss.backward()
     return {name: count for name, count in counts.found.items() if count and name not in ("reads", "attention")}

@@ -157,7 +157,7 @@ def test_kept_on_one_rank(name: str, keep: Any, runs: int, monkeypatch: pytest.M
 def collectives(name: str, keep: Any) -> dict[str, int]:
     """The collectives of a checkpointed step without a self-check."""
     model, x = hybrid(name), ids(2, 37)
-    policy, checkpointing = SequenceParallel(2, self_check=False, batch="trust"), ActivationCheckpointing(keep=keep)
+    policy, checkpointing = SequenceParallel(2, self_check=False), ActivationCheckpointing(keep=keep)
     with (
         lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=checkpointing, loss=True),
         Counts() as counts,
@@ -216,7 +216,7 @@ def sent(name: str) -> tuple[int, list[int]]:
 
     fields = {} if name != "lfm2" else {"conv_L_cache": 3}
     model, x = hybrid(name, **fields), ids(2, 37)
-    policy = SequenceParallel(2, self_check=False, batch="trust")
+    policy = SequenceParallel(2, self_check=False)
     with pytest.MonkeyPatch.context() as patch, lt_tiled.prepare(model, sequence_parallel=policy, loss=True):
         patch.setattr(exchange, "all_to_all", sending)
         with Counts() as counts:

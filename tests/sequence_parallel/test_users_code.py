@@ -55,7 +55,7 @@ def test_noise_of_a_hook(world: World) -> None:
 
 
 def collectives_with_noise() -> dict[str, int]:
-    model, policy = noisy_llama(), SequenceParallel(2, self_check=False, batch="trust")
+    model, policy = noisy_llama(), SequenceParallel(2, self_check=False)
     with lt_tiled.prepare(model, sequence_parallel=policy, loss=True), Counts() as counts:
         output = model(**labeled())
         output.loss.backward()
