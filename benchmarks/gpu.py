@@ -42,7 +42,6 @@ WEIGHTS = {
     "longest": 12,
     "compiled": 14,
     "segments": 6,
-    "head_tiles": 6,
     "engines": 8,
 }
 """The share of the time of each part. What one leaves goes to those behind it."""
@@ -56,7 +55,7 @@ MEASURED_ELSEWHERE = "tests/planner/test_gpu.py"
 VERSIONS = ("torch", "lightning", "transformers", "triton", *PACKAGES.values())
 COMPARED = {
     "predicted over measured": ("peak", "segments"),
-    "relative loss": ("peak", "compiled", "segments", "head_tiles", "engines"),
+    "relative loss": ("peak", "compiled", "segments", "engines"),
 }
 """The ratios of which the worst is a goal, and the parts whose rows have them."""
 FEWEST = 3

@@ -33,7 +33,6 @@ from benchmarks.sheet import reason
 from benchmarks.step_time import ON_GPU, device_peak, interleaved, ratios, seconds_of, step_of
 from lt_tiled import (
     ActivationCheckpointing,
-    SequenceParallel,
     TiledDeepSpeedStrategy,
     TiledModelParallelStrategy,
     TiledSingleDeviceStrategy,
@@ -345,12 +344,6 @@ def compiled(setup: Setup) -> Rows:
     return compared(setup, 16384, arguments)
 
 
-def head_tiles(setup: Setup) -> Rows:
-    """Compare attention of a few heads at a time to attention of all heads."""
-    counts = {f"head_tiles={n}": {"sequence_parallel": SequenceParallel(head_tiles=n)} for n in (1, 2, 4, 8)}
-    return compared(setup, 16384, {name: {**setup.policies(), **more} for name, more in counts.items()})
-
-
 def engines(setup: Setup) -> Rows:
     """Train on one rank of FSDP2 and ZeRO-3 with block inputs in CPU memory, next to activation checkpointing alone.
 
@@ -385,7 +378,7 @@ def tiny(setup: Setup) -> Rows:
 
 
 PARTS: dict[str, Callable[[Setup], Rows]] = {
-    part.__name__: part for part in (tiny, offload, peak, steps, longest, compiled, segments, head_tiles, engines)
+    part.__name__: part for part in (tiny, offload, peak, steps, longest, compiled, segments, engines)
 }
 
 

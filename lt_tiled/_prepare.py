@@ -84,8 +84,8 @@ class Prepared(AbstractContextManager["Prepared"]):
         offloads = activation_checkpointing is not None and activation_checkpointing.offload is not None
         if activation_checkpointing and (chooses or activation_checkpointing.activations == "all") and keep == "auto":
             keep = None
-        if keep == "exchange":
-            _refuse_exchange(sequence_parallel)
+        if keep == "exchange" and not shared:
+            raise ValueError("keep='exchange' keeps what ranks exchange, and one rank exchanges nothing: leave it out.")
         losses = find_losses(model) if loss else []
         missing = list[NothingFoundError]()
         blocks, tiled = list[tuple[str, nn.Module]](), list[Tileable]()
@@ -299,20 +299,6 @@ def prepare(
         group=group,
         sharded=ranks(),  # an engine may follow
     )
-
-
-def _refuse_exchange(policy: SequenceParallel | None) -> None:
-    """Raise ``ValueError`` if ``keep="exchange"`` has nothing to keep, or would keep all heads of head tiles."""
-    if policy is None or policy.size == 1:
-        raise ValueError(
-            "keep='exchange' keeps what ranks exchange, and one rank exchanges nothing: set keep='attention', or leave"
-            " it out."
-        )
-    if policy.head_tiles > 1:
-        raise ValueError(
-            f"keep='exchange' would keep what head_tiles={policy.head_tiles} exchanges of all heads: set"
-            " keep='attention' or head_tiles=1."
-        )
 
 
 def _find(find: Callable[[], list[Found]], optional: bool, missing: list[NothingFoundError]) -> list[Found]:

@@ -16,9 +16,8 @@ buffers. Later backward passes may load more block inputs ahead, so the most tha
 Each rank decides for itself, even if ranks share sequences. Then the part of attention between the two exchanges is
 kept, and the recompute exchanges whether or not something is kept. Torch's recompute of a block ends with the last
 tensor that the block saves. On all ranks this tensor must be on the same side of each exchange, so attention that saves
-no tensor is not kept. What communicates itself is not kept either: head tiles of several ranks, the exchange of tokens
-before a convolution, a user's attention in which a collective runs, and blocks whose code names one, as it may run in
-later calls only.
+no tensor is not kept. What communicates itself is not kept either: the exchange of tokens before a convolution, a
+user's attention in which a collective runs, and blocks whose code names one, as it may run in later calls only.
 """
 
 from __future__ import annotations

@@ -155,12 +155,12 @@ def keeping(kept: Kept | None) -> Iterator[None]:
         current_kept.reset(token)
 
 
-def kept_or(what: Keep | None, compute: Callable[[], T], communicates: bool = True) -> T:
+def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:
     """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass.
 
     A block keeps what is of its own kind, or of any kind with ``None``.
     """
     kept = current_kept.get()
-    if kept is None or what not in (kept.what, None) or (kept.locally and communicates):
+    if kept is None or what not in (kept.what, None) or kept.locally:
         return compute()
     return kept.value(compute)

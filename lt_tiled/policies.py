@@ -202,18 +202,12 @@ class SequenceParallel:
     """``"auto"`` (a causal model of transformers from its token ids to its loss, other models from their first block to
     their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, each of which is shared
     from its input to its output."""
-    head_tiles: PositiveInt = 1
-    """Attention modules compute this many parts of their heads one after the other, from their projections on, and
-    again in the backward pass: queries, keys, values, their gradients and what is exchanged are alive for one part at a
-    time. Also useful with one rank. At most the number of key-value heads. Layers with a state run their rule for one
-    part of the heads at a time."""
     self_check: bool = True
     """Run some tokens of the first input whole on each rank and shared, past each length that the configuration names,
     and raise an error if outputs, what attention is given, or what modules keep in attributes differ."""
 
     def __post_init__(self) -> None:
         check_count("size", self.size)
-        check_count("head_tiles", self.head_tiles)
         _check_targets(self.targets)
 
 
@@ -267,7 +261,7 @@ def _chooses(policy: Callable[[Any, bool, int], bool], path: str, module: Any) -
 
 
 def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParallel | None:
-    """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank that does nothing is off."""
+    """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank is off."""
     if isinstance(value, bool) or not isinstance(value, int | SequenceParallel | None):
         raise ValueError(
             f"sequence_parallel={value!r} is not understood: pass a number of ranks, None or a SequenceParallel."
@@ -275,7 +269,7 @@ def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParall
     if isinstance(value, int):
         check_count("sequence_parallel", value)
         value = SequenceParallel(value)
-    return None if value is None or (value.size, value.head_tiles) == (1, 1) else value
+    return None if value is None or value.size == 1 else value
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -64,7 +64,6 @@ class SharedSequences:
     first: str
     last: str
     ranks: int
-    head_tiles: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,7 @@ class Report:
                     offloaded = block.offload.offloader.so_far()
             for part in get_patches(module, SharedBlock):
                 chains.setdefault(part.sharing, []).append(path)
-        shared = tuple(
-            SharedSequences(s.owner, paths[0], paths[-1], s.size, s.policy.head_tiles) for s, paths in chains.items()
-        )
+        shared = tuple(SharedSequences(s.owner, paths[0], paths[-1], s.size) for s, paths in chains.items())
         return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, shared)
 
     def summary(self) -> str:
@@ -120,11 +117,7 @@ class Report:
         ):
             if kinds := Counter(row.kind for row in rows):
                 parts.append(f"{what} {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
-        parts += [
-            f"shares the sequences of {row.owner} between {row.ranks} ranks" for row in self.shared if row.ranks > 1
-        ]
-        tiled = [row for row in self.shared if row.head_tiles > 1]
-        parts += [f"computes the heads of {row.owner} in {row.head_tiles} tiles" for row in tiled]
+        parts += [f"shares the sequences of {row.owner} between {row.ranks} ranks" for row in self.shared]
         return "lt_tiled " + (" and ".join(parts) or "changes nothing in the model")
 
     def table(self, peak: str | None = None, steps: int = 0, seconds: float | None = None) -> Table:
@@ -160,11 +153,7 @@ class Report:
             spared += ["by the model itself"] * by_model
             table.add_row("activation checkpointing", f"{count} x {kind}", path, ", ".join(spared), "")
         for row in self.shared:
-            where = f"{row.first} to {row.last}"
-            if row.ranks > 1:
-                table.add_row("sequence parallelism", f"{row.ranks} ranks", where, "", "")
-            if row.head_tiles > 1:
-                table.add_row("head tiles", "", where, "", str(row.head_tiles))
+            table.add_row("sequence parallelism", f"{row.ranks} ranks", f"{row.first} to {row.last}", "", "")
         if not table.rows:
             table.add_row("nothing")
         return table

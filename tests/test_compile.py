@@ -17,7 +17,7 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 
 import lt_tiled
 import lt_tiled.allowance
-from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling, prepare, tiled_linear_cross_entropy
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, tiled_linear_cross_entropy
 from lt_tiled.memory import Usage
 from lt_tiled.report import RecomputedBlock
 from tests.models import tiny_llama
@@ -87,11 +87,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "every": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(every=2)},
     "loss": {"tiling": None, "activation_checkpointing": False, "loss": True},
     "all": {"tiling": Tiling(num_shards=4), "activation_checkpointing": True, "loss": True},
-    "head tiles": {
-        "activation_checkpointing": True,
-        "loss": True,
-        "sequence_parallel": SequenceParallel(1, head_tiles=2),
-    },
 }
 
 

@@ -49,7 +49,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"recompute": "auto"},
     ],
     "loss": [{}],
-    "sequence_parallel": [{"size": 2, "targets": ["Block"], "self_check": False, "head_tiles": 2, "batch": "trust"}],
+    "sequence_parallel": [{"size": 2, "targets": ["Block"], "self_check": False}],
 }
 """For each argument the fields of its policy, at values that are not the defaults."""
 POLICIES = {

@@ -79,8 +79,8 @@ class Order(IntEnum):
     """A block is recomputed in the backward pass, with all that follows."""
     LOSS = auto()
     """A model notes whether its caller wants a loss."""
-    HEADS = auto()
-    """Attention computes some of its heads at a time; layers with a state exchange tokens between ranks."""
+    STATES = auto()
+    """Layers with a state exchange tokens between ranks."""
     PARENT = auto()
     """What modules inside deferred is computed before the module returns."""
     HEAD = auto()

@@ -128,7 +128,6 @@ def describe(settings: Settings) -> str:
         parts.append("outputs of operators kept")
     if shared is not None:
         parts.append(f"each sequence shared by {shared.size} ranks")
-        parts += [f"head_tiles={shared.head_tiles}"] if shared.head_tiles > 1 else []
     return ", ".join(parts)
 
 

@@ -79,8 +79,6 @@ class _Shared(Replacement):
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = region.position_ids
         heads, sinks = query.shape[1], kwargs.get("s_aux")
-        if sinks is not None and len(sinks) != heads:  # one logit for each head
-            raise ValueError(f"{region.owner} has attention sinks, which head tiles do not cut: set head_tiles=1.")
         documents = region.documents if mask is None else None
         if heads < region.size and mask is None and self.is_flash:  # which would read the documents of all queries
             documents = documents_told(kwargs)

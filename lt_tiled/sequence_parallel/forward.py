@@ -56,9 +56,9 @@ class SharedPart(Patch):
         raise NotImplementedError
 
     def lengths_to_check(self, total: int, positions: bool = True) -> list[int]:
-        """Return with how many tokens the module has still to be compared with itself, alone or with all heads."""
+        """Return with how many tokens the module has still to be compared with itself on one rank."""
         sharing = self.sharing
-        if not sharing.policy.self_check or (sharing.size == 1 and sharing.policy.head_tiles == 1):
+        if not sharing.policy.self_check:
             return []
         return [tokens for tokens in sharing.check_tokens(total, positions) if tokens > self.checked]
 
@@ -74,7 +74,7 @@ class SharedPart(Patch):
     @contextmanager
     def keeps_nothing(self, module: nn.Module) -> Iterator[None]:
         """Refuse gradients that a module keeps beside its output, the first time that it trains."""
-        if self.kept_nothing or self.sharing.size == 1 or not module.training or not torch.is_grad_enabled():
+        if self.kept_nothing or not module.training or not torch.is_grad_enabled():
             yield
             return
         before = kept_values(module)
@@ -152,11 +152,10 @@ class SharedBlock(SharedPart):
                 " module around it in SequenceParallel(targets=...)."
             )
         own = region.local(tokens) if self.first else tokens
-        if own is not tokens and region.size > 1:
+        if own is not tokens:
             own = own.clone()  # a view would keep those of all ranks alive
         if not is_backward():
-            if region.size > 1:
-                refuse_hooks(self.name, call.module, self.hooks_outside)
+            refuse_hooks(self.name, call.module, self.hooks_outside)
             for count in self.lengths_to_check(region.total):
                 self._check(region, call, own, count)
         if self.first and not is_backward():  # in a reentrant checkpoint the output has no graph yet
@@ -198,7 +197,7 @@ class SharedBlock(SharedPart):
         # The first tokens of each rank, from there: dropout in front of the blocks differs between ranks.
         count = min(TOKENS, min(region.lengths))
         first = own.detach()[:, :count]
-        start = few(first if region.size == 1 else all_gather(first, [count] * region.size, 1, region.name), 1)
+        start = few(all_gather(first, [count] * region.size, 1, region.name), 1)
         call = call.changed(self.name, region.total, start, few, masks=True).without_documents()
 
         def run(region: Region) -> Tensor:

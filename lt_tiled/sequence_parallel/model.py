@@ -40,12 +40,11 @@ class SharedModel(SharedPart):
         if sharing.hand_written:  # its first block compares the batches, if it shares them
             self._check_around(call)
         else:
-            if sharing.size > 1:  # otherwise there are head tiles alone
-                begin = self._begin(call) if causal.computes_loss(call) else None
-                causal.refuse_outputs(sharing.owner, call, begin == "tokens")
-                if begin is not None:
-                    with sharing.compared(call):
-                        return self._to_loss(call, begin)
+            begin = self._begin(call) if causal.computes_loss(call) else None
+            causal.refuse_outputs(sharing.owner, call, begin == "tokens")
+            if begin is not None:
+                with sharing.compared(call):
+                    return self._to_loss(call, begin)
             call = causal.without_unused_cache(call)
             fills_cache = causal.fills_cache(call)
             compares = not fills_cache and not causal.is_partial(call)  # ranks may generate apart

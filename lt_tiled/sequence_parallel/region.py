@@ -70,8 +70,6 @@ class Region:
     made_mask: Any = None
     """What the decoder of a causal model is given, if that gets the rank's own token ids: masks of all tokens by the
     kinds of layers, or one that stands for ``mask``."""
-    head_tiles: int = 1
-    """How many times attention computes a part of the heads."""
     losses: int = 0
     """How many losses were computed from the labels of all ranks, which may leave the region as scalars."""
     record: list[Any] | None = None
@@ -154,7 +152,7 @@ class Region:
 
     def check_closed(self, _: Tensor | None = None) -> None:
         """Raise ``RuntimeError`` if the hidden states behind the blocks were never gathered."""
-        if self.in_blocks and not self.closed and self.size > 1:
+        if self.in_blocks and not self.closed:
             raise RuntimeError(
                 f"{self.owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
                 " so what is behind them has the tokens of one rank: call the blocks in their order and up to the last"

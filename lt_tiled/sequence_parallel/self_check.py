@@ -57,8 +57,7 @@ def check_shared(
         module: What runs.
         owner: The name in messages.
         device: Where it runs.
-        regions: A region of one rank, one of the group, and one of the group with head tiles if it has some. The first
-            two record what attention is given.
+        regions: A region of one rank, and one of the group. They record what attention is given.
         run: Calls the module in a region and returns its output for the rank's own tokens, ``[B, n, ...]``, or the
             loss of all.
         blocks: Whether all of the module is in the region. Otherwise it may attend elsewhere, and is not checked if it
@@ -144,7 +143,7 @@ def _difference(
     owner: str, regions: Sequence[Region], outputs: Sequence[Tensor], blocks: bool, dtype: torch.dtype
 ) -> str | None:
     """Return what differs, if anything does."""
-    alone, shared = regions[:2]
+    alone, shared = regions
     in_one, in_shared = alone.record or [], shared.record or []
     if blocks and len(in_one) != len(in_shared):
         return (
@@ -168,11 +167,6 @@ def _difference(
             f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
             " F.scaled_dot_product_attention, compute something from the number of tokens that it is given, as a scale,"
             f" or use those of one rank outside of its blocks. {_REMEDY}"
-        )
-    if len(outputs) > 2 and (error := _excess(outputs[2], expected, dtype)):
-        return (
-            f"{owner} has another output when its heads are computed in {regions[2].head_tiles} parts (relative"
-            f" difference {error:.1e}). It may compute something of all of its heads, as a norm: set head_tiles=1."
         )
     return None
 

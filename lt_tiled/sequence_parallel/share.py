@@ -24,7 +24,6 @@ from lt_tiled.sequence_parallel.attention import (
 )
 from lt_tiled.sequence_parallel.causal import DecoderPatch
 from lt_tiled.sequence_parallel.forward import SharedBlock
-from lt_tiled.sequence_parallel.heads import HeadTilesPatch, find_attention
 from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.self_check import switches
@@ -50,9 +49,6 @@ _INSTEAD_OF_EAGER = {
 def share(sharing: Sharing, undo: ExitStack) -> None:
     """Share the sequences of a part of a model until ``undo`` is closed."""
     caller, blocks = sharing.caller, [block for chain in sharing.chains for block in chain]
-    if sharing.policy.head_tiles > 1:
-        for path, module in find_attention(blocks, sharing.policy.head_tiles):
-            patch_until(undo, module, HeadTilesPatch(path))
     replace_functions(blocks, undo)
     for path, module in find_mixers(blocks):
         patch_until(undo, module, MixerPatch(path, module))
@@ -110,10 +106,6 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
             return Sharing(owner, policy, group, caller, chains, AttentionMode(), hand_written=True)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
         two = len(chains) > 1
-        if two and policy.head_tiles > 1:
-            raise ValueError(
-                f"{owner} has an encoder and a decoder, which head tiles do not support: set head_tiles=1."
-            )
         lengths, positions = switches(config if two else config.get_text_config())
         mode = AttentionMode() if calls_attention(module) else None
         return Sharing(owner, policy, group, caller, chains, mode, False, lengths, positions, in_model_only=two)

@@ -72,7 +72,6 @@ class Sharing:
             self._compared = not outermost
 
     def region(self, total: int, **options: Any) -> Region:
-        options = {"head_tiles": self.policy.head_tiles} | options
         region = Region(self.group, total, self.owner, mode=self.mode, **options)
         self.regions.add(region)
         return region
@@ -88,14 +87,9 @@ class Sharing:
         return [few, max(past)] if past and max(past) > few else [few]
 
     def check_regions(self, total: int, in_blocks: bool) -> list[Region]:
-        """Return the regions of a self-check: one rank, the group, and the group with its head tiles if it has some."""
-        regions = [
-            Region(None, total, self.owner, in_blocks, mode=self.mode, record=[]),
-            self.region(total, in_blocks=in_blocks, head_tiles=1, record=[]),
-        ]
-        if self.policy.head_tiles > 1:
-            regions.append(self.region(total, in_blocks=in_blocks))
-        return regions
+        """Return the regions of a self-check: one rank, and the group."""
+        alone = Region(None, total, self.owner, in_blocks, mode=self.mode, record=[])
+        return [alone, self.region(total, in_blocks=in_blocks, record=[])]
 
     @contextmanager
     def around_blocks(self, call: Call | None = None, fills_cache: bool = False) -> Iterator[None]:

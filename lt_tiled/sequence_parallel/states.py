@@ -26,7 +26,7 @@ from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call, unclear_tokens
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather
-from lt_tiled.sequence_parallel.exchange import Part, Share, exchanged, over_heads, shares_of
+from lt_tiled.sequence_parallel.exchange import Part, Share, exchanged, over_heads
 from lt_tiled.sequence_parallel.region import Region, current, entered
 
 
@@ -111,23 +111,12 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
     by_groups = [name for name in tensors if "h" not in rule.dims[name]]
     positional, others = list(rule.dims)[: len(args)], {n: v for n, v in kwargs.items() if n not in given}
 
-    def run(queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         own = dict(zip(vectors, parts, strict=True))
         for name, tensor in zip(by_heads + by_groups, [*queries, *keys], strict=True):
             own[name] = _as(rule.dims[name], tensor)
         found = function(*[own.pop(name) for name in positional], **others | own)
         return _by_heads(rule.dims[rule.output], _output(found))
-
-    def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        heads = queries[0].shape[1]
-        tiles = min(region.head_tiles, heads)
-        if tiles == 1:
-            return run(queries, keys, parts)
-        outputs = []  # what a kernel allocates, as states of its chunks, is there for a part of the heads
-        for share in shares_of(heads, keys[0].shape[1] if keys else heads, tiles, region.total):
-            groups = share.matched([key[:, share.keys.heads] for key in keys])
-            outputs.append(run([q[:, share.heads] for q in queries], groups, [p[share.heads] for p in parts]))
-        return torch.cat(outputs, 1)
 
     queries, keys = ([_by_heads(rule.dims[n], arguments[n]) for n in names] for names in (by_heads, by_groups))
     if (heads := queries[0].shape[1]) < region.size:
@@ -185,7 +174,7 @@ def convolved(
 class MixerPatch(Patch):
     """On a layer whose code calls such functions, or, with no names, which runs on all tokens."""
 
-    order = Order.HEADS
+    order = Order.STATES
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.names = path, _names(module)
@@ -267,11 +256,6 @@ def _tables(mixers: Sequence[tuple[str, nn.Module]]) -> list[tuple[dict[str, Any
         names = tables.setdefault(id(table), (table, {}))[1]
         names.update((name, None) for name in sorted(_names(module)) + list(FUSED) if name in table)
     return [(table, list(names)) for table, names in tables.values()]
-
-
-def has_heads(mixers: Sequence[tuple[str, nn.Module]]) -> bool:
-    """Whether one of these layers has a state with heads or channels, which can be computed a few at a time."""
-    return any(_names(module) & RULES.keys() for _, module in mixers)
 
 
 def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack, compiled: bool = True) -> None:

@@ -50,7 +50,7 @@ def last(part: str) -> Callable[[gpu_parts.Setup], gpu_parts.Rows]:
 @pytest.mark.full
 def test_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last row of each part runs on the CPU without an error and is written, and no figure of it is claimed."""
-    parts = ["tiny", "offload", "longest", "compiled", "head_tiles"]
+    parts = ["tiny", "offload", "longest", "compiled"]
     monkeypatch.setattr(gpu_parts, "PARTS", {part: last(part) for part in parts})
     results = gpu.run(parts, 600, False, tmp_path / "gpu.json")
     assert json.loads((tmp_path / "gpu.json").read_text()) == results
@@ -58,7 +58,6 @@ def test_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "offload": ["131072 tokens"],
         "longest": ["+ block inputs in CPU memory"],
         "compiled": ["CUDA graphs"],
-        "head_tiles": ["head_tiles=8"],
     }
     assert not any({"error", "missing"} & row.keys() for rows in results["found"].values() for row in rows.values())
     assert results["found"]["offload"]["131072 tokens"]["cpu_bytes per step"] == 256 * 64 * 4

@@ -102,7 +102,7 @@ class WithBody(nn.Module):
 
 
 class HeadsBlock(nn.Module):
-    """Causal attention alone, with the projections that head tiles need."""
+    """Causal attention alone, with a projection for each of queries, keys and values."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()

@@ -52,7 +52,6 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
 def errors(
     names: list[str],
     size: int,
-    options: dict[str, Any] | None = None,
     policies: dict[str, Any] | None = None,
     device: str = "cpu",
 ) -> dict[str, float]:
@@ -71,7 +70,7 @@ def errors(
         if loss["loss"]:
             lt_tiled.prepare(reference, **loss)
         true = step(reference, inputs)
-        policy = SequenceParallel(size, targets=case.targets, **(options or {}))
+        policy = SequenceParallel(size, targets=case.targets)
         with lt_tiled.prepare(model, sequence_parallel=policy, group=group, **loss, **(policies or {})):
             found[name] = worst(step(model, inputs), true)
     return found
@@ -80,7 +79,7 @@ def errors(
 def errors_on_second(names: list[str], policies: dict[str, Any]) -> dict[str, float]:
     """The same for groups of two ranks on the device of ``tests/second_device.py``."""
     with second_device.attached():
-        return errors(names, 2, None, policies, second_device.NAME)
+        return errors(names, 2, policies, second_device.NAME)
 
 
 def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[float, int, str]:
@@ -177,21 +176,20 @@ def twice(keep: Any) -> tuple[float, float]:
     return norms[0], norms[1]
 
 
-def peaks(tokens: int, options: dict[str, Any], policies: dict[str, Any]) -> tuple[int, int]:
+def peaks(tokens: int, policies: dict[str, Any]) -> tuple[int, int]:
     """The peaks of the bytes alive in a step of four ranks, and in one of a single rank on a quarter of the tokens."""
     found = []
     for size in (4, 1):
         group = Groups.of_size(size).group
         fields = {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8}
         model = causal("llama", **fields, intermediate_size=256)().float()
-        sequence_parallel = SequenceParallel(size, **options) if size > 1 or options.get("head_tiles") else None
         inputs = {"input_ids": (x := ids(1, tokens * size // 4)), "labels": x, "use_cache": False}
 
         def run(model: nn.Module = model, inputs: dict[str, Any] = inputs) -> None:
             model.zero_grad(set_to_none=True)
             model(**inputs).loss.backward()
 
-        with lt_tiled.prepare(model, sequence_parallel=sequence_parallel, group=group, **policies):
+        with lt_tiled.prepare(model, sequence_parallel=size, group=group, **policies):
             run()  # learns, and checks
             found.append(peak_bytes(run))
     return found[0], found[1]

@@ -236,7 +236,7 @@ def test_layers_that_mix_tokens(layer: nn.Module) -> None:
     model = GPT()
     model.blocks[1].mixing = layer
     with pytest.raises(ValueError, match=rf"blocks.1.mixing \({type(layer).__name__}\) mixes tokens"):
-        lt_tiled.prepare(model, sequence_parallel=SequenceParallel(1, head_tiles=2))
+        find_shared(model, SequenceParallel(2), None)
 
 
 class InModuleDict(nn.Module):

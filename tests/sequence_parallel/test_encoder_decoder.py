@@ -163,7 +163,6 @@ def refused(name: str, fields: dict[str, Any], options: dict[str, Any]) -> str:
     ("name", "fields", "options", "message"),
     [
         ("bart", {"encoder_layerdrop": 0.1}, {}, "leaves out blocks at random .encoder_layerdrop=0.1.* set it to 0"),
-        ("bart", {}, {"head_tiles": 2}, "has an encoder and a decoder, which head tiles do not support"),
         ("t5", {}, {}, "adds a position bias to attention"),
         ("t5gemma2", {}, {}, "found blocks in text_model.layers, vision_tower.encoder.layers"),
         ("t5gemma2", {}, {"targets": "model.decoder.layers.*"}, "attention to both at once cannot be shared"),

@@ -29,9 +29,9 @@ pytestmark = pytest.mark.slow
 
 TOKENS, STEPS = 25, 3
 MODELS = {"llama": lambda: causal("llama")().float(), "hand-written": lambda: seeded(GPT)}
-MODES = {"trainer": ("plain", "tiled", "disk"), "fabric": ("plain", "heads", "disk")}
-"""With ``heads`` attention is kept and computed in parts, besides tiles and activation checkpointing. The hand-written
-model runs in the plain mode.
+MODES = {"trainer": ("plain", "tiled", "disk"), "fabric": ("plain", "kept", "disk")}
+"""With ``kept`` attention is kept, besides tiles and activation checkpointing. The hand-written model runs in the plain
+mode.
 """
 
 
@@ -79,12 +79,11 @@ def policies(mode: str, directory: str) -> dict[str, Any]:
     offload = ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
     if mode == "plain":  # with the self-check
         return {"tiling": None, "activation_checkpointing": None, "sequence_parallel": 2}
-    heads = {"head_tiles": 2} if mode == "heads" else {}
-    kept = ActivationCheckpointing(keep="attention" if heads else None)
+    kept = ActivationCheckpointing(keep="attention" if mode == "kept" else None)
     return {
         "tiling": Tiling(3, self_check=False),
         "activation_checkpointing": offload if mode == "disk" else kept,
-        "sequence_parallel": SequenceParallel(2, self_check=False, **heads),
+        "sequence_parallel": SequenceParallel(2, self_check=False),
         "loss": True,
     }
 
@@ -140,7 +139,7 @@ def one_process(name: str) -> tuple[list[float], Tensor]:
         return losses, loss_and_logits(name, net, batches(1)[0], labels=False)
 
 
-@pytest.mark.table("(fsdp2|zero1|zero3)-trainer-disk|(fsdp|zero2)-fabric-disk|ddp-trainer-plain|zero3-fabric-heads")
+@pytest.mark.table("(fsdp2|zero1|zero3)-trainer-disk|(fsdp|zero2)-fabric-disk|ddp-trainer-plain|zero3-fabric-kept")
 @pytest.mark.parametrize(("loop", "mode"), [(loop, mode) for loop in MODES for mode in MODES[loop]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_process(loop: str, engine: str, mode: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling
+from lt_tiled import ActivationCheckpointing, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
 from tests.sequence_parallel.models import CASES, HeadsOnly, causal, gpt
 from tests.sequence_parallel.runs import Counts, collectives, errors, reads, step, twice, value_of, worst
@@ -36,7 +36,7 @@ def test_gradients(name: str, fields: dict[str, Any], keep: Any, four_ranks: Wor
     policies: dict[str, Any] = {"activation_checkpointing": ActivationCheckpointing(keep=keep, **fields)}
     if fields:
         policies["tiling"] = Tiling(3, self_check=False)
-    for found in four_ranks(errors, [name], 2, None, policies):
+    for found in four_ranks(errors, [name], 2, policies):
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 
@@ -47,7 +47,7 @@ def test_few_heads(name: str, keep: Any, four_ranks: World) -> None:
     """Nor where several ranks have the same heads, and keep what some of the tokens attend to."""
     name = f"few heads, {name}"
     policies = {"activation_checkpointing": ActivationCheckpointing(offload="cpu", keep=keep)}
-    for found in four_ranks(errors, [name], 4, None, policies):
+    for found in four_ranks(errors, [name], 4, policies):
         assert found[name] < 1e-12
 
 
@@ -107,18 +107,11 @@ def test_dropout(keep: Any) -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize(
-    ("shared", "message"),
-    [
-        (None, "one rank exchanges nothing: set keep='attention'"),
-        (SequenceParallel(head_tiles=2), "one rank exchanges nothing"),
-    ],
-)
-def test_one_rank_exchanges_nothing(shared: SequenceParallel | None, message: str) -> None:
+def test_one_rank_exchanges_nothing() -> None:
     """What one rank exchanges cannot be kept, and the message says so."""
     policy = ActivationCheckpointing(keep="exchange")
-    with pytest.raises(ValueError, match=message):
-        lt_tiled.prepare(gpt()(), activation_checkpointing=policy, sequence_parallel=shared)
+    with pytest.raises(ValueError, match="one rank exchanges nothing: leave it out"):
+        lt_tiled.prepare(gpt()(), activation_checkpointing=policy)
 
 
 class LearnedBias(HeadsOnly):

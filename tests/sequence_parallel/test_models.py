@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lt_tiled
 from lt_tiled import SequenceParallel
+from lt_tiled.sequence_parallel.share import find_shared
 from tests.architectures import ARCHITECTURES
 from tests.models import H
 from tests.sequence_parallel.models import GPT, causal, ids
@@ -79,7 +79,7 @@ def test_blocks_left_out_at_random() -> None:
     model: Any = causal("llama")()
     model.config.layerdrop = 0.1
     with pytest.raises(ValueError, match=r"leaves out blocks at random .layerdrop=0.1.* set it to 0"):
-        lt_tiled.prepare(model, sequence_parallel=SequenceParallel(head_tiles=2))
+        find_shared(model, SequenceParallel(2), None)
 
 
 def padded_encoder(padded: bool) -> tuple[float, int, str]:

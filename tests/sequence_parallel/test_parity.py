@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["packed", "gemma 3", "mixtral", "hand-written"])
 def test_with_policies(name: str, policies: dict[str, Any], four_ranks: World) -> None:
     """Activation checkpointing, tiles and offloading leave them as they are."""
-    for found in four_ranks(errors, [name], 2, None, policies):
+    for found in four_ranks(errors, [name], 2, policies):
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 

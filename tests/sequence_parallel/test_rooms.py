@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lt_tiled
 import lt_tiled.allowance
-from lt_tiled import ActivationCheckpointing, SequenceParallel, shared_attention
+from lt_tiled import ActivationCheckpointing, shared_attention
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.memory import Usage, usage
 from lt_tiled.modules.find import walk_all
@@ -94,7 +94,7 @@ def room(model: nn.Module) -> Any:
     return patches[0].auto.room
 
 
-def run(name: str, keep: Any, head_tiles: int = 1, offload: Any = None) -> tuple[list[Any], list[int], list[int]]:
+def run(name: str, keep: Any, offload: Any = None) -> tuple[list[Any], list[int], list[int]]:
     """The losses and gradients of eight steps that all ranks share, the bytes that each keeps, and its room.
 
     The first rank has no memory left, and the third has too little for all blocks in the last two steps.
@@ -103,9 +103,8 @@ def run(name: str, keep: Any, head_tiles: int = 1, offload: Any = None) -> tuple
     rank, free = dist.get_rank(), 0
     lt_tiled.allowance.usage = lambda device, ranks: Usage(0, 0, free)
     policy = ActivationCheckpointing(keep=keep, offload=offload, min_bytes=0, keep_last=0)
-    shared = SequenceParallel(dist.get_world_size(), head_tiles=head_tiles)
     try:
-        with lt_tiled.prepare(model, activation_checkpointing=policy, sequence_parallel=shared):
+        with lt_tiled.prepare(model, activation_checkpointing=policy, sequence_parallel=dist.get_world_size()):
             if keep == "auto":
                 given = room(model)
                 model.register_forward_hook(lambda *_: kept.append(given.used) or limits.append(given.limit))  # type: ignore[func-returns-value]
@@ -150,17 +149,16 @@ def test_ranks_with_other_rooms(name: str, four_ranks: World) -> None:
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_with_offload(offload: Any, four_ranks: World) -> None:
     """They do so while block inputs are offloaded."""
-    for same, kept, _ in four_ranks(compare, "llama", 1, offload)[1:]:
+    for same, kept, _ in four_ranks(compare, "llama", offload)[1:]:
         assert same
         assert kept[5] > 0
 
 
-@pytest.mark.parametrize(("name", "head_tiles"), [("llama 8/8", 2), ("sum", 1)])
-def test_nothing_is_kept(name: str, head_tiles: int, four_ranks: World) -> None:
-    """Head tiles keep nothing, because their recompute communicates, nor does attention that saves no tensor, because
-    torch's recompute of a block that ends with it does not exchange.
+def test_nothing_is_kept(four_ranks: World) -> None:
+    """Attention that saves no tensor is not kept, because torch's recompute of a block that ends with it does not
+    exchange.
     """
-    for same, kept, _ in four_ranks(compare, name, head_tiles):
+    for same, kept, _ in four_ranks(compare, "sum"):
         assert same
         assert max(kept) == 0
 

@@ -18,6 +18,7 @@ import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel
 from lt_tiled.sequence_parallel import exchange
 from lt_tiled.sequence_parallel.groups import Groups
+from lt_tiled.sequence_parallel.share import find_shared
 from lt_tiled.sequence_parallel.states import RULES, find_mixers
 from tests.sequence_parallel.hybrids import HYBRIDS, hybrid, wide
 from tests.sequence_parallel.models import ids, no_labels, padded
@@ -52,7 +53,6 @@ def error(
     size: int = 2,
     tokens: int = 37,
     fields: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
     policies: dict[str, Any] | None = None,
 ) -> float | str:
     """The error of a step that ``size`` ranks share, or why it is refused."""
@@ -63,8 +63,7 @@ def error(
         with wide(model):
             with lt_tiled.prepare(reference, loss=True):
                 true = step(reference, given)
-            policy = SequenceParallel(size, **options or {})
-            with lt_tiled.prepare(model, sequence_parallel=policy, group=group, loss=True, **policies or {}):
+            with lt_tiled.prepare(model, sequence_parallel=size, group=group, loss=True, **policies or {}):
                 return worst(step(model, given), true)
     except ValueError as refused:
         return str(refused)
@@ -120,7 +119,7 @@ def test_four_ranks(name: str, tokens: int, fields: dict[str, Any], four_ranks: 
 def test_activation_checkpointing(name: str, keep: Any, four_ranks: World) -> None:
     """A recompute finds its region again, or what was kept, in two groups of two ranks."""
     policies = {"activation_checkpointing": ActivationCheckpointing(offload="cpu" if keep else None, keep=keep)}
-    for found in four_ranks(error, name, "labels", 2, 37, {}, None, policies):
+    for found in four_ranks(error, name, "labels", 2, 37, {}, policies):
         assert isinstance(found, float), found
         assert found < 1e-12
 
@@ -237,25 +236,6 @@ def test_sent(name: str, world: World) -> None:
     assert back == [0] * layers + [2 * HALOS[name]] * layers
 
 
-@pytest.mark.table("bamba-fields0")
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [("bamba", {}), ("bamba", FEW_GROUPS), ("qwen3_next", {}), ("qwen3_next", UNEVEN), ("jamba", {}), ("mamba2", {})],
-)
-def test_head_tiles(name: str, fields: dict[str, Any], world: World) -> None:
-    """A few heads of a state, or channels, are computed at a time, with as many groups as belong to them."""
-    policies = {"activation_checkpointing": True}
-    for found in world(error, name, "labels", 2, 37, fields, {"head_tiles": 3}, policies):
-        assert isinstance(found, float), found
-        assert found < 1e-12
-
-
-def test_head_tiles_without_heads() -> None:
-    """A model with convolutions and without attention whose heads can be computed in parts is refused by name."""
-    with pytest.raises(ValueError, match=r"head_tiles=2 needs attention modules .* none in model.layers.0"):
-        lt_tiled.prepare(hybrid("lfm2"), sequence_parallel=SequenceParallel(head_tiles=2))
-
-
 def test_documents_without_kernels(world: World) -> None:
     """Transformers refuses to keep documents apart without the kernels, as on one rank."""
     for name in ("qwen3_next", "bamba"):
@@ -365,16 +345,15 @@ def test_other_layers() -> None:
     model: Any = hybrid("llama")
     model.config.layer_types = ["some_state", "full_attention"]
     with pytest.raises(ValueError, match=r"layers of the kinds \['some_state'\].*use a model with attention layers"):
-        lt_tiled.prepare(model, sequence_parallel=SequenceParallel(head_tiles=2))
+        find_shared(model, SequenceParallel(2), None)
 
 
-def test_restored() -> None:
-    """Two models of one file share its functions, which the last one to leave restores."""
+def restored() -> None:
     from transformers.models.bamba import modeling_bamba as file
 
     models, table = [hybrid("bamba"), hybrid("bamba")], vars(file)
     before, convolution = dict(table), table["causal_conv1d_fn"]
-    first, second = (lt_tiled.prepare(model, sequence_parallel=SequenceParallel(head_tiles=2)) for model in models)
+    first, second = (lt_tiled.prepare(model, sequence_parallel=2) for model in models)
     assert table["causal_conv1d_fn"] is not convolution
     x = ids(2, 37)
     for model in models:
@@ -384,6 +363,11 @@ def test_restored() -> None:
     second.release()
     assert dict(table) == before
     assert not any("lt_tiled" in name for module in models[0].modules() for name in vars(module))
+
+
+def test_restored(world: World) -> None:
+    """Two models of one file share its functions, which the last one to leave restores."""
+    world(restored)
 
 
 @pytest.mark.parametrize("tokens", [15, 17])
