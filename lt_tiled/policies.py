@@ -56,7 +56,7 @@ class Tiling:
     """How to combine the tiles' values of outputs that are not per token, by name (``"[1]"``, ``"['aux']"``).
     ``"mean"`` weights each tile by its tokens. Without an entry such an output raises an error."""
     compile: bool | CompileOptions = False
-    """Compile the forward and backward pass of a tile: ``True``, or arguments of ``torch.compile`` such as
+    """Compile the module's own forward, which tiles run: ``True``, or arguments of ``torch.compile`` such as
     ``{mode: max-autotune}``."""
 
     def __post_init__(self) -> None:

@@ -218,12 +218,6 @@ def stack_of_modes() -> bool:
         return _python_dispatch._get_current_dispatch_mode_stack() == [mode]
 
 
-def marked_dynamic() -> bool:
-    x = torch.ones(4)
-    torch._dynamo.maybe_mark_dynamic(x, 0)
-    return set(x._dynamo_weak_dynamic_indices) == {0}
-
-
 def fake() -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -276,7 +270,6 @@ def trainer() -> pl.Trainer:
 
 def compiles_below_patches() -> bool:
     eval_frame = torch._C._dynamo.eval_frame
-    torch._dynamo.config.patch({"trace_autograd_ops": True, "recompile_limit": 64})
     skipped = torch._dynamo.decorators.skip(lambda: None)
     torch._dynamo.eval_frame.skip_code((lambda: None).__code__)
     return eval_frame.set_eval_frame(None) is eval_frame.get_eval_frame_callback() and skipped._torchdynamo_disable
@@ -308,7 +301,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_engine_run_backward": backward_of_the_engine,
     "_dynamo": compiles_below_patches,
     "_torchdynamo_disable_msg": lambda: "_torchdynamo_disable_msg" in source("torch._dynamo.symbolic_convert"),
-    "_dynamo_weak_dynamic_indices": marked_dynamic,
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
     "_flat_param": lambda: torch.distributed.fsdp.fully_sharded_data_parallel.FLAT_PARAM == "_flat_param",
     "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),

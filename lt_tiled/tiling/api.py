@@ -47,7 +47,7 @@ def tile(
         accumulate: The dtype in which gradients of 16-bit weights are summed.
         self_check: Whether to compare a few tokens with and without tiles in the first call.
         reductions: How to combine outputs that are not per token.
-        compile: Whether, or with which arguments of ``torch.compile``, to compile tiles.
+        compile: Whether, or with which arguments of ``torch.compile``, to compile the module's own forward.
 
     Returns:
         The same module; or the tiled method or function, to be called in the place of the other.

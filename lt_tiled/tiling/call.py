@@ -202,11 +202,6 @@ class Call:
         """Whether a backward pass may follow."""
         return torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
 
-    @property
-    def token_dimensions(self) -> list[int | None]:
-        """The dimension of each argument of a tile that counts its tokens."""
-        return [self.shape.token_dimension("tokens") if per_token else None for per_token in self.per_token]
-
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
         """Identifies the code that a tile runs."""

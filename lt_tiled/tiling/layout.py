@@ -151,10 +151,6 @@ class TokenShape:
         """Return ``[t, ...]`` as the module sees it: ``[1, t, ...]`` for hidden states ``[B, S, H]``."""
         return flat.view(*self.tile_lead(flat.shape[0]), *flat.shape[1:])
 
-    def token_dimension(self, kind: Kind) -> int | None:
-        """Return which dimension of a tile's output counts its tokens, if any."""
-        return len(self.lead) - 1 if kind == "tokens" else 0 if kind == "flat" else None
-
     def tile_lead(self, tokens: int) -> tuple[int, ...]:
         """Return the leading dimensions of a tile: ``[1, t]`` for hidden states ``[B, S, H]``, ``[B, S]`` for all."""
         return tuple(self.lead) if tokens == self.tokens else (1,) * (len(self.lead) - 1) + (tokens,)

@@ -25,7 +25,7 @@ _INFLUENCE = 16.0
 
 
 class _Uncompiled(TiledCall):
-    compiled = None
+    compiles = False
 
 
 class Probe:

@@ -65,8 +65,8 @@ class Learned:
     """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
     last: dict[Hashable, int] = field(default_factory=dict)
     """Which part of the work is the last projection of a tile, where the tile returns its output as it is."""
-    uncompiled: bool = False
-    """Whether tiles run uncompiled because they are not one graph."""
+    compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+    """The compiled functions of works."""
     untiled: bool = False
     """Whether the module runs untiled, with its experts tiled where it has some."""
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import warn
 from lt_tiled.tiling import weights
 from lt_tiled.tiling.call import Call
-from lt_tiled.tiling.compiled import CannotCompile, CompiledTile
+from lt_tiled.tiling.compiled import LeavesInPlace, compiled
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, each_tile, gradients_of_tiles
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
@@ -69,17 +68,12 @@ class TiledCall(Call):
         """
         start, modules = RandomState.now(self.device), (observed or self.observe()) if learn else None
         samples = list[Tensor](), list[Tensor]()
-        counts = learn and self.key not in self.patch.learned.saved
+        counts = learn and not self.compiles and self.key not in self.patch.learned.saved
         assembly: OutputAssembly | None = None
         # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
         with torch.no_grad(), self.autocast.context(), SavedCounter():
-            if counts and self.compiled is not None:
-                with random_state_kept(self.device):  # uncompiled: its random numbers are not those of the recompute
-                    self._count_saved(inputs)
-                    counts = False
-            run = self.run_views if self.compiled is None else self._run_compiled
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
-                output = self._count_saved(inputs) if counts else run(tile)
+                output = self._count_saved(inputs) if counts else self.run(tile)
                 counts = False
                 if assembly is None:
                     low, high = self.bounds[0]
@@ -129,35 +123,19 @@ class TiledCall(Call):
         tensors = (*(w.tensor for w in self.weights), *wholes)
         return [GradientSum(tensor, self.patch.tiling.accumulate) for tensor in tensors]
 
-    # Compiled tiles
-
     @property
-    def compiled(self) -> CompiledTile | None:
-        """The compiled code, unless a tile showed that it cannot be compiled."""
-        options = False if self.patch.learned.uncompiled else self.patch.tiling.compile
-        return None if options is False else CompiledTile.of(self.patch.found.kind, options)
+    def compiles(self) -> bool:
+        """Whether tiles run compiled."""
+        return self.patch.tiling.compile is not False
 
-    def _run_compiled(self, tile: Sequence[Tensor]) -> Any:
-        if (compiled := self.compiled) is not None:
-            try:
-                return compiled.forward(self, tile)
-            except CannotCompile as error:
-                self.compile_no_more(error)
-        return self.run_views(tile)
-
-    def compile_no_more(self, error: CannotCompile, random: bool = False) -> None:
-        """Run uncompiled from now on.
-
-        Raises:
-            RuntimeError: If compiled code drew random numbers for the forward pass of this backward pass.
-        """
-        if random:
-            raise RuntimeError(
-                f"{self.patch.name}: the forward pass of its tiles was compiled and their backward pass cannot be"
-                f" ({error}); uncompiled it would draw other random numbers. Set compile=False in its Tiling."
-            ) from error
-        self.patch.learned.uncompiled = True
-        warn(f"{self.patch.name} runs uncompiled, because its tiles are not one graph: {error}")
+    def run(self, tile: Sequence[Tensor]) -> Any:
+        """Run the work on the tensors of a tile as it sees them, compiled where the policy asks for it."""
+        options, known = self.patch.tiling.compile, self.patch.learned.compiled
+        if options is False or not self.compiles:
+            return self.run_views(tile)
+        if self.work.key not in known:
+            known[self.work.key] = compiled(self.work.function, options)
+        return self.arguments.call(known[self.work.key], tile)
 
     # Backward
 
@@ -249,12 +227,14 @@ class Backward:
             self._products = {id(t): s for t, s in self._there if type(s.leaf) is Tensor and s.sum_dtype != s.dtype}
         self._mode = self._skip()
         self._outside = call.autocast.disabled()
-        self._compiled = call.compiled
         self._known: set[int] | None = None
         """The leaves that the graph of the first tile may have."""
 
-    def _skip(self) -> LastLinear | LastProjectionSkip | Substituted:
+    def _skip(self) -> LastLinear | LastProjectionSkip | Substituted | LeavesInPlace:
         """Return the mode in which tiles are recomputed: without the last projection if that is known to work."""
+        if self.call.compiles:
+            count = len(self.call.weights)
+            return LeavesInPlace(self.call.weights, [total.leaf for total in self._sums[:count]])
         learned, key, parts = self.call.patch.learned, self.call.key, self.call.work.parts
         last = learned.last.get(key)
         if last is not None and type(linear := parts[last]) is nn.Linear:  # it may be another module since
@@ -281,7 +261,7 @@ class Backward:
         parts = [call.shape.tiles(result, bounds) for result in results]
         given = gradients_of_tiles(gradients, self.trace.layout, call.shape, bounds)
         # The compiler may compile a tile twice, with other rounding.
-        if self.trace.samples[1] and self._compiled is None and call.due():
+        if self.trace.samples[1] and not call.compiles and call.due():
             call.compare(self.trace, inputs, self._pairs)
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
@@ -309,8 +289,6 @@ class Backward:
             given: The gradients of the leaves of its output.
             into: Where the gradients of its per-token arguments go.
         """
-        if self._compiled is not None and self._run_compiled(self._compiled, tile, given, into):
-            return
         outputs = self._recompute(tile)
         roots = self._mode.before(outputs, given) if isinstance(self._mode, LastLinear) else []
         for output, gradient in zip(outputs, given, strict=True):
@@ -342,7 +320,7 @@ class Backward:
             mode = self._mode
             try:
                 with mode:
-                    output = self.call.run_views(tile)
+                    output = self.call.run(tile)
                 outputs = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
                 if isinstance(mode, LastLinear | LastProjectionSkip):
                     mode.check(outputs)
@@ -358,31 +336,6 @@ class Backward:
             self._skip_no_more()
             if start is not None:
                 start.set()
-
-    def _run_compiled(
-        self,
-        compiled: CompiledTile,
-        tile: Sequence[Tensor],
-        given: Sequence[Tensor | None],
-        into: Sequence[Tensor],
-    ) -> bool:
-        """Do the same compiled; return whether that could be done."""
-        call, leaves = self.call, [total.leaf for total in self._sums[: len(self.call.weights)]]
-        try:
-            found = compiled.backward(call, tile, leaves, given, self.trace.layout.kinds)
-        except CannotCompile as error:
-            self._compiled = None
-            call.compile_no_more(error, self.trace.random is not None)
-            return False
-        parts, wholes = iter(into), iter(self._sums[len(leaves) :])
-        pairs = zip(call.wants_grad, call.per_token, strict=True)
-        arguments = [next(parts) if per_token else next(wholes) for wants, per_token in pairs if wants]
-        for target, gradient in zip((*self._sums[: len(leaves)], *arguments), found, strict=True):
-            if isinstance(target, Tensor):
-                target.zero_() if gradient is None else target.copy_(gradient)
-            else:
-                target.add(gradient)
-        return True
 
 
 def rows_of(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.tiling.compiled import CannotCompile
 from lt_tiled.tiling.deferred import Value
 from lt_tiled.tiling.layout import gradients_of_tiles
 from lt_tiled.tiling.observe import restored
@@ -70,15 +69,13 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "SliceBackward0", "AliasBackwa
 def _run_with_graph(call: TiledCall, trace: Trace, inputs: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
     """Return the output of the untiled call, or those of its tiles if it drew random numbers, as it was run."""
     drew = trace.random is not None
-    if drew and call.compiled is not None:
-        call.compile_no_more(CannotCompile("it has create_graph=True"), random=True)
     with (
         restored(trace.modules, "its backward pass"),
         call.autocast.context(),
         random_state_kept(call.device, trace.random),
         torch.enable_grad(),
     ):
-        if trace.samples[1] and call.compiled is None and call.due():
+        if trace.samples[1] and not call.compiles and call.due():
             call.compare(trace, inputs, paired(call.weights, weights))
         with substituted(call.weights, weights):
             bounds = call.bounds if drew else [(0, call.shape.tokens)]

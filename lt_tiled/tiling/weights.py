@@ -103,11 +103,16 @@ class Weight:
     def now(self) -> list[Tensor]:
         """Return what stands in the weight's places now, each tensor once: engines swap it."""
         there = {id(self.tensor): self.tensor}
+        for _, _, tensor in self.holders():
+            there[id(tensor)] = tensor
+        return list(there.values())
+
+    def holders(self) -> Iterator[tuple[Any, str, Tensor]]:
+        """Yield what holds a tensor in the weight's places now, the name there, and the tensor."""
         for owner, name in self.places:  # of which FSDP with use_orig_params=True fills two
             for holder in (owner._parameters, owner._buffers, owner.__dict__):
                 if isinstance(tensor := entry(holder, name), Tensor):
-                    there[id(tensor)] = tensor
-        return list(there.values())
+                    yield holder, name, tensor
 
 
 def trainable_weights(parts: Iterable[nn.Module]) -> list[Weight]:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts, peers
-from lt_tiled import Tiling
 from lt_tiled.lm import CausalLM
 from tests.processes import LIMIT
 
@@ -147,19 +146,6 @@ def test_rounds(left: float, share: float, rounds: int, monkeypatch: pytest.Monk
     times = setup.timed({name: lambda name=name: float(calls.append(name) or 1) for name in "ab"}, share)
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": rounds, "b": rounds}
     assert calls == [*"baab" * 5][: 2 * rounds + 2]
-
-
-def test_a_row_that_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of compiled tiles that fell back to others is an error, and no figure."""
-
-    def broken(graph: Any, example: Any) -> Any:
-        raise NotImplementedError
-
-    ways = {"compiled": {"tiling": Tiling(4, targets="mlp", compile={"backend": broken})}}
-    monkeypatch.setattr(gpu_parts, "PARTS", {"compiled": lambda setup: gpu_parts.compared(setup, 4096, ways)})
-    *_, (name, figures) = gpu.in_this_process("compiled", math.inf, True)
-    assert (name, [*figures]) == ("compiled", ["error"])
-    assert figures["error"].endswith("layers.1.mlp ran uncompiled")
 
 
 def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import lt_tiled
 from lt_tiled import Tiling
 from lt_tiled.report import Report
-from lt_tiled.tiling.patched import tiled_patches
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, launch, policies, set_up, step_on, train
 from tests.engines.conftest import OnRanks
@@ -39,10 +38,8 @@ def built(kind: str, tied: bool) -> Any:
 
 def losses(
     engine: str, kind: str, tiling: Tiling | None, inputs: dict[str, Any], loss: bool = False
-) -> tuple[list[float], bool, bool]:
-    """The losses of two steps on other tokens on each rank, whether all that is tiled ran in tiles, and whether all
-    were compiled.
-    """
+) -> tuple[list[float], bool]:
+    """The losses of two steps on other tokens on each rank, and whether all that is tiled ran in tiles."""
     rank = dist.get_rank()
     fabric = launch(engine, tiling=tiling, activation_checkpointing=True, loss=loss)
     net = built(kind, tied=engine == "ddp")
@@ -53,11 +50,8 @@ def losses(
         value = model(input_ids=ids, labels=ids, **inputs).loss
         found.append(step_on(fabric, optimizer, value))
     rows = Report.of(net).tiled
-    compiled = all(
-        bool(tiling and tiling.compile) and not patch.learned.uncompiled for _, _, patch in tiled_patches(net)
-    )
     fabric.strategy.release()
-    return found, bool(rows) and all(row.tiles > 1 for row in rows), compiled
+    return found, bool(rows) and all(row.tiles > 1 for row in rows)
 
 
 @pytest.mark.self_checks
@@ -155,20 +149,6 @@ def with_units(wrap: str, tiling: Tiling | None) -> list[float]:
 def test_norms_and_mlps_as_units(world: World, wrap: str) -> None:
     """An MLP, or the norms next to it, as FSDP units of their own: the losses are the untiled ones."""
     assert world(with_units, wrap, TILED)[0] == near(world(with_units, wrap, None)[0])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
-def test_compiled_tiles(on_ranks: OnRanks, engine: str) -> None:
-    """With compiled tiles the losses are the untiled ones under an engine of each kind, and none falls back to
-    uncompiled ones. Both tiles are of one size, for which each module is compiled once.
-    """
-    untiled = on_ranks.once(losses, engine, "Llama", None, {})
-    tiled = on_ranks(losses, engine, "Llama", Tiling(2, compile={"backend": "eager"}, self_check=False), {})
-    for (true, *_), (found, all_tiled, compiled) in zip(untiled, tiled, strict=True):
-        assert found == near(true)
-        assert all_tiled
-        assert compiled
 
 
 @pytest.mark.table("zero3-Gemma 2")
