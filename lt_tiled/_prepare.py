@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -258,7 +258,7 @@ def prepare(
     *,
     tiling: Tiling | bool | int | None = None,
     activation_checkpointing: ActivationCheckpointingLike | None = None,
-    loss: bool | int | None = None,
+    loss: bool | int | Literal["always"] | None = None,
     sequence_parallel: SequenceParallel | int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Prepared:
@@ -269,7 +269,8 @@ def prepare(
         tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
         activation_checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, where their
             inputs are offloaded to, or what Lightning's ``activation_checkpointing_policy`` takes; ``None`` for none.
-        loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
+        loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
+            ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
         sequence_parallel: How the ranks of ``group`` share each sequence: a policy or their number; ``None`` if they do
             not. All of them call the model with the same inputs, and gradients are averaged over all ranks.
         group: The process group that shares each sequence; by default all ranks.

@@ -14,8 +14,8 @@ from lt_tiled.cli.numbers import NonNegativeInt, PositiveInt
 
 Keep = Literal["auto", "exchange", "attention", "attention_output"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
-LossShards = int | Literal["auto"]
-"""Tiles of a loss."""
+LossShards = int | Literal["auto", "always"]
+"""Tiles of a loss: their number, or ``"auto"``; ``"always"`` is that in evaluation, too."""
 
 
 class CompileOptions(TypedDict, total=False):
@@ -222,9 +222,9 @@ def as_tiling(value: bool | int | Tiling | None) -> Tiling | None:
     return Tiling(num_shards=value)
 
 
-def as_loss(value: bool | int | None) -> LossShards | None:
-    """Return the tiles for a short form: ``True`` or a number, ``False`` or ``None`` (off)."""
-    check_count("loss", value, None, False, True)
+def as_loss(value: bool | int | Literal["always"] | None) -> LossShards | None:
+    """Return the tiles for a short form: ``True``, ``"always"`` or a number, ``False`` or ``None`` (off)."""
+    check_count("loss", value, None, False, True, "always")
     return None if value is None or value is False else "auto" if value is True else value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
@@ -30,8 +30,9 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
         tiling: What runs tile by tile: ``True``, a number of tiles, or a policy; ``False`` and ``None`` turn it off.
         activation_checkpointing: Which blocks are recomputed, and where their inputs are offloaded to. It takes the
             place of ``TrainingArguments(activation_checkpointing=True)``, which is turned off.
-        loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles. Trainers of TRL have
-            tiled losses of their own.
+        loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
+            ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too, which leaves ``compute_metrics``
+            without logits. Trainers of TRL have tiled losses of their own.
         sequence_parallel: How the ranks share each sequence: a policy or their number. The Trainer needs a data loader
             of :func:`share_batches`.
 
@@ -46,7 +47,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
         self,
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
         activation_checkpointing: ActivationCheckpointingLike | None = "auto",
-        loss: bool | PositiveInt | None = None,
+        loss: bool | PositiveInt | Literal["always"] | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
     ) -> None:
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)

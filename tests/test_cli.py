@@ -96,11 +96,12 @@ def test_policy_of_operators(value: str, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 def test_tiled_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    """``loss`` is a truth value or a number of tiles, of a strategy and of ``CausalLM``."""
-    for value, expected in (("true", True), ("8", 8)):
-        whole = config(capsys, *STRATEGY, f"--trainer.strategy.loss={value}", f"--model.loss={value}")
+    """``loss`` is a truth value or a number of tiles, of ``CausalLM`` and of a strategy, where it may be ``always``."""
+    for value, expected in (("true", True), ("8", 8), ("always", "always")):
+        own = "8" if value == "always" else value
+        whole = config(capsys, *STRATEGY, f"--trainer.strategy.loss={value}", f"--model.loss={own}")
         assert whole["trainer"]["strategy"]["init_args"]["loss"] == expected
-        assert whole["model"]["init_args"]["loss"] == expected
+        assert whole["model"]["init_args"]["loss"] == yaml.safe_load(own)
 
 
 PARENTS = {

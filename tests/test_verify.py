@@ -495,7 +495,7 @@ def test_loss(monkeypatch: pytest.MonkeyPatch, reference: bool) -> None:
     """A wrong loss with right gradients fails, with and without the reference; a loss of zero passes."""
     assert verify(TinyLM(), IDS, step=policy_loss, reference=reference).passed
     monkeypatch.setattr(_TiledLoss, "forward", staticmethod(lambda *args: _true_loss(*args) * 1.01))
-    result = verify(tiny_llama(), LABELLED, strategy=TiledSingleDeviceStrategy(loss=True), reference=reference)
+    result = verify(tiny_llama(), LABELLED, strategy=TiledSingleDeviceStrategy(loss="always"), reference=reference)
     assert [row.path for row in result.rows if not row.passed] == ["loss", "loss in evaluation mode"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
@@ -49,10 +49,13 @@ class TiledMLP(PreparingCallback):
 
     Args:
         tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``False`` tiles only the loss.
-        loss: Whether transformers models compute their loss in tiles: ``True``, or how many tiles.
+        loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
+            ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
     """
 
-    def __init__(self, tiling: bool | PositiveInt | Tiling = True, loss: bool | PositiveInt | None = None) -> None:
+    def __init__(
+        self, tiling: bool | PositiveInt | Tiling = True, loss: bool | PositiveInt | Literal["always"] | None = None
+    ) -> None:
         self.set_policies(tiling, None, loss)
 
 

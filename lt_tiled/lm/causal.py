@@ -100,7 +100,7 @@ class CausalLM(LightningModule):
         self.model.train()
         if self._loss_shards is not None:
             try:
-                patch_losses(find_losses(model), self._loss_shards, object())
+                patch_losses(find_losses(model), self._loss_shards, object(), evaluation=True)
             except NothingFoundError:
                 kind = type(model).__name__
                 inform(f"the loss of {kind} is not tiled: the model does not compute it from labels and a linear head")

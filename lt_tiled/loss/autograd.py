@@ -26,7 +26,6 @@ from lt_tiled.tiling.recompute import (
     RandomState,
     hidden_from_checkpoints,
     is_transformed,
-    keeps_graph,
     random_state_kept,
     version_of,
     wants_graph,
@@ -86,8 +85,6 @@ class LossTiles:
     reduction: Reduction = "mean"
     num_shards: int | Literal["auto"] = "auto"
     accumulate: Literal["float32", "param"] = "float32"
-    holder: weakref.ref[Any] | None = None
-    """What holds the hidden states as ``hidden`` until the backward pass, which needs their memory."""
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
@@ -293,8 +290,6 @@ class _TiledLoss(torch.autograd.Function):
             is_saved = call.tiles.reduction == "none"
             hidden, _, *weights = saved if is_saved else call.kept.get(ctx.next_functions[0][0])
             return (None, *call.gradients_with_graph(hidden, weights, incoming))
-        if call.tiles.holder is not None and (holder := call.tiles.holder()) is not None and not keeps_graph():
-            holder.hidden = None
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved
             with call.autocast.context(), random_state_kept(hidden.device, call.random):

@@ -1,4 +1,4 @@
-"""Deferred logits: what a head returns while its loss is computed in tiles."""
+"""Deferred logits: what a head returns while its model computes a loss in tiles."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -20,18 +19,34 @@ from lt_tiled._log import inform
 from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
-from lt_tiled.modules.patch import SharedPatch
-from lt_tiled.policies import LossShards
-from lt_tiled.tiling.deferred import READS, Deferred
+from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, is_of
+from lt_tiled.tiling.deferred import Deferred
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.observe import Observation, restored
-from lt_tiled.tiling.recompute import Precision, version_of
+from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
 from lt_tiled.tiling.state import Learned
 from lt_tiled.tiling.weights import Work, substituted, trainable_weights
 
+_ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
+"""Packages whose hooks on a head gather weights alone. Those of tensor parallelism change its input and output."""
 
-class TiledHead(SharedPatch):
-    """The head of a model whose loss is computed in tiles; each owner's value is a number of tiles."""
+
+@dataclass(frozen=True)
+class OnHead:
+    """A function that a head runs instead of its forward, with its hooks around: ``head(hidden, OnHead(function))``."""
+
+    function: Callable[[nn.Module, Tensor], Tensor]
+
+
+class HeadPatch(SharedPatch):
+    """On the head of a model that computes its own loss; each owner's value says how many tiles."""
+
+    order = Order.HEAD
+
+    called = False
+    """Whether the head was called: MobileBERT computes its logits from the head's weight."""
+    grad_mode: bool | None = None
+    """The gradient mode of the model's call, while the model computes a loss in tiles."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -42,96 +57,78 @@ class TiledHead(SharedPatch):
         copy.learned = Learned(self.learned.largest)
         return copy
 
+    @property
+    def num_shards(self) -> int | Literal["auto"]:
+        """The number of tiles that was asked for last."""
+        return next((count for count in reversed(self.owners.values()) if isinstance(count, int)), "auto")
+
     def plain(self, head: nn.Module) -> bool:
         """Whether the head computes what its weight and bias say, which are tensors of torch."""
         own = self.replaced is None and type(head).forward is nn.Linear.forward
         return own and not any(is_traceable_wrapper_subclass(p) for p in head.parameters())
 
-    @property
-    def num_shards(self) -> LossShards:
-        """The number of tiles that was asked for last."""
-        return next((count for count in reversed(self.owners.values()) if count != "auto"), "auto")
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return deferred logits where the model computes a loss in tiles."""
+        if len(args) == 2 and isinstance(args[1], OnHead):
+            return args[1].function(module, args[0])
+        self.called = True
+        plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling() and not is_transformed()
+        # Gradients that are off in the head alone are those of a reentrant checkpoint, which gives its output a graph.
+        if self.grad_mode != torch.is_grad_enabled() or not plain:
+            return self.inner(module, *args, **kwargs)
+        hooks = [h for place in HOOKS for h in list(getattr(module, place).values())]
+        (hidden,) = args
+        if not all(is_of(hook, _ENGINES) for hook in hooks) or hasattr(hidden, "placements"):  # a DTensor
+            inform(
+                f"the loss of {self.name} is not tiled: hooks on its head, or tensor parallelism, need full logits",
+                once=f"hooks {self.name}",
+            )
+            return self.inner(module, hidden)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        shape: tuple[int, ...] = (*hidden.shape[:-1], int(module.out_features))  # type: ignore[arg-type]
+        logits = DeferredLogits.of(HeadCall(module, self, hidden), torch.empty(shape, dtype=dtype, device="meta"))
+        if not hooks:
+            return logits
 
+        def last(head: nn.Module, args: Any, output: Any) -> DeferredLogits:
+            handle.remove()
+            return logits
 
-@dataclass(frozen=True)
-class OnHead:
-    """A function that a head runs instead of its forward, with its hooks around: ``head(hidden, OnHead(function))``."""
-
-    function: Callable[[nn.Module, Tensor], Tensor]
-
-
-@dataclass
-class LossCall:
-    """One call of a model with labels."""
-
-    grad_mode: bool
-    over: bool = False
-
-
-_optimizer_steps = [0]
-
-
-def _count_step(*_: Any) -> None:
-    _optimizer_steps[0] += 1
-
-
-# FSDP and ZeRO-3 gather new weights with the version counters of the old ones, so versions miss optimizer steps.
-register_optimizer_step_pre_hook(_count_step)
+        handle = module.register_forward_hook(last)
+        return logits.call  # past the hooks of engines, which would compute a tensor
 
 
 class HeadCall:
     """One call of a head, which runs when its logits are used."""
 
-    def __init__(self, head: nn.Module, patch: TiledHead, hidden: Tensor, model: LossCall) -> None:
-        self.head, self.patch, self.model = head, patch, model
-        self.hidden: Tensor | None = hidden
-        self.device = hidden.device
-        self.autocast = Precision.now(hidden.device)
-        remedy = "turn the tiled loss off with loss=False"
-        self.state = None if patch.plain(head) else Observation(f"the head of {patch.name}", (head,), remedy)
-        """What a head with code of its own can read, such as the adapters that are on."""
+    def __init__(self, head: nn.Module, patch: HeadPatch, hidden: Tensor) -> None:
+        self.head, self.patch, self.hidden = head, patch, hidden
+        self.grad_mode, self.autocast = torch.is_grad_enabled(), Precision.now(hidden.device)
         self.versions = self._versions()
         self.logits: list[weakref.ref[DeferredLogits]] = []
         """All that its output became, oldest first; they may share memory."""
 
-    def run(self, function: Callable[..., Tensor]) -> Any:
+    def run(self, function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
         """Run a function on the head and the hidden states, with the head's hooks around it.
 
         Raises:
-            RuntimeError: If the hidden states or the weights may no longer be those of the call.
+            RuntimeError: If the hidden states or the weights are no longer those of the call.
         """
-        name, hidden = self.patch.name, self.hidden
-        if hidden is None:
-            raise RuntimeError(
-                f"The logits of {name} are computed when they are used, and the hidden states were freed when the"
-                " backward pass of its loss began. Use the logits before, or turn the tiled loss off with loss=False."
-            )
 
         def checked(head: nn.Module, hidden: Tensor) -> Tensor:
-            found = self._versions()  # only here have engines all-gathered the weights
-            if [kind for kind, _ in found] != [kind for kind, _ in self.versions]:
+            if self._versions() != self.versions:  # only here have engines all-gathered the weights
                 raise RuntimeError(
-                    f"{name}: FSDP has sharded the weights of its head since its forward pass, so its logits cannot be"
-                    " computed. Make the head an FSDP unit of its own with auto_wrap_policy, use FSDP2, or turn the"
-                    " tiled loss off with loss=False."
-                )
-            if found != self.versions:
-                raise RuntimeError(
-                    f"{name}: the hidden states or weights of its head were changed, or an optimizer made a step,"
-                    " before its logits were used. Use them before, or turn the tiled loss off with loss=False."
+                    f"{self.patch.name}: the hidden states or weights of its head were changed before its logits were"
+                    " used. Use them before, or turn the tiled loss off with loss=False."
                 )
             return function(head, hidden)
 
-        def as_called(head: nn.Module, hidden: Tensor) -> Tensor:
-            with restored(self.state, "the use of its logits"):  # here for the same reason
-                return checked(head, hidden)
+        with torch.set_grad_enabled(self.grad_mode), self.autocast.context():
+            return self.head(self.hidden, OnHead(checked))
 
-        with self.autocast.context():
-            return self.head(hidden, OnHead(checked if self.state is None else as_called))
-
-    def _versions(self) -> list[tuple[Any, int]]:
-        tensors = (cast("Tensor", self.hidden), *self.head.parameters())
-        return [(None, _optimizer_steps[0]), *(((type(t), t.shape), version_of(t)) for t in tensors)]
+    def _versions(self) -> list[int]:
+        return [version_of(tensor) for tensor in (self.hidden, *self.head.parameters())]
 
 
 class DeferredLogits(Deferred):
@@ -144,18 +141,18 @@ class DeferredLogits(Deferred):
     """What is to be done to each of the head's logits, and whether that only makes them float32."""
     meta: Tensor
     """A tensor of their shape and dtype on the meta device."""
-    grad_mode: bool
     full: Tensor | None
     """The full logits, once any of the same call were used."""
 
     @classmethod
-    def of(cls, call: HeadCall, meta: Tensor, grad_mode: bool, source: Any = None, steps: Any = ()) -> DeferredLogits:
+    def of(cls, call: HeadCall, meta: Tensor, source: Any = None, steps: Any = ()) -> DeferredLogits:
         """Return deferred logits of a call."""
         with torch._C.DisableTorchFunctionSubclass():
             link = torch.empty(0, requires_grad=True)
-            name, device = call.patch.name, call.device
-            logits: DeferredLogits = _OnlyFull.apply(name, tuple(meta.shape), meta.dtype, device, link)
-        logits.call, logits.meta, logits.grad_mode, logits.full = call, meta, grad_mode, None
+            logits: DeferredLogits = _OnlyFull.apply(
+                call.patch.name, tuple(meta.shape), meta.dtype, call.hidden.device, link
+            )
+        logits.call, logits.meta, logits.full = call, meta, None
         logits.source, logits.steps = source, steps
         call.logits.append(weakref.ref(logits))
         return logits
@@ -164,20 +161,20 @@ class DeferredLogits(Deferred):
         """Return the full logits with the graph that they had when the head was called."""
         if self.full is None:
             name = self.call.patch.name
-            if not self.call.model.over:
-                message = f"the loss of {name} is not tiled: its code uses full logits ({because})"
-                inform(message, once=f"full logits {name}")
+            message = f"the loss of {name} is not tiled: its code uses full logits ({because})"
+            inform(message, once=f"full logits {name}")
             for reference in self.call.logits:  # all, because this use may change memory that others share
                 if (logits := reference()) is not None:
                     logits._compute()
         return cast("Tensor", self.full)
 
     def _compute(self) -> None:
-        with torch.set_grad_enabled(self.grad_mode), self.call.autocast.context():
-            if self.source is None:
-                self.full = self.call.run(self.call.patch.inner)
-            else:
-                self.full = self.source[1](cast("Tensor", self.source[0].full))
+        if self.source is None:
+            self.full = self.call.run(self.call.patch.inner)
+        else:
+            logits, step = self.source
+            with torch.set_grad_enabled(self.call.grad_mode):
+                self.full = step(cast("Tensor", logits.full))
         self.source, self.has_value = None, True
 
     def data_value(self) -> Tensor:
@@ -187,11 +184,9 @@ class DeferredLogits(Deferred):
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss in tiles, or the logits with one more thing to be done to them."""
         others = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t is not self]
-        if self.full is not None or any(isinstance(t, Deferred) for t in others):
+        same_mode = self.call.grad_mode == torch.is_grad_enabled()
+        if self.full is not None or not same_mode or any(isinstance(t, Deferred) for t in others):
             return NotImplemented
-        if func in READS and not self.grad_mode:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         if func is F.cross_entropy:
             given = _CROSS_ENTROPY.bind(*args, **kwargs)
             given.apply_defaults()
@@ -212,8 +207,7 @@ class DeferredLogits(Deferred):
         else:
             kept = meta.shape == self.meta.shape and meta.is_floating_point()
             steps = (*steps, (step, func in (Tensor.float, Tensor.to) and meta.dtype == torch.float32))
-        grad_mode = self.grad_mode and (meta is self.meta or torch.is_grad_enabled()) and func is not Tensor.detach
-        return DeferredLogits.of(self.call, meta, grad_mode, (self, step), steps) if kept else NotImplemented
+        return DeferredLogits.of(self.call, meta, (self, step), steps) if kept else NotImplemented
 
     def _loss(
         self,
@@ -236,8 +230,7 @@ class DeferredLogits(Deferred):
             rows = hidden.reshape(-1, hidden.shape[-1])
             bounds = loss_bounds(patch.num_shards, *rows.shape)
             patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
-            kind, holder = CrossEntropy(ignore_index, label_smoothing), weakref.ref(self.call)
-            tiles = LossTiles(kind, reduction, patch.num_shards, holder=holder)
+            tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             if patch.plain(head) and not steps and reduction != "none":
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
                 return tiles.loss(linear, hidden, target, plain, vocab_size)
@@ -259,11 +252,10 @@ class DeferredLogits(Deferred):
 
             return tiles.loss(logits, hidden, target, [w.tensor for w in weights], vocab_size)
 
-        with torch.set_grad_enabled(self.grad_mode and torch.is_grad_enabled()):
-            return self.call.run(compute)
+        return self.call.run(compute)
 
 
-def _computed(patch: TiledHead, head: nn.Module, steps: Any, rows: Tensor) -> Tensor:
+def _computed(patch: HeadPatch, head: nn.Module, steps: Any, rows: Tensor) -> Tensor:
     """Return the logits of hidden states. Not a method, because the loss's node keeps it until the backward pass."""
     logits: Tensor = patch.inner(head, rows)
     for function, _ in steps:
@@ -290,7 +282,7 @@ class _OnlyFull(torch.autograd.Function):
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-_ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.detach, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}
+_ENTRYWISE = {torch.tanh, Tensor.tanh, Tensor.float, Tensor.to, torch.mul, torch.div, torch.true_divide}
 _ENTRYWISE |= {
     Tensor.mul,
     Tensor.div,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.loss.transformers import OutputLogits
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
@@ -106,7 +105,7 @@ class SharedModel(SharedPart):
         output["loss"] = region.mean(output["loss"])
         region.check_exchanged()
         if output.get("logits") is not None:
-            output["logits"] = OutputLogits(partial(_refuse_logits, sharing.owner))
+            output["logits"] = None  # those of this rank's tokens
         return output.to_tuple() if as_tuple else output
 
     def _check_to_loss(self, call: Call, tokens: Tensor) -> None:
@@ -169,12 +168,6 @@ class SharedModel(SharedPart):
             output = call.run(self.inner)
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
-
-
-def _refuse_logits(name: str) -> Any:
-    raise AttributeError(
-        f"{name} has the logits of this rank's tokens only. Call it without labels for logits, or use lt_tiled.metrics."
-    )
 
 
 def _outside_blocks(module: nn.Module) -> Iterator[nn.Module]:

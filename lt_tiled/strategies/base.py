@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -49,7 +49,8 @@ class TiledStrategy(Base):
             ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns activation checkpointing off.
             Classes of blocks, or a policy function, choose blocks as in Lightning's
             ``activation_checkpointing_policy``.
-        loss: Whether transformers models compute their loss in tiles: ``True``, or the number of tiles.
+        loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
+            ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
         sequence_parallel: How many ranks share each sequence, or a ``SequenceParallel``.
     """
 
@@ -60,7 +61,7 @@ class TiledStrategy(Base):
         *args: Any,
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
         activation_checkpointing: ActivationCheckpointingLike | None = "auto",
-        loss: bool | PositiveInt | None = None,
+        loss: bool | PositiveInt | Literal["always"] | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:

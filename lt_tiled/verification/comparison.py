@@ -257,7 +257,8 @@ def force_tiles(patches: list[Patch]) -> None:
         if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
             patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
         elif isinstance(patch, HeadPatch):
-            patch.owners = {owner: _TILES if count in ("auto", 1) else count for owner, count in patch.owners.items()}
+            count = patch.num_shards
+            patch.owners = dict.fromkeys(patch.owners, _TILES if count in ("auto", 1) else count)
         elif isinstance(patch, BlockPatch) and patch.offload is not None:
             patch.offload.offloader.min_bytes = 0
 

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp.wrap import CustomPolicy
 
 from lt_tiled import tiled_linear_cross_entropy
 from tests.engines.cells import ENGINES, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
-from tests.models import TinyLM, lm_loss, tiny_llama
+from tests.models import TinyLM, lm_loss
 from tests.parity import near
-from tests.world import RanksFailed, World
+from tests.world import World
 
 
 def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
@@ -77,40 +76,3 @@ def test_mean_over_all_ranks(world: World) -> None:
     """
     for mean, true in world(mean_gradients):
         torch.testing.assert_close(mean, true, rtol=1e-6, atol=1e-9)
-
-
-def with_logits(engine: str, loss: bool, head_alone: bool = True) -> list[float]:
-    """Two steps of a loss of a model plus one of its logits, each with a metric of both before the update, and an
-    evaluation.
-    """
-    torch.manual_seed(0)
-    net: Any = tiny_llama().double()
-    units = CustomPolicy(lambda module: module is net.lm_head or "DecoderLayer" in type(module).__name__)
-    options = {"auto_wrap_policy": units} if engine == "fsdp" and head_alone else {}
-    fabric = launch(engine, tiling=3, loss=loss, **options)
-    model, optimizer = set_up(fabric, net, engine)
-    ids = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(dist.get_rank()))
-    found = []
-    for _ in range(2):
-        output = model(input_ids=ids, labels=ids)
-        with torch.no_grad():
-            found.append(float(output.logits[:, :-1].argmax(-1).eq(ids[:, 1:]).double().mean()))
-        found.append(step_on(fabric, optimizer, output.loss + 0.1 * torch.logsumexp(output.logits, -1).mean()))
-    with torch.no_grad():
-        found.append(float(model(input_ids=ids, labels=ids).logits.std()))
-    fabric.strategy.release()
-    return found
-
-
-@pytest.mark.table("fsdp2|zero3")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_logits_of_an_output(on_ranks: OnRanks, engine: str) -> None:
-    """Metrics, gradients and evaluations that read ``output.logits`` are those of whole logits."""
-    true = on_ranks(with_logits, engine, False)
-    assert on_ranks(with_logits, engine, True) == [pytest.approx(values, rel=1e-6) for values in true]
-
-
-def test_logits_of_a_head_that_fsdp_shards_with_others(world: World) -> None:
-    """FSDP shards the weights of its root unit when the forward pass ends, and logits that are read later say so."""
-    with pytest.raises(RanksFailed, match=r"FSDP has sharded the weights of its head.*auto_wrap_policy.*loss=False"):
-        world(with_logits, "fsdp", True, False)

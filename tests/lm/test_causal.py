@@ -153,7 +153,7 @@ def test_the_schedule_warms_up_and_falls() -> None:
         ({}, "exactly one of config"),
         ({"config": LLAMA, "path": "x"}, "exactly one of config"),
         ({"config": {"hidden_size": 8}}, r"config has no model_type, only \['hidden_size'\]"),
-        ({"config": LLAMA, "loss": 0}, "loss=0 must be None or False or True or an integer of at least 1"),
+        ({"config": LLAMA, "loss": 0}, "loss=0 must be None or False or True or 'always' or an integer of at least 1"),
         ({"path": "no/model"}, "path='no/model' is not a directory with a config.json"),
     ],
 )
