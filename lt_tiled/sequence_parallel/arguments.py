@@ -15,8 +15,6 @@ from lt_tiled.modules.cache import by_name
 
 DOCUMENTS = ("cu_seq_lens", "max_length")
 """How arguments begin that tell the places of packed documents."""
-_OTHER_SEQUENCE = ("encoder_", "cross_")
-"""How arguments begin that belong to another sequence, of which each rank has all tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,7 @@ class Call:
         def changed(name: str, leaf: Any) -> Any:
             if leaf is self.tokens:
                 return tokens
-            other = name.startswith(_OTHER_SEQUENCE)  # masks of another sequence have rows for the rank's own tokens
-            if isinstance(leaf, Tensor) and (masks or other or not is_mask(name, leaf, total)):
+            if isinstance(leaf, Tensor) and (masks or not is_mask(name, leaf, total)):
                 for dim in token_dims(owner, name, leaf, total):
                     leaf = change(leaf, dim)
             return leaf
@@ -84,17 +81,13 @@ def is_mask(name: str, tensor: Tensor, total: int) -> bool:
     numbers = tensor.is_floating_point() or tensor.dtype == torch.bool  # and not position ids of as many rows
     square = numbers and len(sizes) >= 2 and sizes[-1] == sizes[-2] == total
     padding = len(sizes) == 4 and sizes[-1] == total and sizes[-2] == 1
-    of_rows = len(sizes) == 4 and sizes[-2] == total and sizes[-1] == 1  # Mllama multiplies hidden states by it
-    return ("mask" in name and not of_rows) or square or padding
+    return "mask" in name or square or padding
 
 
 def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
     """Return the dimensions of tokens: one, two of a mask, or none."""
     if name.startswith(DOCUMENTS):
         return []
-    if name.startswith(_OTHER_SEQUENCE):
-        rows = tensor.dim() - 2
-        return [rows] if "mask" in name and tensor.dim() > 2 and tensor.shape[rows] == total else []
     dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:
         return dims[-1:]  # token or position ids [B, S]

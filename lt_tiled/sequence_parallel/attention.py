@@ -19,8 +19,6 @@ from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable breaks 
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.attended import attended_alone, keeps_attention
-from lt_tiled.modules.patch import Order, Patch
-from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.calls import TELL_DOCUMENTS, AttentionCall, calls_of, documents_told, mask_of
 from lt_tiled.sequence_parallel.exchange import Share, attend
 from lt_tiled.sequence_parallel.region import Region, current
@@ -63,9 +61,7 @@ class _Shared(Replacement):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         region = current()
-        if region is not None and region.other_tokens is not None:
-            _check_cross_attention(region, query, key, attention_mask)
-        if region is None or region.other_tokens is not None:
+        if region is None:
             if self.name == "eager" or not keeps_attention():  # eager attention may be asked for its weights
                 return self.function(module, query, key, value, attention_mask, *args, **kwargs)
             given = (module, query, key, value, attention_mask, *args)
@@ -127,58 +123,6 @@ class _Grouped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-_OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-"""The arguments of attention modules for the hidden states of another sequence."""
-
-
-class CrossAttentionPatch(Patch):
-    """On a module in a block that may be given another sequence, as that of an encoder, of which each rank has all.
-
-    Its queries are those of the rank's own tokens, so attention runs on them without an exchange.
-    """
-
-    order = Order.POSITIONS
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region, call = current(), Call(module, args, kwargs)
-        other = None
-        for name in _OTHER_SEQUENCE if region is not None else ():
-            other = call.arguments.get(name) if other is None else other
-        if region is None or not isinstance(other, Tensor):
-            return call.run(self.inner)
-        before, region.other_tokens = region.other_tokens, other.shape[1]
-        try:
-            return call.run(self.inner)
-        finally:
-            region.other_tokens = before
-
-
-def _check_cross_attention(region: Region, query: Tensor, key: Tensor, mask: Any) -> None:
-    """Raise ``ValueError`` unless queries ``[B, H, S/n, D]`` of a rank's own tokens attend to all of another sequence.
-
-    The keys have the shape ``[B, K, T, D]``.
-    """
-    own, other = query.shape[2], key.shape[2]
-    if (own, other) != (region.length, region.other_tokens):
-        raise ValueError(
-            f"{region.owner} attends from {own} to {other} tokens where it is given {region.other_tokens} of an encoder"
-            f" and has {region.length} of its own: attention to both at once cannot be shared. Use a model with two"
-            " attention modules, or sequence_parallel=1."
-        )
-    if mask is None or (isinstance(mask, Tensor) and (mask.dim() == 2 or mask.shape[-2] in (1, own))):
-        return
-    raise ValueError(
-        f"{region.owner} was given a mask of an encoder of the kind {type(mask).__name__} and the shape"
-        f" {list(mask.shape)}, of which sequence parallelism cannot take the {own} tokens of the rank: use sdpa, eager"
-        " or flash attention, or leave out the mask."
-    )
-
-
-def attends_elsewhere(module: nn.Module) -> bool:
-    """Whether a module may be given another sequence to attend to."""
-    return not set(_OTHER_SEQUENCE).isdisjoint(inspect.signature(type(module).forward).parameters)
 
 
 _EAGER = "eager_attention_forward"

@@ -51,7 +51,7 @@ def computes_loss(call: Call) -> bool:
     model: Any = call.module
     function = getattr(model, "loss_function", None)
     has_tokens = call.arguments.get("input_ids") is not None or call.arguments.get("inputs_embeds") is not None
-    if call.arguments.get("labels") is None or not has_tokens or is_partial(call) or model.config.is_encoder_decoder:
+    if call.arguments.get("labels") is None or not has_tokens or is_partial(call):
         return False
     if function is None or not is_of(function, ("transformers.", "lt_tiled.")):
         return False

@@ -31,6 +31,18 @@ from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.sequence_parallel.users_code import kept_values, refuse_gradients, refuse_hooks
 
+_OTHER_SEQUENCE = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
+
+
+def refuse_cross_attention(owner: str, call: Call) -> None:
+    """Raise ``ValueError`` if a module is given the hidden states of another sequence, as those of an image."""
+    for name in _OTHER_SEQUENCE:
+        if call.arguments.get(name) is not None:
+            raise ValueError(
+                f"{owner} was given {name}, and sequence parallelism does not support cross-attention: use a"
+                " decoder-only model, or sequence_parallel=1."
+            )
+
 
 class SharedPart(Patch):
     """On each module that takes part in sharing sequences."""
@@ -50,7 +62,10 @@ class SharedPart(Patch):
         if (region := current()) is not None:
             with entered(region):  # what recomputes the whole block may begin here
                 return self.inner(module, *args, **kwargs)
-        return self.share(Call(module, args, kwargs))
+        call = Call(module, args, kwargs)
+        if self.sharing.size > 1:
+            refuse_cross_attention(self.name, call)
+        return self.share(call)
 
     def share(self, call: Call) -> Any:
         raise NotImplementedError
@@ -119,7 +134,7 @@ class SharedBlock(SharedPart):
 
     def _opened(self, call: Call) -> Region | None:
         """Return a region for the tokens of a first block's input, unless each rank runs all blocks on all tokens."""
-        if call.tokens is None or (self.sharing.in_model_only and not self.sharing.in_model):
+        if call.tokens is None:
             return None
         sharing, before, total = self.sharing, self.sharing.open, call.tokens.shape[1]
         if before is not None and total == before.length != before.total:

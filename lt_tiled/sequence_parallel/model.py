@@ -35,7 +35,7 @@ class SharedModel(SharedPart):
         """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
 
     def share(self, call: Call) -> Any:
-        sharing, compares, fills_cache = self.sharing, False, False
+        sharing, compares = self.sharing, False
         if sharing.hand_written:  # its first block compares the batches, if it shares them
             self._check_around(call)
         else:
@@ -45,9 +45,8 @@ class SharedModel(SharedPart):
                 with sharing.compared(call):
                     return self._to_loss(call, begin)
             call = causal.without_unused_cache(call)
-            fills_cache = causal.fills_cache(call)
-            compares = not fills_cache and not causal.is_partial(call)  # ranks may generate apart
-        with sharing.around_blocks(call, fills_cache), sharing.compared(call) if compares else nullcontext():
+            compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
+        with sharing.around_blocks(call), sharing.compared(call) if compares else nullcontext():
             return call.run(self.inner)
 
     def _begin(self, call: Call) -> Begin | None:

@@ -80,8 +80,6 @@ class Region:
     """The functions that the current layer called, of those that mix tokens by a state or a convolution."""
     mixes_in: torch.dtype | None = None
     """The dtype of what these were given."""
-    other_tokens: int | None = None
-    """The length of the other sequence to which the current module attends, if it attends to another one."""
     seq_idx: Tensor | None = None
     """The documents that all tokens belong to, as kernels of state layers take them: ``[B, S]``."""
     closed: bool = False

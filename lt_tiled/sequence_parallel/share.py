@@ -16,8 +16,6 @@ from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import (
     AttentionMode,
-    CrossAttentionPatch,
-    attends_elsewhere,
     calls_attention,
     eager_files,
     share_interface,
@@ -48,18 +46,14 @@ _INSTEAD_OF_EAGER = {
 
 def share(sharing: Sharing, undo: ExitStack) -> None:
     """Share the sequences of a part of a model until ``undo`` is closed."""
-    caller, blocks = sharing.caller, [block for chain in sharing.chains for block in chain]
+    caller, blocks = sharing.caller, sharing.blocks
     replace_functions(blocks, undo)
     for path, module in find_mixers(blocks):
         patch_until(undo, module, MixerPatch(path, module))
-    for chain in sharing.chains:
-        for path, block in chain:
-            patch_until(undo, block, SharedBlock(sharing, path, block is chain[0][1], block is chain[-1][1]))
+    for path, block in blocks:
+        patch_until(undo, block, SharedBlock(sharing, path, block is blocks[0][1], block is blocks[-1][1]))
     if not sharing.hand_written:
         share_interface([block for _, block in blocks], undo)
-        for part in (part for _, block in blocks for _, part in walk(block)):
-            if attends_elsewhere(part):
-                patch_until(undo, part, CrossAttentionPatch())
     roots = [block for _, block in blocks] if caller is None else [caller]
     rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
     for part in rotary:
@@ -100,15 +94,14 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
     inside = _of_transformers(model)
 
-    def shared(path: str, module: nn.Module, caller: nn.Module | None, *chains: list[tuple[str, nn.Module]]) -> Sharing:
+    def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Sharing:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
-            return Sharing(owner, policy, group, caller, chains, AttentionMode(), hand_written=True)
+            return Sharing(owner, policy, group, caller, blocks, AttentionMode(), hand_written=True)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
-        two = len(chains) > 1
-        lengths, positions = switches(config if two else config.get_text_config())
+        lengths, positions = switches(config.get_text_config())
         mode = AttentionMode() if calls_attention(module) else None
-        return Sharing(owner, policy, group, caller, chains, mode, False, lengths, positions, in_model_only=two)
+        return Sharing(owner, policy, group, caller, blocks, mode, False, lengths, positions)
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
@@ -116,7 +109,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     if pretrained:
         for _, m in pretrained:
             _refuse_unsupported(m)
-        return [shared(path, m, m, *_chains_of(path, m)) for path, m in pretrained]
+        return [shared(path, m, m, _blocks_of(path, m, _decoder_of(m))) for path, m in pretrained]
     blocks = _blocks_of("", model, model)
     modules, above = dict(everything), blocks[0][0].split(".")[:-2]
     while not has_forward(modules[".".join(above)]):  # a ModuleDict around the list of blocks
@@ -128,6 +121,11 @@ def _refuse_unsupported(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model of transformers whose sequences cannot be shared."""
     config: Any = model.config
     text, kind = config.get_text_config(), type(model).__name__
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{kind} is an encoder-decoder, whose two sequences are not shared: use a decoder-only model, or"
+            " sequence_parallel=1 with activation_checkpointing='cpu'."
+        )
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if dropped := getattr(config, name, 0):
             raise ValueError(
@@ -157,14 +155,10 @@ def _refuse_unsupported(model: nn.Module) -> None:
         )
 
 
-def _chains_of(path: str, model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """Return the blocks of a model, or of its encoder and its decoder."""
-    of_transformers: Any = model
-    if of_transformers.config.is_encoder_decoder:
-        parts = (of_transformers.get_encoder(), of_transformers.get_decoder())
-        return [_blocks_of(path, model, part) for part in parts]
-    decoder = getattr(model, "get_decoder", None)  # of a vision-language model
-    return [_blocks_of(path, model, model if decoder is None else decoder())]
+def _decoder_of(model: Any) -> nn.Module:
+    """Return the decoder of a vision-language model, and of others the model."""
+    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder
 
 
 def _blocks_of(path: str, model: nn.Module, inner: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -30,9 +30,8 @@ class Sharing:
     group: dist.ProcessGroup | None
     caller: nn.Module | None
     """The module that calls the blocks; ``None`` if the policy names the module."""
-    chains: Sequence[Sequence[tuple[str, nn.Module]]]
-    """The modules, with their paths, from whose first to whose last one there is a region: one chain, or that of an
-    encoder and that of a decoder."""
+    blocks: Sequence[tuple[str, nn.Module]]
+    """The modules, with their paths, from whose first to whose last one there is a region."""
     mode: AttentionMode | None = None
     """Finds attention in models that call ``F.scaled_dot_product_attention`` themselves."""
     hand_written: bool = False
@@ -41,10 +40,6 @@ class Sharing:
     """Numbers of tokens above which the model may compute otherwise."""
     positions: Sequence[int] = ()
     """Positions above which it may."""
-    in_model_only: bool = False
-    """Whether blocks share sequences only in a call of the model: ``generate`` calls an encoder by itself."""
-    in_model: bool = False
-    """Whether a call of the model runs that fills no key-value cache."""
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
     given: Region | None = None
@@ -92,9 +87,9 @@ class Sharing:
         return [alone, self.region(total, in_blocks=in_blocks, record=[])]
 
     @contextmanager
-    def around_blocks(self, call: Call | None = None, fills_cache: bool = False) -> Iterator[None]:
+    def around_blocks(self, call: Call | None = None) -> Iterator[None]:
         """Refuse a forward pass that ends, or fails because it needs all tokens, between the first and last block."""
-        outside, self.in_model, self.call = self.in_model, not fills_cache, call
+        self.call = call
         try:
             yield
         except (RuntimeError, IndexError) as error:
@@ -110,7 +105,7 @@ class Sharing:
             if self.open is not None:
                 self.open.check_closed()
         finally:
-            self.open, self.in_model, self.call = None, outside, None
+            self.open = self.call = None
 
     @contextmanager
     def opened_by_first_block(self, region: Region) -> Iterator[None]:

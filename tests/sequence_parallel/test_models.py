@@ -21,12 +21,13 @@ from tests.world import World
 
 _EAGER = r"uses eager attention, or no attention, .*: "
 _NONE = _EAGER + "use another model"
-_CROSS = r"needs self-attention of all .* tokens .*SequenceParallel\(targets=...\)"
+_ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _UNSEEN = r"None of its attention was seen.* Use the sdpa, flash or flex attention"
 _BETWEEN = r"needs all tokens between its blocks, .* call it without what it uses there"
 _IMAGE = r"cannot run on 9 tokens, .* SequenceParallel\(targets=...\)"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
 REFUSED = {
+    "BART": _ENCODER,
     "BLOOM": _NONE,
     "DeBERTa V2": _NONE,
     "Doge": _UNSEEN,
@@ -35,12 +36,15 @@ REFUSED = {
     "GPT-Neo": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "Hiera": _NONE,
     "LeViT": _NONE,
+    "Llama 3.2 (image and text)": "was given cross_attention_states.* use a decoder-only model",
     "Longformer": _NONE,
     "MPT": _NONE,
     "Qwen 3-VL": _BETWEEN,
     "RWKV": _NONE,
     "Swin": r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)",
-    "T5": "adds a position bias to attention, .* use a model with other positions",
+    "T5": _ENCODER,
+    "T5Gemma": _ENCODER,
+    "Whisper": _ENCODER,
     "wav2vec 2.0": _BLOCKS,
     "wav2vec 2.0-BERT": "Conv1d.* mixes tokens outside of attention.* use a model without it",
 }
@@ -56,7 +60,7 @@ def shared(name: str) -> tuple[float, int, str]:
     return against_whole(model, architecture.feed(model))
 
 
-@pytest.mark.table("Llama|GPT-2|BART|BERT|Falcon|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
+@pytest.mark.table("Llama|GPT-2|BERT|Falcon|Gemma 3|DeepSeek V3|Mixtral|GLM-4|OPT|ViT|LLaVA|ALBERT|Cohere")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 def test_shared(name: str, world: World) -> None:
     """The loss and all gradients of two ranks are those of one, and attention exchanged heads for tokens."""
@@ -66,7 +70,7 @@ def test_shared(name: str, world: World) -> None:
         assert error < max(NEAR, ARCHITECTURES[name].error)
 
 
-@pytest.mark.table("T5|BLOOM|Swin|Doge|Qwen 3-VL|wav2vec.*")
+@pytest.mark.table("T5|Llama 3.2.*|BLOOM|Swin|Doge|Qwen 3-VL|wav2vec.*")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: World) -> None:
     """What cannot be shared raises a ``ValueError`` with a remedy on all ranks."""

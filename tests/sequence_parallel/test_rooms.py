@@ -18,7 +18,6 @@ from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.memory import Usage, usage
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch
-from tests.sequence_parallel import test_encoder_decoder
 from tests.sequence_parallel.hybrids import hybrid
 from tests.sequence_parallel.models import CASES, HeadsOnly, causal, ids
 from tests.sequence_parallel.runs import step, value_of
@@ -75,8 +74,6 @@ def model_of(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     kind, _, which = name.partition(": ")
     if kind == "hybrid":
         return hybrid(which), lambda tokens: with_labels(ids(2, tokens))
-    if kind == "encoder-decoder":
-        return test_encoder_decoder.build(which), lambda tokens: test_encoder_decoder.inputs(which, tokens - 9, tokens)
     torch.manual_seed(0)
     if kind == "dropout":
         return causal("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)(), lambda tokens: with_labels(ids(2, tokens))
@@ -128,11 +125,10 @@ def compare(*args: Any) -> tuple[bool, list[int], list[int]]:
 NAMES = ("llama", "packed", "padded left", "sliding window", "gemma 3", "gpt-2", "hand-written", "function", "dropout")
 FEW = ("few heads, 2/1", "few heads, packed", "few heads, sliding window", "few heads, hand-written")
 HYBRID = ("hybrid: qwen3_next", "hybrid: bamba", "hybrid: lfm2", "hybrid: jamba", "hybrid: minimax")
-OTHERS = ("encoder-decoder: bart", "encoder-decoder: t5gemma")
 
 
 @pytest.mark.table("llama|function|few heads, packed|hybrid: lfm2")
-@pytest.mark.parametrize("name", NAMES + FEW + HYBRID + OTHERS)
+@pytest.mark.parametrize("name", NAMES + FEW + HYBRID)
 def test_ranks_with_other_rooms(name: str, four_ranks: World) -> None:
     """Ranks that share a sequence and keep all, a part or nothing have the gradients of ``keep=None`` bit for bit, and
     never keep more than their room.
