@@ -30,8 +30,8 @@ LENGTHS = (512, 384)
 LATER = (448, 512, 320, 384, 512)
 NEAR = 1e-5
 TILES = Tiling(num_shards=4)
-RECOMPUTE = ActivationCheckpointing(keep=None)
-OFFLOADED = ActivationCheckpointing(offload="cpu", min_bytes=0, keep=None)
+RECOMPUTE = ActivationCheckpointing()
+OFFLOADED = ActivationCheckpointing(offload="cpu", min_bytes=0)
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "without lt_tiled": None,
     "tiles, recompute": {"tiling": TILES, "activation_checkpointing": RECOMPUTE},

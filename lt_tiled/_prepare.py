@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled._log import inform, warn
-from lt_tiled.allowance import Allowance, Room
-from lt_tiled.auto import Auto, allowed
 from lt_tiled.checkpointing import (
     BlockOffload,
     BlockPatch,
@@ -25,7 +23,6 @@ from lt_tiled.engines.found import Engine
 from lt_tiled.engines.zero import patch_leaves, restore_leaves
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
-from lt_tiled.memory import ranks
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
@@ -72,7 +69,6 @@ class Prepared(AbstractContextManager["Prepared"]):
         group: dist.ProcessGroup | None = None,
         needs: EngineNeeds | None = None,
         defaults: Collection[str] = (),
-        sharded: int = 1,
         ranks_per_node: int | None = None,
         zero3_leaf_modules: bool = True,
         build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
@@ -82,8 +78,6 @@ class Prepared(AbstractContextManager["Prepared"]):
         keep = activation_checkpointing.keep if activation_checkpointing else None
         chooses = policy_of(activation_checkpointing.policy) if activation_checkpointing else None
         offloads = activation_checkpointing is not None and activation_checkpointing.offload is not None
-        if activation_checkpointing and (chooses or activation_checkpointing.activations == "all") and keep == "auto":
-            keep = None
         if keep == "exchange" and not shared:
             raise ValueError("keep='exchange' keeps what ranks exchange, and one rank exchanges nothing: leave it out.")
         losses = find_losses(model) if loss else []
@@ -126,19 +120,13 @@ class Prepared(AbstractContextManager["Prepared"]):
             patch_leaves(model, needs, zero3_leaf_modules)
             if loss is not None:
                 patch_losses(losses, loss, owner)
-            call_torch = reach_attention(model, unpatched, undo, keep != "auto") if keep else set()
-            switched = turn_off_own_checkpointing(model) if unpatched else []
-            for module in switched:
+            call_torch = reach_attention(model, unpatched, undo) if keep else set()
+            for module in turn_off_own_checkpointing(model) if unpatched else []:
                 undo.callback(setattr, module, "gradient_checkpointing", True)
-            skips = activation_checkpointing is not None and activation_checkpointing.recompute == "auto"
-            allowance = allowed(model, sharded) if skips and not switched else None
-            adapts = self.offloader is not None and self.offloader.prefetcher.adaptive
-            room = Room(ranks_per_node, adapts) if keep == "auto" else None
             for path, block in unpatched:
-                auto = Auto(len(unpatched), allowance or Allowance(-1), room) if allowance or room else None
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
                 mode = AttentionMode() if block in call_torch else None
-                patch_block(block, BlockPatch(offload, keep, mode, auto, chooses))
+                patch_block(block, BlockPatch(offload, keep, mode, chooses))
                 undo.callback(remove_patches, block, BlockPatch)
             if unpatched:
                 patch_models(model, undo)
@@ -185,7 +173,6 @@ class PreparedModels(list[Prepared]):
                 policies.sequence_parallel,
                 group=policies.sequence_group,
                 defaults=policies.defaults,
-                sharded=ranks() if policies.shards_weights else 1,
                 ranks_per_node=ranks_per_node,
                 zero3_leaf_modules=policies.zero3_leaf_modules,
             )
@@ -222,9 +209,6 @@ class AppliesPolicies:
     zero3_leaf_modules = True
     """Whether modules with tiled modules become leaf modules of ZeRO-3."""
 
-    shards_weights = True
-    """Whether the engine may shard the weights over all ranks."""
-
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that share each sequence with this one."""
 
@@ -244,8 +228,7 @@ class AppliesPolicies:
 
     def note_defaults(self, tiling: Any, activation_checkpointing: Any) -> None:
         """Note which of the arguments of a user are the defaults, so that their policies may find nothing."""
-        unnamed = activation_checkpointing in (True, "auto", ActivationCheckpointing(recompute="auto"))
-        is_default = {"tiling": tiling == Tiling(), "activation_checkpointing": unnamed}
+        is_default = {"tiling": tiling == Tiling(), "activation_checkpointing": activation_checkpointing is True}
         self.defaults = [name for name, default in is_default.items() if default]
 
     def release(self) -> None:
@@ -298,7 +281,6 @@ def prepare(
         as_loss(loss),
         shared,
         group=group,
-        sharded=ranks(),  # an engine may follow
     )
 
 

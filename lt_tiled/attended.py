@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.kept import Kept, Watch, current_kept
+from lt_tiled.kept import Kept, current_kept
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
@@ -32,8 +32,6 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
     kept = current_kept.get()
     if kept is None or kept.what != what or not any(t.requires_grad for t in inputs):  # as in frozen blocks
         return compute(*inputs)
-    if isinstance(kept, Watch):
-        return kept.value(partial(compute, *inputs))
 
     def run() -> tuple[_Graph | None, Tensor | None]:
         recomputed = _Recomputed(kept, inputs if what == "attention_output" else ())
@@ -41,15 +39,14 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
             link = torch.empty(0, device=inputs[0].device, requires_grad=True)
             begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
             output = compute(*begun)
-        if _reads_others(output) or (kept.locally and not recomputed.saves):
+        if _reads_others(output):
             return None, None
         starts = [get_gradient_edge(t) if t.requires_grad else None for t in begun]
         return _Graph(starts, get_gradient_edge(output), recomputed), output.detach()
 
     graph, output = kept.value(run)
     if graph is None:
-        kept.attends = False
-        inform("attention that reads a learned bias or weight, or saves nothing, is recomputed", once="not kept")
+        inform("attention that reads a learned bias or weight is recomputed", once="not kept")
         return compute(*inputs)
     again = None
     if what == "attention_output":
@@ -111,14 +108,11 @@ class _Recomputed:
         self._kept = kept
         self._places = {storage_key(tensor): place for place, tensor in enumerate(inputs)}
         self.layouts = [_layout(tensor) for tensor in inputs]
-        self.saves = False
-        """Whether attention saved a tensor: torch's recompute of a block ends with the last tensor that is saved."""
         self.inputs: Sequence[Tensor] = ()
         """The recomputed ones, while a backward pass needs them."""
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what gives a saved tensor back."""
-        self.saves = True
         place = self._places.get(storage_key(tensor))
         if place is None or tensor.dtype != self.layouts[place][0] or tensor.is_conj() or tensor.is_neg():
             return partial(self._kept.unpacked, version_of(tensor), self._kept.pack(tensor))

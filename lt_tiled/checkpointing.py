@@ -13,7 +13,7 @@ the device:
 * with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
 
 A tensor that several blocks save is stored once. What a block keeps for its recompute (``keep``) goes through the same
-offloader, except with ``keep="auto"``, which keeps what the device has room for.
+offloader.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
-from lt_tiled.auto import Auto, Call, SavedBytes
 from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.kept import Kept
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
 from lt_tiled.modules.find import find_named, kind_of, walk_all
-from lt_tiled.modules.patch import Order, Patch, compiler, get_patches, set_patch, uncompiled
+from lt_tiled.modules.patch import Order, Patch, compiler, set_patch, uncompiled
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
@@ -89,12 +88,12 @@ class BlockPatch(Patch):
     order = Order.CHECKPOINT
     by_others = False
     """Whether the model itself recomputed the block in a call so far."""
+    longest = (0, 0)
+    """The tokens and the hidden size of the longest sequence of which it recomputed a call so far."""
     offload: BlockOffload | None = None
     keep: Keep | None = None
     mode: AttentionMode | None = None
     """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
-    auto: Auto | None = None
-    """If it decides what is recomputed, or what is kept."""
     chooses: Chooses | None = None
     history: History = field(default_factory=History)
     runs: CallCounter = field(default_factory=CallCounter)
@@ -103,7 +102,6 @@ class BlockPatch(Patch):
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, BlockPatch)
         copy.history, copy.runs = History(), CallCounter()
-        copy.auto = None if self.auto is None else Auto(self.auto.blocks, self.auto.allowance, self.auto.room)
         return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,16 +115,9 @@ class BlockPatch(Patch):
         args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
-        call = None if self.auto is None else self.auto.call(module, args, kwargs)
-        if call is not None and (nbytes := call.saves) is not None:
-            output = self.inner(module, *args, **kwargs)
-            call.hold(nbytes, output)
-            return output
-        return self.checkpointed(module, due, args, kwargs, call)
+        return self.checkpointed(module, due, args, kwargs)
 
-    def checkpointed(
-        self, module: nn.Module, due: Due, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None
-    ) -> Any:
+    def checkpointed(self, module: nn.Module, due: Due, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
 
         All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
@@ -139,22 +130,22 @@ class BlockPatch(Patch):
                 return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
-        keeps = self.keeps(module, tensors, call) if tensors and (self.keep or self.chooses) else None
+        keeps = self.keeps(tensors[0].device) if tensors and (self.keep or self.chooses) else None
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         observed = self.observe(module, args, kwargs)
-        compared, sizes = None, SavedBytes(module, tensors) if call is not None and call.measures else None
+        compared = None
         if hidden is not None:
-            compared = BlockSamples(observed, hidden, due, sizes, self.chooses is not None)
+            tokens = hidden.shape[-2] if region is None else region.total
+            self.longest = max(self.longest, (tokens, hidden.shape[-1]))
+            compared = BlockSamples(observed, hidden, due, self.chooses is not None)
         modes = [Precision.now(t.device) for t in tensors[:1]]
-        around = None if call is not None and call.watch is not None else compiler.get()
+        around = compiler.get()
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
             if next(runs) > 0:
-                if call is not None and call.auto.room is not None:
-                    call.auto.room.recomputed()
                 if is_transformed():
                     raise RuntimeError(
                         f"{type(module).__name__} is recomputed under torch.func or forward-mode differentiation, and"
@@ -166,19 +157,15 @@ class BlockPatch(Patch):
             inner_args, inner_kwargs = arguments.call_with(given)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
-            if keeps is not None and has_gradient and self.keep != "auto":
+            if keeps is not None and has_gradient:
                 self.note_found(module, keeps)
             observed.end_forward()
             return output
 
         check = "default" if compared is None else DETERMINISM_CHECK
-        measured = nullcontext() if call is None or sizes is None else call.measured(module, sizes, keeps)
         # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
-        with measured, nullcontext() if offload is None else offload.of_inputs(module, tensors, args, kwargs):
-            output = checkpoint(block, *tensors, use_reentrant=False, determinism_check=check)
-        if call is not None:
-            call.end(keeps, output)
-        return output
+        with nullcontext() if offload is None else offload.of_inputs(module, tensors, args, kwargs):
+            return checkpoint(block, *tensors, use_reentrant=False, determinism_check=check)
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
         """Return what the block can read now, its arguments among it."""
@@ -201,15 +188,12 @@ class BlockPatch(Patch):
                     stack.enter_context(uncompiled(Selective(self.chooses, keeps)))
             yield
 
-    def keeps(self, module: nn.Module, tensors: list[Tensor], call: Call | None) -> Kept | None:
+    def keeps(self, device: torch.device) -> Kept:
         """Return what a call keeps for its recompute."""
-        if self.keep == "auto":
-            compiled = compiler.get() is not None  # attention in it is not seen
-            return None if call is None or compiled else call.keeps(module, tensors)
         if self.offload is None:
-            return Kept(self.keep, tensors[0].device)
+            return Kept(self.keep, device)
         offloader, block = self.offload.offloader, self.offload.block
-        return Kept(self.keep, tensors[0].device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+        return Kept(self.keep, device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
 
     def note_found(self, module: nn.Module, keeps: Kept) -> None:
         """Log once if there was nothing to keep."""
@@ -260,13 +244,6 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
             " activation_checkpointing=False."
         )
     return found
-
-
-def save_little(model: nn.Module) -> bool:
-    """Whether no block that was measured under ``recompute="auto"`` is recomputed in calls like those so far."""
-    autos = [patch.auto for _, m in walk_all(model) for patch in get_patches(m, BlockPatch) if patch.auto is not None]
-    measured = [auto for auto in autos if auto.communicates is not None]
-    return bool(measured) and all(auto.saves_little for auto in measured)
 
 
 def every_nth(blocks: list[tuple[str, nn.Module]], n: int) -> list[tuple[str, nn.Module]]:

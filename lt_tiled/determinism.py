@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils import checkpoint
 
-from lt_tiled.auto import SavedBytes
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import Due, differ, hidden_from_checkpoints, other_values, sampled
@@ -24,16 +23,12 @@ class BlockSamples:
         observed: The observation of the call.
         hidden: The block's hidden states ``[..., hidden]``.
         due: Whether the recompute is to be compared.
-        sizes: Counts the bytes of what is saved.
         selects: Whether a policy of operators would see how samples are taken.
     """
 
-    def __init__(
-        self, observed: Observation, hidden: Tensor, due: Due, sizes: SavedBytes | None = None, selects: bool = False
-    ) -> None:
+    def __init__(self, observed: Observation, hidden: Tensor, due: Due, selects: bool) -> None:
         self.observed, self.due, self._selects = observed, due, selects
         self._tokens = {*hidden.shape[-2:-1], math.prod(hidden.shape[:-1])}
-        self.sizes = sizes
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -46,8 +41,6 @@ class BlockSamples:
 
     def sample(self, tensor: Tensor) -> Tensor | None:
         """Return some elements of a tensor that has one dimension, or one of the size of the tokens."""
-        if self.sizes is not None:
-            self.sizes.add(tensor)
         # Others may have uninitialized padding, as attention's sums of exponentials have.
         if tensor.dim() > 1 and not self._tokens.intersection(tensor.shape):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,10 +33,6 @@ class Kept:
     pack: Callable[[Tensor], Any] = apart
     """Stores a tensor until the recompute, for example in CPU memory."""
     unpack: Callable[[Any], Tensor] = lambda t: t
-    locally: bool = False
-    """Whether this rank alone decided to keep something, so that its recompute communicates all the same."""
-    attends: bool = field(init=False, default=False)
-    """Whether there was attention to keep."""
     drew: RandomState | None = field(init=False, default=None)
     """Where random numbers began in the last computation, if it may have drawn some."""
     recorded: bool = field(init=False, default=False)
@@ -63,7 +59,7 @@ class Kept:
             if self.recorded and self._holds(place):
                 replayed: T = self.replay(place)
                 return replayed
-            self.drew, self.attends = RandomState.now(self.device), True
+            self.drew = RandomState.now(self.device)
             found = compute()
             if not self.recorded:
                 self.record(place, found, self.drew)
@@ -121,26 +117,6 @@ class Kept:
         return self.unpack(packed)
 
 
-class Watch(Kept):
-    """Looks for attention in a call of a block, and keeps nothing.
-
-    Args:
-        device: Where the block runs.
-        collectives: Notes whether what runs in it communicates, if there are other ranks.
-    """
-
-    def __init__(self, device: torch.device, collectives: Any = None) -> None:
-        super().__init__("attention_output", device, locally=True)
-        self.collectives = collectives
-
-    def value(self, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` returns. Attention that communicates is not to be kept."""
-        with nullcontext() if self.collectives is None else self.collectives:
-            found = compute()
-        self.attends = self.collectives is None or not self.collectives.seen
-        return found
-
-
 current_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
 """What this thread's block keeps."""
 
@@ -161,6 +137,4 @@ def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:
     A block keeps what is of its own kind, or of any kind with ``None``.
     """
     kept = current_kept.get()
-    if kept is None or what not in (kept.what, None) or kept.locally:
-        return compute()
-    return kept.value(compute)
+    return compute() if kept is None or what not in (kept.what, None) else kept.value(compute)

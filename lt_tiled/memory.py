@@ -1,4 +1,4 @@
-"""The memory of the accelerator if there is one, otherwise of the process and the node: peak, in use and free."""
+"""The peak memory of the accelerator, or of the process without one, and the CPU memory that is available."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,39 +59,6 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"
 
 
-class Usage(NamedTuple):
-    """Bytes of a device, for one rank."""
-
-    used: int
-    """In use now."""
-    peak: int
-    """The most that was in use since the counter of peaks was reset, which this rank may use again."""
-    free: int
-    """What it can use in addition to ``used``."""
-
-
-def usage(device: torch.device, ranks: int) -> Usage:
-    """Return the bytes that the allocator of an accelerator uses, or the process on a CPU that ``ranks`` ranks share.
-
-    A device without such figures has no bytes free.
-    """
-    peak = PeakMemory(device).read()
-    if device.type == "cpu":
-        try:
-            return Usage(1024 * _figure(_STATUS, "VmRSS:"), peak, available_memory() // ranks)
-        except (OSError, KeyError):
-            return Usage(0, peak, 0)
-    if not provides(device, "mem_get_info"):
-        return Usage(0, peak, 0)
-    module = torch.get_device_module(device)
-    used = module.memory_allocated(device)
-    free, total = module.mem_get_info(device)
-    free += module.memory_reserved(device) - used
-    if provides(device, "get_per_process_memory_fraction"):
-        free = min(free, int(total * module.get_per_process_memory_fraction(device)) - used)
-    return Usage(used, peak, free)
-
-
 def _figure(path: Path, name: str) -> int:
     """Return the number that a file of Linux has behind a name at the beginning of a line."""
     _, found, rest = f"\n{path.read_text()}".partition(f"\n{name}")
@@ -134,11 +100,7 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
                     yield free
 
 
-def ranks() -> int:
-    """Return the number of ranks, without ``torch.distributed`` one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def ranks_on_node(ranks_per_node: int | None) -> int:
     """Return the processes that share a node's memory: by default the launcher's number, else all ranks."""
-    return ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", ranks()))  # torchrun sets it
+    all_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", all_ranks))  # torchrun sets it

@@ -12,7 +12,7 @@ import torch
 
 from lt_tiled.cli.numbers import NonNegativeInt, PositiveInt
 
-Keep = Literal["auto", "exchange", "attention", "attention_output"]
+Keep = Literal["exchange", "attention", "attention_output"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
 LossShards = int | Literal["auto", "always"]
 """Tiles of a loss: their number, or ``"auto"``; ``"always"`` is that in evaluation, too."""
@@ -115,30 +115,19 @@ class ActivationCheckpointing:
     activations: Literal["inputs", "all"] = "inputs"
     """``"all"`` recomputes nothing and offloads every large tensor that a block saves. Use it for models with few
     blocks and a fast link."""
-    keep: Keep | None = "auto"
+    keep: Keep | None = None
     """What a block keeps for its recompute, besides its input. ``"attention"`` keeps attention's saved tensors, and the
     recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
     recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
-    inputs. ``"auto"`` keeps attention's output from the third step on, in half of the memory that steps leave free on
-    the device. It offloads none of it, and keeps nothing with ``policy``."""
+    inputs."""
     policy: Sequence[str | Callable[..., Any]] | Callable[..., Any] | None = None
     """Operators whose outputs a block keeps for its recompute, which skips them: names such as
     ``["aten.mm.default"]``, or a function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it; in YAML its dotted path. Outputs are
     offloaded like block inputs. What runs in tiles is not kept."""
-    recompute: Literal["always", "auto"] = "always"
-    """``"auto"`` skips the recompute of calls for which all blocks together save at most 256 MiB, or a quarter of the
-    bytes of the weights on a rank where that is more. The first call of each block is recomputed to measure this.
-    Blocks that communicate are always recomputed."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
-        _check_choice("recompute", self.recompute, ("always", "auto"))
-        if self.recompute == "auto" and self.offload is not None:
-            raise ValueError(
-                f"recompute='auto' has no effect with offload={self.offload!r}, which is for blocks that are always"
-                " recomputed: leave one out."
-            )
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
         _check_choice("activations", self.activations, ("inputs", "all"))
         _check_choice("keep", self.keep, (*get_args(Keep), None))
@@ -152,7 +141,7 @@ class ActivationCheckpointing:
             )
         if self.activations == "all" and self.offload is None:
             raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
-        for name, default in (("keep", "auto"), ("policy", None), ("every", 1)):
+        for name, default in (("keep", None), ("policy", None), ("every", 1)):
             if self.activations == "all" and (value := getattr(self, name)) not in (None, default):
                 raise ValueError(f"{name}={value!r} is for a recompute, and activations='all' has none: leave one out.")
         if self.policy is not None and not callable(self.policy) and (isinstance(self.policy, str) or not self.policy):
@@ -182,9 +171,9 @@ class ActivationCheckpointing:
 
 if TYPE_CHECKING:
     _ChoosesBlocks = type | Collection[type] | Callable[[Any, bool, int], bool]
-    ActivationCheckpointingLike = bool | Literal["auto"] | Tiers | ActivationCheckpointing | _ChoosesBlocks
+    ActivationCheckpointingLike = bool | Tiers | ActivationCheckpointing | _ChoosesBlocks
 else:
-    ActivationCheckpointingLike = bool | Literal["auto"] | Tiers | ActivationCheckpointing  # what YAML can hold
+    ActivationCheckpointingLike = bool | Tiers | ActivationCheckpointing  # what YAML can hold
 """What ``activation_checkpointing=`` accepts; at run time without classes and functions, which YAML cannot hold."""
 
 
@@ -232,9 +221,9 @@ def as_activation_checkpointing(value: ActivationCheckpointingLike | None) -> Ac
     """Return the policy for a short form.
 
     Args:
-        value: ``True`` (the default policy), ``"auto"`` (that with ``recompute="auto"``), a tier, ``False`` or ``None``
-            (off), or what Lightning calls an activation checkpointing policy: classes of blocks, or a function
-            ``(module, recurse, nonwrapped_numel) -> bool``, which is always called with ``recurse=False``.
+        value: ``True`` (the default policy), a tier, ``False`` or ``None`` (off), or what Lightning calls an activation
+            checkpointing policy: classes of blocks, or a function ``(module, recurse, nonwrapped_numel) -> bool``,
+            which is always called with ``recurse=False``.
     """
     if value is None or isinstance(value, ActivationCheckpointing):
         return value
@@ -243,14 +232,12 @@ def as_activation_checkpointing(value: ActivationCheckpointingLike | None) -> Ac
         return ActivationCheckpointing(targets=[cls.__name__ for cls in classes])
     if callable(value):
         return ActivationCheckpointing(targets=partial(_chooses, value))
-    if value == "auto":
-        return ActivationCheckpointing(recompute="auto")
     if value in get_args(Tiers):
         return ActivationCheckpointing(offload=cast(Tiers, value))
     if not isinstance(value, bool):
         tiers = ", ".join(map(repr, get_args(Tiers)))
         raise ValueError(
-            f"activation_checkpointing={value!r} is not understood: pass 'auto', True, False, {tiers}, an"
+            f"activation_checkpointing={value!r} is not understood: pass True, False, {tiers}, an"
             " ActivationCheckpointing, classes of blocks, or a function (module, recurse, nonwrapped_numel) -> bool."
         )
     return ActivationCheckpointing() if value else None

@@ -11,16 +11,20 @@ from torch import nn
 
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.memory import gib
+from lt_tiled.modules.feed_forward import mixes_tokens
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.sequence_parallel.attention import calls_attention
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.tiling.patched import TiledPatch
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+LONG = 4
+"""A sequence is long if it has so many times more tokens than the hidden size."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,10 @@ class RecomputedBlock:
 
     path: str
     kind: str
-    tokens: int = 0
-    """The tokens of the largest call so far that was not recomputed, because it saves little."""
-    kept_tokens: int = 0
-    """Those of the largest call that kept attention's output under ``keep="auto"``, so that attention ran once."""
-    kept_bytes: int = 0
-    """The bytes that this call kept."""
     by_model: bool = False
     """Whether the model's own activation checkpointing recomputed it in a call so far, and lt_tiled left it to that."""
+    repeats_attention: bool = False
+    """Whether its recompute repeated attention to so many tokens that ``keep`` would save a good part of a step."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Report:
             if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
                 losses.append(TiledModule(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
-                showed = (0, 0, 0) if block.auto is None else (block.auto.largest, *block.auto.kept)
-                blocks.append(RecomputedBlock(path, type(module).__name__, *showed, block.by_others))
+                repeats = _repeats_attention(module, block)
+                blocks.append(RecomputedBlock(path, type(module).__name__, block.by_others, repeats))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.so_far()
             for part in get_patches(module, SharedBlock):
@@ -132,8 +132,11 @@ class Report:
 
         lines = [f"peak memory of a step: {peak}"] if peak else []
         lines += self.offloaded.describe(steps, seconds) if self.offloaded is not None else []
-        if kept := [row.kept_bytes for row in self.blocks if row.kept_bytes]:
-            lines.append(f"{gib(sum(kept))} of attention's output kept, so that {len(kept)} blocks compute it once")
+        if any(row.repeats_attention for row in self.blocks):
+            lines.append(
+                "attention runs twice on long sequences: ActivationCheckpointing(keep='attention_output') runs it once"
+                " and keeps one tensor of the size of the hidden states per block"
+            )
         table = Table(title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")
         table.add_column("what", no_wrap=True)
         table.add_column("modules", no_wrap=True)
@@ -145,18 +148,23 @@ class Report:
             for (path, kind, tokens, tiles), count in alike.items():
                 calls = (str(tokens), str(tiles)) if tokens else ("-", "never tiled")
                 table.add_row(what, f"{count} x {kind}", path, *calls)
-        same = Counter((pattern(row.path), row.kind, row.tokens, row.kept_tokens, row.by_model) for row in self.blocks)
-        for (path, kind, tokens, kept_tokens, by_model), count in same.items():
-            spared = [f"not recomputed: {tokens}"] * (tokens > 0) + [f"attention kept: {kept_tokens}"] * (
-                kept_tokens > 0
-            )
-            spared += ["by the model itself"] * by_model
-            table.add_row("activation checkpointing", f"{count} x {kind}", path, ", ".join(spared), "")
+        same = Counter((pattern(row.path), row.kind, row.by_model) for row in self.blocks)
+        for (path, kind, by_model), count in same.items():
+            by_whom = "by the model itself" if by_model else ""
+            table.add_row("activation checkpointing", f"{count} x {kind}", path, by_whom, "")
         for row in self.shared:
             table.add_row("sequence parallelism", f"{row.ranks} ranks", f"{row.first} to {row.last}", "", "")
         if not table.rows:
             table.add_row("nothing")
         return table
+
+
+def _repeats_attention(block: nn.Module, patch: BlockPatch) -> bool:
+    """Whether the recompute of a block repeated attention that takes at least about a fifth of its forward pass."""
+    tokens, hidden_size = patch.longest
+    if patch.keep is not None or patch.chooses is not None or tokens < max(LONG * hidden_size, 1):
+        return False
+    return calls_attention(block) or any(mixes_tokens(name, part) for name, part in block.named_modules())
 
 
 def pattern(path: str) -> str:

@@ -46,7 +46,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
     def __init__(
         self,
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
-        activation_checkpointing: ActivationCheckpointingLike | None = "auto",
+        activation_checkpointing: ActivationCheckpointingLike | None = True,
         loss: bool | PositiveInt | Literal["always"] | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
     ) -> None:

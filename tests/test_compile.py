@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 
 import lt_tiled
-import lt_tiled.allowance
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tiled_linear_cross_entropy
-from lt_tiled.memory import Usage
-from lt_tiled.report import RecomputedBlock
 from tests.models import tiny_llama
 from tests.parity import errors
 from tests.sequence_parallel.hybrids import hybrid
@@ -79,7 +76,6 @@ OFFLOAD: dict[str, Any] = {"offload": "cpu", "min_bytes": 0, "keep_last": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiles": {"tiling": Tiling(num_shards=4), "activation_checkpointing": False},
     "recompute": {"tiling": None, "activation_checkpointing": True},
-    "auto": {"tiling": Tiling(num_shards=4), "activation_checkpointing": "auto"},
     "offload": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(**OFFLOAD)},
     "offload all": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, activations="all")},
     "keep attention": {"activation_checkpointing": ActivationCheckpointing(keep="attention")},
@@ -156,7 +152,7 @@ def test_compiled_before_and_after(how: str, first: bool, compiled_code: Counter
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["auto", "keep output", "all"])
+@pytest.mark.parametrize("name", ["keep output", "all"])
 def test_inductor(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
     """Inductor's code for blocks, which saves other tensors than the code it is made of, is that of the recompute."""
     compared(name, "blocks", False, "inductor", compiled_code)
@@ -172,52 +168,27 @@ def test_blocks_with_a_convolution(compiled_code: Counter[tuple[str, str]]) -> N
 
 
 def test_no_break_at_attention(compiled_code: Counter[tuple[str, str]]) -> None:
-    """Under ``keep="auto"`` a compiled block keeps nothing, so the compiler does not break its graph at attention, and
-    does in a block that is to keep it.
-    """
-    for keep in ("auto", "attention"):
+    """The compiler breaks the graph of a block at attention only if the block keeps it."""
+    keeps: tuple[Any, ...] = (None, "attention")
+    for keep in keeps:
         model = tiny_llama()
         with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=keep)):
             list(steps(compile_blocks(model, "aot_eager"), (64, 48)))
-        assert any("resume" in name for _, name in compiled_code) == (keep != "auto")
+        assert any("resume" in name for _, name in compiled_code) == (keep is not None)
         assert not any(file.startswith(ROOT) for file, _ in compiled_code)
         torch._dynamo.reset()
 
 
-def reported(checkpointing: ActivationCheckpointing, compiles: bool) -> RecomputedBlock:
-    """Compare the steps of a model with those of the plain one, and return what the report says of its first block."""
-    torch._dynamo.reset()
+def test_a_policy_runs_blocks_uncompiled(compiled_code: Counter[tuple[str, str]]) -> None:
+    """With ``policy`` the compiler makes no code of blocks, which have the losses and gradients of the plain model."""
     torch.manual_seed(0)
     model, lengths = tiny_llama(), (64, 64, 64)
     plain = copy.deepcopy(model)
-    with prepare(model, tiling=Tiling(num_shards=4), activation_checkpointing=checkpointing) as prepared:
-        if compiles:
-            compile_blocks(model, "aot_eager")
+    policy = ActivationCheckpointing(policy=["aten.mm.default"])
+    with prepare(model, tiling=Tiling(num_shards=4), activation_checkpointing=policy):
+        compile_blocks(model, "aot_eager")
         for found, expected in zip(steps(model, lengths), steps(plain, lengths), strict=True):
             assert max(errors(found, expected).values()) < 1e-5
-        return prepared.report().blocks[0]
-
-
-@pytest.mark.full
-def test_nothing_is_kept_unasked(monkeypatch: pytest.MonkeyPatch, compiled_code: Counter[tuple[str, str]]) -> None:
-    """Under ``keep="auto"`` compiled blocks keep nothing where memory is left, and uncompiled ones keep attention."""
-    monkeypatch.setattr(lt_tiled.allowance, "usage", lambda device, ranks: Usage(0, 0, 2**40))
-    assert reported(ActivationCheckpointing(), False).kept_tokens == 128
-    assert reported(ActivationCheckpointing(), True).kept_tokens == 0
-    assert compiled_code.total() > 0
-
-
-@pytest.mark.full
-def test_short_calls_are_not_recomputed(compiled_code: Counter[tuple[str, str]]) -> None:
-    """Under ``recompute="auto"`` compiled blocks skip the recompute of the calls that uncompiled ones skip."""
-    assert reported(ActivationCheckpointing(recompute="auto"), False).tokens == 128
-    assert reported(ActivationCheckpointing(recompute="auto"), True).tokens == 128
-    assert compiled_code.total() > 0
-
-
-def test_a_policy_runs_blocks_uncompiled(compiled_code: Counter[tuple[str, str]]) -> None:
-    """With ``policy`` the compiler makes no code of blocks, which have the losses and gradients of the plain model."""
-    reported(ActivationCheckpointing(policy=["aten.mm.default"]), True)
     assert compiled_code.total() == 0
 
 

@@ -46,7 +46,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             "every": 2,
         },
         {"activations": "all", "offload": "cpu"},
-        {"recompute": "auto"},
     ],
     "loss": [{}],
     "sequence_parallel": [{"size": 2, "targets": ["Block"], "self_check": False}],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import re
 from collections import Counter
@@ -147,12 +146,8 @@ def row(project: Project, train: Callable[..., Trained] = train) -> list[Cell | 
     try:
         module, batches = project.build()
         stock = train(module, batches)
-        # By default such short calls would not be recomputed, which the run under DDP is for.
-        recomputed = functools.partial(
-            train, module, batches, "TiledSingleDeviceStrategy", activation_checkpointing=True
-        )
-        checkpointed = recomputed(tiling=False)
-        runs = [recomputed(), train(module, batches, "TiledDDPStrategy")]
+        checkpointed = train(module, batches, "TiledSingleDeviceStrategy", tiling=False)
+        runs = [train(module, batches, strategy) for strategy in ("TiledSingleDeviceStrategy", "TiledDDPStrategy")]
         own = train(own_checkpointing(module), batches) if own_checkpointing(module) else None
     except Exception as error:  # a project that does not train is a row, too
         return [*cells, Cell(f"{type(error).__name__}: {reason(error)}"[:300], False), *[""] * 7]

@@ -122,7 +122,7 @@ def describe(settings: Settings) -> str:
         parts[-1] += f" of one block in {policy.every}"
     if policy is not None and policy.offload is not None:
         parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
-    if policy is not None and policy.keep not in (None, "auto"):
+    if policy is not None and policy.keep is not None:
         parts.append(f"keep={policy.keep}")
     if policy is not None and policy.policy is not None:
         parts.append("outputs of operators kept")

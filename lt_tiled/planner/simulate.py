@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import inform, quiet
 from lt_tiled._prepare import Prepared
-from lt_tiled.checkpointing import save_little
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
@@ -82,8 +81,6 @@ class Simulation:
     backward: Work = field(default_factory=Work)
     """With the recompute."""
     offloaded: OffloadStats | None = None
-    saves_little: bool = False
-    """Whether a later step is without a recompute, by ``recompute="auto"``."""
     weights: int = 0
     """The number of weights of the model, on all ranks together."""
     trained: int = 0
@@ -130,20 +127,15 @@ def simulate(
     The model gets fake weights. ``step`` runs the forward pass and returns the loss. Of blocks that are alike a few are
     simulated, unless ``whole`` is true or the others may change the result: see NOTE [Blocks that repeat].
     """
-    run = partial(_simulate, model, step, make_optimizer)
-
-    def simulated(settings: Settings) -> Simulation:
-        policy = settings.activation_checkpointing
-        keeps = policy is not None and (policy.keep not in (None, "auto") or policy.activations == "all")
-        if not whole and not keeps:
-            try:
-                return run(settings, whole=False)
-            except Exception as error:  # also of blocks that miss what another one did; a user's error comes again
-                inform(f"A plan simulates every block, which takes longer: {error!r}", level=logging.DEBUG)
-        return run(settings, whole=True)
-
-    found = simulated(settings)
-    return simulated(replace(settings, activation_checkpointing=None)) if found.saves_little else found
+    run = partial(_simulate, model, step, make_optimizer, settings)
+    policy = settings.activation_checkpointing
+    keeps = policy is not None and (policy.keep is not None or policy.activations == "all")
+    if not whole and not keeps:
+        try:
+            return run(whole=False)
+        except Exception as error:  # also of blocks that miss what another one did; a user's error comes again
+            inform(f"A plan simulates every block, which takes longer: {error!r}", level=logging.DEBUG)
+    return run(whole=True)
 
 
 def _simulate(
@@ -199,11 +191,10 @@ def _simulate(
         memory.stepped()
         offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
-        little = settings.sharing == 1 and save_little(model)  # ranks that share sequences communicate in blocks
         weights = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
-        return Simulation(*moments, alive, forward, backward, offloaded, little, weights, trained)
+        return Simulation(*moments, alive, forward, backward, offloaded, weights, trained)
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
@@ -212,17 +203,13 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     for tensor in (*model.parameters(), *model.buffers()):
         ledger.name(tensor, "weights")
     tiling, shared, stage = settings.tiling, settings.sequence_parallel, settings.engine.stage
-    policy = settings.activation_checkpointing
-    if policy is not None and policy.keep == "auto":  # which keeps something only where memory is left
-        policy = replace(policy, keep=None)
     return Prepared(
         model,
         tiling and replace(tiling, self_check=False, compile=False),
-        policy,
+        settings.activation_checkpointing,
         settings.loss,
         shared and replace(shared, self_check=False),
         group=fake_group(settings.sharing) if settings.sharing > 1 else None,
-        sharded=settings.engine.ranks if settings.engine.name in ("fsdp", "fsdp2", "zero3") else 1,
         needs=EngineNeeds(zeros_for_unused=stage > 0, same_order=stage in (1, 2)),
         build=partial(fake_offloader, partial(ledger.name, part="block inputs")),
     )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable breaks the graph of callers
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.attended import attended_alone, keeps_attention
@@ -30,19 +29,10 @@ class Replacement:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
         self.users = 0
-        self.needed = 0
-        """The users that need it in compiled code too, which others go past."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.needed or not torch.compiler.is_compiling():
-            return self.uncompiled(*args, **kwargs)
-        return self.function(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
-
-    skip_code(__call__.__code__)  # the compiler looks into it where others call it, and makes no code of it alone
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what stands in for the function."""
@@ -65,7 +55,9 @@ class _Shared(Replacement):
             if self.name == "eager" or not keeps_attention():  # eager attention may be asked for its weights
                 return self.function(module, query, key, value, attention_mask, *args, **kwargs)
             given = (module, query, key, value, attention_mask, *args)
-            return attended_alone(lambda *a, **k: self.function(*a, **k)[0], *given, **kwargs), None
+            # As attention saves it, [B, H, S, D], so that one tensor is offloaded and not two views of it.
+            kept = attended_alone(lambda *a, **k: self.function(*a, **k)[0].transpose(1, 2), *given, **kwargs)
+            return kept.transpose(1, 2), None
         if kwargs.get("position_bias") is not None:
             raise ValueError(
                 f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
@@ -135,34 +127,31 @@ def eager_files(module: nn.Module) -> list[dict[str, Any]]:
     return [vars(file) for file in files if hasattr(file, _EAGER)]
 
 
-def share_interface(modules: Sequence[nn.Module], undo: ExitStack, compiled: bool = True) -> None:
+def share_interface(modules: Sequence[nn.Module], undo: ExitStack) -> None:
     """Wrap the attention functions of transformers, and eager attention in the files of these modules.
 
-    ``compiled`` says whether calls in compiled code are meant. The last one of several users restores them when its
-    ``undo`` is closed.
+    The last one of several users restores them when its ``undo`` is closed.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
     for name in list(TABLE):
-        replace(TABLE, name, partial(_Shared, name), undo, compiled)
+        replace(TABLE, name, partial(_Shared, name), undo)
     for file in {id(file): file for module in modules for file in eager_files(module)}.values():
-        replace(file, _EAGER, partial(_Shared, "eager"), undo, compiled)
+        replace(file, _EAGER, partial(_Shared, "eager"), undo)
 
 
-def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack, compiled: bool = True) -> None:
+def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack) -> None:
     """Replace a function of a table until ``undo`` is closed, by the last one of several users."""
     function = table[name]
     shared = function if isinstance(function, Replacement) else kind(function)
     shared.users += 1
-    shared.needed += compiled
     table[name] = shared
-    undo.callback(_restore, table, name, shared, compiled)
+    undo.callback(_restore, table, name, shared)
 
 
-def _restore(table: Any, name: str, shared: Replacement, compiled: bool) -> None:
+def _restore(table: Any, name: str, shared: Replacement) -> None:
     """Restore a function when its last user leaves, unless others replaced it since."""
     shared.users -= 1
-    shared.needed -= compiled
     if shared.users == 0 and table.get(name) is shared:
         del table[name]  # the table falls back to what is registered
         if table.get(name) is not shared.function:

@@ -65,18 +65,16 @@ def share(sharing: Sharing, undo: ExitStack) -> None:
         patch_until(undo, caller, SharedModel(sharing, sharing.owner, bool(rotary)))
 
 
-def reach_attention(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack, compiled: bool
-) -> set[nn.Module]:
-    """Let blocks find attention that they keep, until ``undo`` is closed; also in compiled blocks, or not.
+def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:
+    """Let blocks find attention that they keep, until ``undo`` is closed.
 
     Return those that call torch's attention themselves, as hand-written ones do: they need a mode that finds it.
     """
     inside = _of_transformers(model)
     known = [(path, block) for path, block in blocks if block in inside]
     if known:
-        replace_functions(known, undo, compiled)
-        share_interface([block for _, block in known], undo, compiled)
+        replace_functions(known, undo)
+        share_interface([block for _, block in known], undo)
     return {block for _, block in blocks if block not in inside or calls_attention(block)}
 
 

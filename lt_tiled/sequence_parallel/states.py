@@ -258,11 +258,8 @@ def _tables(mixers: Sequence[tuple[str, nn.Module]]) -> list[tuple[dict[str, Any
     return [(table, list(names)) for table, names in tables.values()]
 
 
-def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack, compiled: bool = True) -> None:
-    """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed.
-
-    ``compiled`` says whether calls in compiled code are meant.
-    """
+def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed."""
     for table, names in _tables(find_mixers(modules)):
         for name in names:
-            replace(table, name, partial(SharedFunction, name), undo, compiled)
+            replace(table, name, partial(SharedFunction, name), undo)

@@ -45,22 +45,19 @@ class TiledStrategy(Base):
         tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``None`` and ``False`` turn
             tiling off.
         activation_checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are
-            offloaded. ``"auto"`` does not recompute calls that save little memory, ``True`` recomputes all of them;
-            ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload block inputs; ``False`` turns activation checkpointing off.
-            Classes of blocks, or a policy function, choose blocks as in Lightning's
-            ``activation_checkpointing_policy``.
+            offloaded. ``True`` keeps these inputs on the device; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload them;
+            ``False`` turns activation checkpointing off. Classes of blocks, or a policy function, choose blocks as in
+            Lightning's ``activation_checkpointing_policy``.
         loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
             ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
         sequence_parallel: How many ranks share each sequence, or a ``SequenceParallel``.
     """
 
-    shards_weights = False
-
     def __init__(
         self,
         *args: Any,
         tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
-        activation_checkpointing: ActivationCheckpointingLike | None = "auto",
+        activation_checkpointing: ActivationCheckpointingLike | None = True,
         loss: bool | PositiveInt | Literal["always"] | None = None,
         sequence_parallel: PositiveInt | SequenceParallel | None = None,
         **kwargs: Any,

@@ -36,7 +36,7 @@ class _DeepSpeed(TiledStrategy):
             remedy = "pip install 'lt-tiled[deepspeed]'"
             raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: {remedy}.")
         super().__init__(*args, **kwargs)
-        self.zero3_leaf_modules, self.shards_weights = zero3_leaf_modules, self.zero_stage_3
+        self.zero3_leaf_modules = zero3_leaf_modules
         self._filter: Any = None
         if (
             self.config.get("activation_checkpointing", {}).get("cpu_checkpointing")

@@ -37,7 +37,6 @@ _FULL = StateDictOptions(full_state_dict=True)
 
 
 class _FSDP(TiledStrategy):
-    shards_weights = True
     cpu_offload: Any
     mixed_precision_config: Any
     sharding_strategy: Any
@@ -47,11 +46,11 @@ class _FSDP(TiledStrategy):
     def __init__(
         self,
         *args: Any,
-        activation_checkpointing: ActivationCheckpointingLike | None = "auto",
+        activation_checkpointing: ActivationCheckpointingLike | None = True,
         activation_checkpointing_policy: BlockPolicy | None = None,
         **kwargs: Any,
     ) -> None:
-        if activation_checkpointing_policy is not None and activation_checkpointing in (True, "auto"):
+        if activation_checkpointing_policy is not None and activation_checkpointing is True:
             activation_checkpointing, activation_checkpointing_policy = activation_checkpointing_policy, None
         elif activation_checkpointing_policy is not None and activation_checkpointing:
             raise ValueError(

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 class _FSDP2(TiledStrategy):
-    shards_weights = True
     device_mesh: DeviceMesh
     num_nodes: int
     num_processes: int

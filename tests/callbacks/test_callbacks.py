@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
+from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling, prepare
 from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP, TilingReport
 from tests.lit import LitTiny, logged, replaced, trainer
+from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.parity import near
 
 
@@ -90,3 +93,15 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 x Block" in printed
     assert f"{report.peak / 2**30:.2f} GiB" in printed
     assert report.peak > 2**26
+
+
+@pytest.mark.parametrize("model", [TinyLM, tiny_llama])
+def test_keep_is_named_where_attention_is_long(model: Any) -> None:
+    """After a long sequence the report names ``keep`` once, unless it is set; after a short one it does not."""
+    for tokens, keep, lines in ((32, None, 0), (256, None, 1), (256, "attention_output", 0)):
+        net, ids = model(), torch.zeros(1, tokens, dtype=torch.long)
+        policy = ActivationCheckpointing(keep=keep)  # type: ignore[arg-type]
+        with prepare(net, activation_checkpointing=policy) as prepared:
+            output = net(ids)
+            lm_loss(getattr(output, "logits", output), ids).backward()
+            assert str(prepared.report().table().caption).count("keep='attention_output'") == lines

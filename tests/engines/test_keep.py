@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import lt_tiled.allowance
 from lt_tiled import ActivationCheckpointing, SequenceParallel
-from lt_tiled.memory import Usage, usage
 from lt_tiled.planner.ledger import Ledger
-from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
+from tests.engines.cells import ENGINES, draw, launch, set_up
 from tests.engines.conftest import OnRanks
 from tests.models import tiny_llama
 
@@ -21,8 +18,7 @@ TOKENS = 2048
 """Times the hidden size as many as 128K are for Llama 3 8B: attention has 1.07 GFLOP per token and layer there, and the
 other products 0.44.
 """
-KEEPS = ("attention", "attention_output", "auto")
-"""``"auto"`` keeps something in the third step."""
+KEEPS = ("attention", "attention_output")
 
 
 def steps(engine: str, keep: Any, checkpointed: bool = True, more: Any = (), ranks: int = 1) -> tuple[list[float], int]:
@@ -44,7 +40,7 @@ def steps(engine: str, keep: Any, checkpointed: bool = True, more: Any = (), ran
     return losses, counter.flops
 
 
-@pytest.mark.table("(ddp|zero3)-attention_output|fsdp2-attention|(ddp|fsdp2|zero3)-auto")
+@pytest.mark.table("(ddp|zero3)-attention_output|fsdp2-attention")
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_kept(engine: str, keep: str, on_ranks: OnRanks) -> None:
@@ -64,26 +60,23 @@ def test_kept(engine: str, keep: str, on_ranks: OnRanks) -> None:
 @pytest.mark.table("ddp-(cpu|disk)|(fsdp2|zero3)-cpu")
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_auto_with_offload(engine: str, offload: str, on_ranks: OnRanks) -> None:
-    """Offloaded block inputs change neither the FLOPs of a step under ``keep="auto"`` nor its losses."""
+def test_kept_with_offload(engine: str, offload: str, on_ranks: OnRanks) -> None:
+    """Offload changes neither the FLOPs of a step nor its losses."""
     more = {"offload": offload, "min_bytes": 0, "keep_last": 0}
-    assert on_ranks(steps, engine, "auto", True, more) == on_ranks.once(steps, engine, "auto")
+    assert on_ranks(steps, engine, "attention_output", True, more) == on_ranks.once(steps, engine, "attention_output")
 
 
 @pytest.mark.table("(ddp|fsdp2|zero3)-None|ddp-cpu")
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_auto_with_shared_sequences(engine: str, offload: Any, on_ranks: OnRanks) -> None:
-    """Two ranks that share a sequence have the FLOPs of ``keep="attention_output"`` under ``"auto"``: 1.06 instead of
-    1.27 times those without activation checkpointing, with the losses of ``keep=None``.
-    """
+def test_kept_with_shared_sequences(engine: str, offload: Any, on_ranks: OnRanks) -> None:
+    """So does a step of two ranks that share a sequence, with the losses of ``keep=None``."""
     expected = (1.09, 1.30) if engine == "zero3" else (1.06, 1.27)
     more = {"offload": offload, "min_bytes": 0, "keep_last": 0}
-    runs = (None, False, ()), (None, True, ()), ("attention_output", True, ()), ("auto", True, more)
+    runs = (None, False, ()), (None, True, ()), ("attention_output", True, more)
     found = [on_ranks.once(steps, engine, *run, 2) for run in runs]
-    for (_, least), (losses, most), (_, output), (ours, flops) in zip(*found, strict=True):
+    for (_, least), (losses, most), (ours, flops) in zip(*found, strict=True):
         assert (flops / least, most / least) == pytest.approx(expected, abs=0.005)
-        assert flops == output
         assert ours == losses
 
 
@@ -96,40 +89,6 @@ def test_every_second_block(engine: str, on_ranks: OnRanks) -> None:
     for (true, least), (_, most), (found, flops) in zip(plain, recomputed, half, strict=True):
         assert 2 * (flops - least) == most - least > 0
         assert found == true
-
-
-def uneven(engine: str, keep: Any, sharing: int) -> tuple[list[float], list[int]]:
-    """The losses of ranks with other lengths in each step, unless they share a sequence, of which one has no memory
-    left; what blocks kept.
-    """
-    lt_tiled.allowance.usage = lambda device, ranks: Usage(0, 0, 2**40 * dist.get_rank())
-    try:
-        shared = SequenceParallel(sharing, self_check=False) if sharing > 1 else None
-        policy = ActivationCheckpointing(keep=keep)
-        fabric = launch(engine, activation_checkpointing=policy, sequence_parallel=shared)
-        model, optimizer = set_up(fabric, tiny_llama(**FIELDS), engine, lambda weights: torch.optim.SGD(weights, 0.1))
-        losses = []
-        for step in range(6):
-            apart = dist.get_rank() if sharing == 1 else 0
-            x = draw((1, (128, 192, 96)[(apart + step) % 3]), step) % FIELDS["vocab_size"]
-            losses.append(step_on(fabric, optimizer, model(input_ids=x, labels=x, use_cache=False).loss))
-        kept = [row.kept_tokens for row in fabric.strategy.prepared[0].report().blocks]
-        fabric.strategy.release()
-        return losses, kept
-    finally:
-        lt_tiled.allowance.usage = usage
-
-
-@pytest.mark.table("(ddp|fsdp2|zero3)-.")
-@pytest.mark.parametrize("sharing", [1, 2])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_with_other_rooms(engine: str, sharing: int, on_ranks: OnRanks) -> None:
-    """Ranks of which some keep attention, in calls of other lengths or of sequences that they share, have the losses of
-    ``keep=None``.
-    """
-    plain, ours = (on_ranks(uneven, engine, keep, sharing) for keep in (None, "auto"))
-    assert [losses for losses, _ in ours] == [losses for losses, _ in plain]
-    assert [max(kept) for _, kept in ours] == [0, 192 // sharing]
 
 
 @pytest.mark.table("(ddp|fsdp2|zero3)")

@@ -65,19 +65,6 @@ def test_parts_are_the_peak(found: Plan) -> None:
     assert found.place.startswith("model.")
 
 
-def test_what_is_not_recomputed() -> None:
-    """A plan by the default policy has the FLOPs of a step without a recompute where blocks save little, else with."""
-    few, many = (
-        [
-            plan(job(TiledSingleDeviceStrategy(activation_checkpointing=policy)), tokens).simulation.flops
-            for policy in (False, "auto", True)
-        ]
-        for tokens in (256, 65536)
-    )
-    assert few[0] == few[1] < few[2]
-    assert many[0] < many[1] == many[2]
-
-
 @pytest.mark.full
 def test_features_lower_the_part_that_they_are_for() -> None:
     """A tiled loss lowers what the loss ever holds, recompute what attention does, tiles what the MLP does, and all

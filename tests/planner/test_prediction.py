@@ -23,7 +23,6 @@ TILES = Tiling(3, self_check=False)
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"tiling": None, "activation_checkpointing": False}, {"loss": False}),
     "activation checkpointing": ({"tiling": None, "activation_checkpointing": True}, {"loss": False}),
-    "what is not recomputed": ({"tiling": None}, {"loss": False}),
     "every second block": (
         {"tiling": None, "activation_checkpointing": ActivationCheckpointing(every=2)},
         {"loss": False},

@@ -191,15 +191,3 @@ def test_settings_keep_attention_where_it_fits() -> None:
         without.simulation.backward.attention - found.simulation.backward.attention
         == found.simulation.forward.attention
     )
-
-
-def test_auto_is_planned_as_if_it_kept_nothing() -> None:
-    """``keep="auto"`` keeps something only in memory that is left, so the plan is that of ``keep=None``."""
-    with torch.device("meta"):
-        module = CausalLM({**LLAMA, "num_hidden_layers": 2})
-    base = make_job(module, TextFiles(seq_len=4096), {"strategy": "tiled", "accelerator": "cpu", "devices": 1})
-    runs = []
-    for keep in ("auto", None):
-        policy = ActivationCheckpointing(keep=keep)  # type: ignore[arg-type]
-        runs.append(plan(base, 4096, replace(base.settings, activation_checkpointing=policy)).simulation)
-    assert (runs[0].peak, runs[0].flops) == (runs[1].peak, runs[1].flops)

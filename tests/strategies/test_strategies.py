@@ -89,7 +89,7 @@ def test_short_forms() -> None:
     assert TiledDDPStrategy(activation_checkpointing=False).activation_checkpointing is None
     assert (TiledDDPStrategy().tiling, TiledDDPStrategy().activation_checkpointing) == (
         Tiling(),
-        ActivationCheckpointing(recompute="auto"),
+        ActivationCheckpointing(),
     )
 
 
