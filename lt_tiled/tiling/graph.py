@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
@@ -48,26 +45,3 @@ def check_closed(output: Any, leaves: Sequence[Tensor] | None, work: Work, befor
                 f"{name}: it keeps a tensor with a graph in its attribute {where}, which would be that of one tile."
                 f" Return it as an output instead. {REMEDY}"
             )
-
-
-class GraphRecorder(TorchFunctionMode):
-    """Follows the tensors with a graph that torch's functions return, and keeps none of them alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._returned: list[weakref.ref[Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.grad_fn is not None:
-            self._returned.append(weakref.ref(result))
-        return result
-
-    def kept(self, work: Work) -> list[Tensor]:
-        """Return those that are alive, but for those that attributes of the work's modules depend on."""
-        if all(reference() is None for reference in self._returned):
-            return []
-        gc.collect()  # what refers to itself
-        known = check_leaves([t.grad_fn for t in kept_tensors(work).values()], None, "")
-        alive = [tensor for reference in self._returned if (tensor := reference()) is not None]
-        return [tensor for tensor in alive if tensor.grad_fn not in known]

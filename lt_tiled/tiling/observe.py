@@ -194,11 +194,6 @@ class Observation:
             self._storages = {held.storage.cdata for held in self._tensors if held.storage is not None}
         return tensor.untyped_storage()._cdata in self._storages
 
-    @property
-    def drew(self) -> bool:
-        """Whether a generator is no longer in its state."""
-        return any(generator.drew for generator in self._generators)
-
     @_without_function_modes
     def changes(self, attributes: bool = True, by_value: bool = True) -> list[Change]:
         """Return what is not as it was.

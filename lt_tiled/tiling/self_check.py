@@ -1,35 +1,44 @@
-"""The self-check: the properties that a module must have to run in tiles, checked on a few tokens of its first call.
+"""The self-check: a few tokens of a module's first call run at once and in two tiles, and must give the same.
 
-A property is a function that returns what contradicts it. Its docstring says what it compares, what may differ, and
-which modules it catches. :data:`OF_ANY_CALL` and :data:`OF_TILES` list them in the order in which they are checked.
+Compared are outputs, gradients of arguments and weights, and how many random numbers are drawn. What the module changes
+in a forward pass is refused as well, because tiles would change it several times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Hashable, Sequence
+from itertools import chain, pairwise
+from math import ceil, prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.probe import Probe, Run, Runs, observed
-from lt_tiled.tiling.recompute import TOLERANCE, SavedCounter, hidden_from_modes, random_state_kept, version_of
+from lt_tiled.tiling.layout import TokenShape
+from lt_tiled.tiling.observe import History, Observation
+from lt_tiled.tiling.recompute import (
+    TOLERANCE,
+    RandomState,
+    SavedCounter,
+    hidden_from_modes,
+    random_state_kept,
+    version_of,
+)
 from lt_tiled.tiling.tiled_call import TiledCall
 
-Problems = Iterable[str]
-
+CHECK_TOKENS = 32
 _GRADIENT_TOLERANCE = 5e-2
-"""Of gradients of any dtype in tiles; that of outputs is ``TOLERANCE`` in ``tiling/recompute.py``.
+"""Of gradients of any dtype; that of outputs is ``TOLERANCE`` in ``tiling/recompute.py``.
 
 A module may compute in 16 bits inside, and weights sum what is rounded.
 """
 _FLOOR = 1e-3
 """Smaller values, relative to the inputs or the outputs' gradients, are compared as if they had this size: they may be
 rounding."""
-_RUNS = 8
-"""How many runs in a row must use a generator of Python: another thread may use it during some."""
 
 
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
@@ -38,26 +47,22 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     One call of each kind is checked. A call of a kind that failed is, too, so it fails with its own name.
 
     Raises:
-        NotPositionWiseError: If it lacks a property, or fails on a few tokens.
+        NotPositionWiseError: If it may not, or fails on a few tokens.
     """
     owner, learned = call.patch.owner, call.patch.learned
     kind = _kind(call, inputs)
     if owner is not None and kind in owner.passed:
         learned.checked.add(call.mode)
         return
-    before = observed(call)
+    before = _observed(call)
     try:
         # An activation checkpoint around it would count what its graphs save, and keep what it computes.
         with hidden_from_modes(inputs[0]), SavedCounter(), random_state_kept(call.device):
-            probe, tiled = Probe(call, inputs, before), len(call.bounds) > 1
-            _refuse(probe.name, (has_property(probe) for has_property in OF_ANY_CALL))
-            if tiled:  # one tile cannot differ from the untiled call, but runs again in the backward pass
-                runs = Runs(probe)
-                _refuse(probe.name, (has_property(runs) for has_property in OF_TILES))
-            if probe.shown or not tiled:
-                learned.checked.add(call.mode)
-                if owner is not None:
-                    owner.passed.add(kind)
+            check = _Check(call, inputs)
+            check.run_whole(before)
+            # One tile cannot differ from the untiled call, but runs again in the backward pass.
+            if len(call.bounds) > 1:
+                check.compare_tiles()
     except BaseException as error:
         before.undo()  # it may run untiled from here
         ours = isinstance(error, NotPositionWiseError | torch.OutOfMemoryError | MemoryError)
@@ -67,11 +72,15 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
             f"{call.patch.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
             f" tokens must be expanded to all of them before the call. {REMEDY}"
         ) from error
+    if check.shown or len(call.bounds) == 1:
+        learned.checked.add(call.mode)
+        if owner is not None:
+            owner.passed.add(kind)
 
 
 def _kind(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable:
     """Return what is equal for calls of modules of the same classes, shapes, dtypes and flags."""
-    facts: list[Hashable] = [call.mode]
+    facts: list[Any] = [call.mode]
     for part in call.work.parts:
         facts.append(type(part))
         for tensor in (*part._parameters.values(), *part._buffers.values()):
@@ -83,223 +92,191 @@ def _kind(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable:
     return tuple(facts)
 
 
-def _refuse(name: str, contradictions: Iterable[Problems]) -> None:
-    for problem in chain.from_iterable(contradictions):
-        raise NotPositionWiseError(f"{name} {problem} {REMEDY}")
+def _observed(call: TiledCall) -> Observation:
+    """Return what the modules and arguments of a call hold now."""
+    arguments = {str(index): value for index, value in enumerate(call.arguments.others)}
+    return Observation(call.patch.name, call.work.modules, REMEDY, History(), arguments, shared=False)
 
 
-# Properties of any call
+class _Uncompiled(TiledCall):
+    compiles = False
 
 
-def gradients_arrive(probe: Probe) -> Problems:
-    """Compare the attributes with a graph before and after the first run, exactly.
+class _Check:
+    """A few tokens of a call, in the module's own layout."""
 
-    Catches an auxiliary loss in an attribute and, where no known tensor wants a gradient, weights in plain lists.
+    shown = False
+    """Whether anything that was compared is not zero."""
+
+    def __init__(self, call: TiledCall, inputs: Sequence[Tensor]) -> None:
+        self.call, self.name = call, call.patch.name
+        self.shape, picked = _pick(call.shape.lead, call.device)
+        self.tokens = self.shape.tokens
+        self.first = max(1, self.tokens * 3 // 4)
+        """The tokens of the first tile: so unequal that sums over tokens differ beyond rounding."""
+        self.draws = _EqualDraws(RandomState.now(call.device))
+        self.inputs: list[Tensor] = []
+        cut = zip(call.cut(call.flat(inputs), picked), call.per_token, call.wants_grad, strict=True)
+        for tensor, per_token, wants_grad in cut:
+            tensor = self.shape.unflatten(tensor) if per_token else tensor
+            self.inputs.append(tensor.requires_grad_(wants_grad))
+        self.whole = self._in_tiles(0, self.tokens)
+        self.output: Any = None
+
+    def _in_tiles(self, *ends: int) -> TiledCall:
+        """Return the call of these tokens in tiles that end there."""
+        call = self.call
+        return _Uncompiled(call.work, call.patch, self.inputs, call.arguments, self.shape, list(pairwise(ends)))
+
+    def run_whole(self, before: Observation) -> None:
+        """Run all tokens with a graph, then fewer of them, and refuse what the module changes.
+
+        Args:
+            before: What modules and arguments held before.
+
+        Raises:
+            NotPositionWiseError: If it changes something, or keeps a graph in an attribute.
+        """
+        work, kept = self.call.work, kept_tensors(self.call.work)
+        given = [tensor.clone() for tensor in self.inputs]
+        versions = [version_of(tensor) for tensor in given]
+        with self.draws:
+            self.output = self.whole.run_views(given)
+        drawn, self.draws.count = self.draws.count, 0
+        check_closed(self.output, None if self.call.differentiable else (), work, kept, self.name)
+        # The first run may fill caches, so attributes are compared from here on.
+        after = _observed(self.call)
+        few = self.whole.cut(self.whole.flat(self.inputs), slice(0, self.first))
+        with self.draws:
+            self.whole.run_tile([tensor * 0.5 if tensor.is_floating_point() else tensor for tensor in few])
+        for change, _ in chain(before.changes(attributes=False), after.changes()):
+            self._refuse(
+                f"changes {change} in its forward, which would be changed once for each tile, and again in the"
+                " recompute. Return it as an output instead."
+            )
+        if versions != [version_of(tensor) for tensor in given]:
+            self._refuse("changes its input in place, which tiles cannot do. Make the change out of place.")
+        if len(self.call.bounds) > 1 and self.draws.count * self.tokens != drawn * self.first:
+            self._refuse(
+                "draws one random mask for several tokens, such as locked dropout or stochastic depth, and each tile"
+                " would draw another."
+            )
+
+    def compare_tiles(self) -> None:
+        """Compare outputs and gradients of all tokens at once with those of two tiles, but for rounding.
+
+        Raises:
+            NotPositionWiseError: If they differ.
+        """
+        tiled = self._in_tiles(0, self.first, self.tokens)
+        with self.draws:
+            outputs, trace = tiled.forward(self.inputs, learn=False)
+            _, trace_of_whole = self.whole.forward(self.inputs, learn=False)
+        given: list[Tensor | None] = [None for _ in outputs]
+        """A random gradient for each per-token output."""
+        wholes = pytree.tree_leaves(self.output)
+        for index, (name, kind) in enumerate(zip(trace.layout.names, trace.layout.kinds, strict=True)):
+            whole, found = wholes[index], outputs[index]
+            if kind == "constant" and whole != found:
+                self._refuse(f"returns {whole!r} as output {name} for {self.tokens} tokens, and {found!r} for a tile.")
+            if kind == "tokens" or kind == "flat":
+                self._compare(whole.detach(), found, f"output {name}".strip(), self._output_bound(whole))
+                given[index] = torch.randn_like(found) if found.is_floating_point() else None
+        if not tiled.differentiable:
+            return
+        with self.draws:
+            gradients = self.whole.backward(trace_of_whole, self.inputs, given)
+            of_tiles = tiled.backward(trace, self.inputs, given)
+        noise = _GRADIENT_TOLERANCE * _FLOOR * sum(_norm(g) for g in given if g is not None)
+        for name, whole, found in zip(self._targets(), gradients, of_tiles, strict=True):
+            if whole is not None and found is not None:
+                self._compare(whole.to_dense(), found.to_dense(), f"gradient of {name}", (_GRADIENT_TOLERANCE, noise))
+
+    def _targets(self) -> list[str]:
+        """Return the names of the arguments and weights that get gradients."""
+        names = [f"argument {index}" for index, wants in enumerate(self.call.wants_grad) if wants]
+        for weight in self.call.weights:
+            owner, name = weight.places[0]
+            names.append(f"{type(owner).__name__}.{name}")
+        return names
+
+    def _output_bound(self, output: Tensor) -> tuple[float, float]:
+        """Return what rounding may explain of an output: relative to it, and as a norm."""
+        autocast, noise = self.call.autocast.dtype, 0.0
+        bound = max(TOLERANCE.get(output.dtype, 0.0), 0.0 if autocast is None else TOLERANCE.get(autocast, 0.0))
+        for tensor, per_token in zip(self.inputs, self.call.per_token, strict=True):
+            if per_token and tensor.is_floating_point():  # as of a sum over what a layer norm returns
+                noise += min(bound * _FLOOR, 10 * torch.finfo(tensor.dtype).eps) * _norm(tensor)
+        return bound, noise
+
+    def _compare(self, whole: Tensor, tiled: Tensor, what: str, may_differ: tuple[float, float]) -> None:
+        """Refuse a difference that rounding does not explain."""
+        what = f"is not position-wise: its {what} for {self.tokens} tokens"
+        unless = "Pass self_check=False only if you know why it differs."
+        if whole.shape != tiled.shape:
+            self._refuse(f"{what} has the shape {list(whole.shape)}, and {list(tiled.shape)} from tiles.")
+        if whole.is_complex():
+            whole, tiled = (torch.view_as_real(value.resolve_conj()) for value in (whole, tiled))
+        finite = whole.isfinite()
+        if not torch.equal(finite, tiled.isfinite()):
+            self._refuse(f"{what} is finite elsewhere in tiles. {unless}")
+        size = _norm(whole[finite])
+        difference = _norm(whole[finite] - tiled[finite])
+        self.shown = self.shown or size != 0
+        bound, noise = may_differ
+        if difference > max(bound * size, noise):
+            self._refuse(
+                f"{what} differs by {difference / max(size, 1e-30):.1e} in tiles (relative; rounding explains"
+                f" {bound:.0e}). {unless}"
+            )
+
+    def _refuse(self, problem: str) -> None:
+        raise NotPositionWiseError(f"{self.name} {problem} {REMEDY}")
+
+
+def _norm(tensor: Tensor) -> float:
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return float(tensor.detach().to(wide).norm())
+
+
+class _EqualDraws(TorchDispatchMode):
+    """Lets all tokens draw the same random numbers, as if no tiles were there, and counts them."""
+
+    def __init__(self, start: RandomState) -> None:
+        super().__init__()
+        self._start, self.count = start, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        with self:
+            composed = func.decompose(*args, **kwargs)  # inference mode does not take dropout apart
+        if composed is not NotImplemented:
+            return composed
+        self._start.set()
+        drawn = func(*args, **kwargs)
+        self.count += (drawn if isinstance(drawn, Tensor) else drawn[0]).numel()
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(drawn[1])  # the backward pass scales both calls alike
+        if isinstance(drawn, Tensor) and drawn.numel() and "randperm" not in func.name():
+            number = drawn.is_floating_point() or drawn.dtype == torch.bool
+            keeps = 1.0 if "bernoulli" in func.name() else 0.6  # in most masks
+            drawn.fill_(keeps if number else int(drawn.flatten()[0]))
+        return drawn
+
+
+def _pick(lead: Sequence[int], device: torch.device) -> tuple[TokenShape, Tensor]:
+    """Return the leading dimensions of a few tokens from all over ``lead``, and their indices among all tokens.
+
+    Several entries of each dimension, where it has them: what mixes along a batch must also be seen.
     """
-    kept = kept_tensors(probe.call.work)
-    with probe.graph:
-        output = probe.one.run_tile(probe.one.flat(probe.inputs))
-    check_closed(output, None if probe.call.differentiable else (), probe.call.work, kept, probe.name)
-    return ()
-
-
-def generators_are_torchs(probe: Probe) -> Problems:
-    """Compare the states of all generators but torch's default ones before and after a run, exactly.
-
-    Catches noise from Python, NumPy or a generator of the module's own, which tiles would draw in another order.
-    """
-    before, runs = probe.before, 0
-    while before.drew and runs < _RUNS:
-        before, runs = observed(probe.call), runs + 1
-        probe.one.run_tile(probe.scaled(1.0, slice(0, 2)))
-    if before.drew:
-        yield (
-            "draws random numbers from Python, NumPy or a torch.Generator of its own, which tiles would draw in another"
-            " order. Draw them from torch's default generators."
-        )
-
-
-def state_stays(probe: Probe) -> Problems:
-    """Compare tensors before and after the first run, and all else before and after one of fewer tokens, by value.
-
-    Catches running statistics, counters, lists that grow. The first run may fill caches.
-    """
-    after = observed(probe.call)
-    with probe.graph:
-        probe.one.run_tile(probe.scaled(0.5, slice(0, max(1, probe.shape.tokens // 2))))
-    for change, _ in chain(probe.before.changes(attributes=False), after.changes()):
-        yield (
-            f"changes {change} in its forward, which would be changed once for each tile, and again in the recompute."
-            " Return it as an output instead."
-        )
-
-
-def inputs_stay(probe: Probe) -> Problems:
-    """Compare the versions of the arguments before and after the first run, exactly. Catches router jitter in place."""
-    if probe.versions != [version_of(tensor) for tensor in probe.inputs]:
-        yield "changes its input in place, which tiles cannot do for the caller. Make the change out of place."
-
-
-def no_graph_is_kept(probe: Probe) -> Problems:
-    """Find tensors with a graph that outlive the outputs, but for attributes. Catches a list of auxiliary losses."""
-    for tensor in probe.graph.kept(probe.call.work):
-        yield (
-            f"keeps a tensor of shape {list(tensor.shape)} with a graph outside of its outputs, as for an auxiliary"
-            " loss, which would be that of one tile. Return it as an output instead."
-        )
-
-
-OF_ANY_CALL = (gradients_arrive, generators_are_torchs, state_stays, inputs_stay, no_graph_is_kept)
-
-
-# Properties of tiles
-
-
-def draws_are_per_token(runs: Runs) -> Problems:
-    """Compare how many random numbers are drawn in one, two and three tiles, exactly.
-
-    Catches a mask for all tokens, for each row or for each position, such as locked dropout and stochastic depth.
-    """
-    if len(set(runs.draws)) > 1:
-        yield (
-            "draws one random mask for several tokens, such as locked dropout or stochastic depth, and each tile would"
-            " draw another."
-        )
-
-
-def outputs_are_those_of_tiles(runs: Runs) -> Problems:
-    """Compare outputs of all tokens at once with those of two tiles, but for rounding; constants exactly.
-
-    Catches means, shifts, attention, positions, and branches on the number of tokens.
-    """
-    layout, tokens = runs.tiled.trace.layout, f"for {runs.probe.shape.tokens} tokens"
-    for index, name in enumerate(layout.names):
-        whole, tiled = runs.whole.outputs[index], runs.tiled.outputs[index]
-        if index in runs.outputs:
-            yield from _output_differs(runs, whole, tiled, f"output {name} {tokens}".replace("  ", " "))
-        elif layout.kinds[index] == "constant" and whole != tiled:
-            yield f"returns {whole!r} as output {name} {tokens} in their own shape, and {tiled!r} for a tile of them."
-
-
-def outputs_ignore_the_graph(runs: Runs) -> Problems:
-    """Compare outputs without and with a graph, but for rounding. Catches a branch on the gradient mode."""
-    for index in runs.outputs if runs.with_graph else ():
-        whole = runs.whole.outputs[index]
-        what = "output without and with a graph, in which tiles run forward and backward,"
-        yield from _output_differs(runs, whole, runs.with_graph[index].detach().reshape(whole.shape), what)
-
-
-def outputs_ignore_other_tokens(runs: Runs) -> Problems:
-    """Compare outputs of the same tokens while others change, but for rounding.
-
-    Catches weak mixing without a gradient, and random numbers of one token that others use.
-    """
-    for run in runs.beside_others:
-        for index in runs.outputs:
-            before, now = (runs.unchanged(outputs[index]) for outputs in (runs.whole.outputs, run.outputs))
-            yield from _output_differs(runs, before, now, "output for the same tokens, while others change,", False)
-
-
-def gradients_ignore_other_tokens(runs: Runs) -> Problems:
-    """Compare gradients that some tokens give while others change, but for rounding; the others' must be zero.
-
-    Catches mixing behind a gate that is zero or small, and mixing in the backward pass alone.
-    """
-    if any(_gradients_of_some_differ(runs, Run.gradients)):
-        yield from _gradients_of_some_differ(runs, Run.gradients_of_given)
-
-
-def gradients_are_those_of_tiles(runs: Runs) -> Problems:
-    """Compare gradients of all tokens at once with those of two tiles, up to 5 %.
-
-    Catches what depends on the number of tokens in the backward pass alone.
-    """
-    noise = _GRADIENT_TOLERANCE * _FLOOR * _size(runs.given)
-    gradients = runs.whole.gradients(runs.given), runs.tiled.gradients(runs.given)
-    for (name, _), whole, tiled in zip(runs.targets, *gradients, strict=True):
-        if whole is not None and tiled is not None:
-            what = f"gradient of {name} for {runs.probe.shape.tokens} tokens"
-            yield from _differs(runs.probe, whole, tiled, what, _GRADIENT_TOLERANCE, noise)
-
-
-OF_TILES = (
-    draws_are_per_token,
-    outputs_are_those_of_tiles,
-    outputs_ignore_the_graph,
-    outputs_ignore_other_tokens,
-    gradients_ignore_other_tokens,
-    gradients_are_those_of_tiles,
-)
-
-
-# Comparing
-
-
-def _output_differs(runs: Runs, a: Tensor, b: Tensor, what: str, autocast: bool = True) -> Problems:
-    """Compare outputs, with the tolerance of their dtype and of autocast's, where that explains a difference too."""
-    probe, noise = runs.probe, 0.0
-    bound = _tolerance(a.dtype, probe.one.autocast.dtype if autocast else None)
-    for tensor, per_token in zip(probe.inputs, probe.one.per_token, strict=True):
-        if per_token and tensor.is_floating_point():
-            noise += _noise(tensor.dtype, bound) * _size([tensor])  # as of a sum over what a layer norm returns
-    if a.shape == b.shape and not torch.equal(a.isfinite(), b.isfinite()):
-        yield f"is not position-wise: its {what} is finite elsewhere in one of two ways to compute it. {_UNLESS}"
-    yield from _differs(probe, a, b, what, bound, noise)
-
-
-def _gradients_of_some_differ(
-    runs: Runs, gradients: Callable[[Run, Sequence[Tensor | None]], list[Tensor | None]]
-) -> Problems:
-    given = [None if g is None else runs.unchanged(g) for g in runs.given]
-    tensors = [t for t in (*runs.whole.outputs, *runs.probe.inputs) if isinstance(t, Tensor)]
-    bound = _tolerance(runs.probe.one.autocast.dtype, *(t.dtype for t in tensors))
-    before, size = gradients(runs.whole, given), _size(given)
-    for run in (runs.whole, *runs.beside_others):
-        now = before if run is runs.whole else gradients(run, given)
-        for (name, per_token), a, b in zip(runs.targets, before, now, strict=True):
-            if a is None or b is None or (a is b and not per_token):
-                continue
-            problems = []
-            if per_token and not torch.equal(b, kept := runs.unchanged(b)):
-                problems.append(
-                    f"is not position-wise: its gradient of {name} is not zero at tokens whose outputs have no gradient"
-                    f" (at most {float((b - kept).abs().max()):.1e}). {_UNLESS}"
-                )
-            what = f"gradient of {name} for the same tokens, while others change,"
-            a = runs.unchanged(a) if per_token else a
-            problems += _differs(runs.probe, a, b, what, bound, _noise(a.dtype, bound) * size)
-            if problems and bool(b.isfinite().all()):  # else 0 * inf, where the others overflow
-                yield from problems
-        del now  # as large as the weights
-
-
-_UNLESS = "Pass self_check=False only if you know why it differs."
-
-
-def _differs(probe: Probe, a: Tensor, b: Tensor, what: str, bound: float, noise: float) -> Problems:
-    """Yield a difference whose norm is more than ``noise``, and relative to the first value more than ``bound``."""
-    if a.shape != b.shape:
-        yield f"is not position-wise: its {what} has the shape {list(a.shape)}, and {list(b.shape)} from tiles."
-    if a.is_complex():
-        a, b = (torch.view_as_real(value.resolve_conj()) for value in (a, b))
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    difference, size = float((a.to(wide) - b.to(wide)).norm()), float(a.to(wide).norm())
-    probe.shown = probe.shown or size != 0
-    if not difference <= max(bound * size, noise) and bool(a.isfinite().all()):
-        yield (
-            f"is not position-wise: its {what} differs by {difference / max(size, 1e-30):.1e} between two ways to"
-            f" compute it (relative; rounding explains {bound:.0e}). {_UNLESS}"
-        )
-
-
-def _tolerance(*dtypes: torch.dtype | None) -> float:
-    return max(0.0 if dtype is None else TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
-
-
-def _noise(dtype: torch.dtype, bound: float) -> float:
-    """Return what may be rounding in outputs or gradients, relative to inputs of a dtype or the outputs' gradients."""
-    return min(bound * _FLOOR, 10 * torch.finfo(dtype).eps)
-
-
-def _size(tensors: Sequence[Tensor | None]) -> float:
-    return sum(float(t.detach().norm()) for t in tensors if t is not None)
+    several = {2: 5, 3: 3}.get(len(lead), 2)  # two would hide what moves entries by two; all of them are at most 64
+    counts = [min(size, several) for size in lead]
+    for index in reversed(range(len(lead))):
+        counts[index] = min(lead[index], max(counts[index], ceil(CHECK_TOKENS * counts[index] / prod(counts))))
+    picked = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, count in zip(lead, counts, strict=True):
+        chosen = torch.arange(count, device=device) * (size - 1) // max(count - 1, 1)
+        picked = (picked[:, None] * size + chosen).flatten()
+    return TokenShape(torch.Size(counts)), picked
