@@ -89,8 +89,6 @@ class Order(IntEnum):
     """A norm or a projection runs in the tiles of the module next to it."""
     TILE = auto()
     """A module runs in tiles."""
-    REPEAT = auto()
-    """The planner simulates a block, or repeats another one."""
     LEAF = auto()
     """A module takes hooks of ZeRO-3 in another way."""
 

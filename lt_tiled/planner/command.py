@@ -100,9 +100,8 @@ def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:
     plain = ActivationCheckpointing(targets=policy.targets) if policy else None
     without = replace(found.settings, tiling=None, activation_checkpointing=plain, loss=None, sequence_parallel=None)
     with progress(f"Drawing {path}"):
-        alone = plan(job, found.tokens, without, full_logits=True, whole=True)
-        tiled = plan(job, found.tokens, found.settings, whole=True)
-    runs = {"activation checkpointing alone": alone.simulation, "with lt_tiled": tiled.simulation}
+        alone = plan(job, found.tokens, without, full_logits=True)
+    runs = {"activation checkpointing alone": alone.simulation, "with lt_tiled": found.simulation}
     draw_step(runs, path, limit)
 
 

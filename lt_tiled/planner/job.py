@@ -53,10 +53,8 @@ class Job:
         """The sequence length of the batch."""
         return shape_of(self.batch)[1]
 
-    def simulate(self, tokens: int | None = None, settings: Settings | None = None, whole: bool = False) -> Simulation:
+    def simulate(self, tokens: int | None = None, settings: Settings | None = None) -> Simulation:
         """Simulate a step; by default with the sequence length of the batch and the settings of the job.
-
-        ``whole`` simulates every block, also those that repeat others.
 
         Raises:
             SimulationError: If an operation needs values, or the module optimizes manually.
@@ -68,7 +66,7 @@ class Job:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
             return training_loss(self.module.training_step, self.module, fake)
 
-        return simulate(self.module, step, self._optimizer, settings or self.settings, whole)
+        return simulate(self.module, step, self._optimizer, settings or self.settings)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         found, _ = _init_optimizers_and_lr_schedulers(self.module)

@@ -131,13 +131,7 @@ def describe(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def plan(
-    job: Job,
-    tokens: int | None = None,
-    settings: Settings | None = None,
-    full_logits: bool = False,
-    whole: bool = False,
-) -> Plan:
+def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, full_logits: bool = False) -> Plan:
     """Return the plan of a job, also for another sequence length and other settings.
 
     Args:
@@ -145,7 +139,6 @@ def plan(
         tokens: The sequence length; by default that of the batch.
         settings: By default those of the job.
         full_logits: Do not tile the loss of a module that tiles it itself, such as ``CausalLM``.
-        whole: Simulate every block, for a picture: see NOTE [Blocks that repeat].
 
     Raises:
         SimulationError: If an operation needs values.
@@ -158,7 +151,7 @@ def plan(
             warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
             break
     with turned_off(job.module, HeadPatch) if full_logits else nullcontext():
-        return Plan(job.name, length, settings, job.simulate(tokens, settings, whole), shape_of(job.batch)[0])
+        return Plan(job.name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
 
 
 def longest(

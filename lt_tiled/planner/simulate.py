@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled._log import inform, quiet
+from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.kernels import with_kernels
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
-from lt_tiled.planner.repeats import Repeats
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
@@ -120,31 +118,11 @@ def simulate(
     step: Callable[[], Tensor],
     make_optimizer: Callable[[], torch.optim.Optimizer],
     settings: Settings,
-    whole: bool = False,
 ) -> Simulation:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
 
-    The model gets fake weights. ``step`` runs the forward pass and returns the loss. Of blocks that are alike a few are
-    simulated, unless ``whole`` is true or the others may change the result: see NOTE [Blocks that repeat].
+    The model gets fake weights. ``step`` runs the forward pass and returns the loss.
     """
-    run = partial(_simulate, model, step, make_optimizer, settings)
-    policy = settings.activation_checkpointing
-    keeps = policy is not None and (policy.keep is not None or policy.activations == "all")
-    if not whole and not keeps:
-        try:
-            return run(whole=False)
-        except Exception as error:  # also of blocks that miss what another one did; a user's error comes again
-            inform(f"A plan simulates every block, which takes longer: {error!r}", level=logging.DEBUG)
-    return run(whole=True)
-
-
-def _simulate(
-    model: nn.Module,
-    step: Callable[[], Tensor],
-    make_optimizer: Callable[[], torch.optim.Optimizer],
-    settings: Settings,
-    whole: bool,
-) -> Simulation:
     phases: dict[str, int] = {}
     with quiet(), without_memory(model) as ledger, ExitStack() as stack:
         if settings.gpu:
@@ -160,15 +138,12 @@ def _simulate(
         if on_device:
             _run_first_step(optimizer, ledger)
         memory.stepped()
-        followers: list[Any] = [ledger, memory]
-        if not whole:
-            followers.append(stack.enter_context(Repeats(model, ledger)))
         stack.enter_context(first_two_tiles(ledger))
 
         def begin(phase: str) -> None:
             phases[phase] = ledger.clock + 1
-            for follower in followers:
-                follower.begin(phase)
+            ledger.begin(phase)
+            memory.begin(phase)
 
         ledger.restart_peak()
         start, ledger.work = ledger.clock, Work()

@@ -95,9 +95,9 @@ def test_offloaded_state() -> None:
 
 def test_work_is_counted_by_kind() -> None:
     """Attention has half of the products of a causal mask in the forward pass, and 2.5 times as many in the backward
-    pass; what repeats and what is tiled counts in full, and exchanges have the bytes of their tensors.
+    pass; what is tiled counts in full, and exchanges have the bytes of their tensors.
     """
-    layers, tokens, width = 6, 2048, LLAMA["hidden_size"]
+    layers, tokens, width = 2, 2048, LLAMA["hidden_size"]
     with torch.device("meta"):
         module = CausalLM({**LLAMA, "num_hidden_layers": layers})
     base = make_job(module, TextFiles(seq_len=tokens), {"strategy": "tiled_ddp", "accelerator": "cpu", "devices": 2})
