@@ -18,7 +18,7 @@ from lt_tiled.kept import Kept, current_kept
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
-from lt_tiled.tiling.recompute import Precision, RandomState, keeps_graph, random_state_kept, version_of, wants_graph
+from lt_tiled.tiling.recompute import Precision, RandomState, keeps_graph, random_state_kept, version_of
 
 
 def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _Attended(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
         inputs = ctx.saved_tensors
-        if wants_graph([gradient]) or [_layout(tensor) for tensor in inputs] != recomputed.layouts:
+        if torch.is_grad_enabled() or [_layout(tensor) for tensor in inputs] != recomputed.layouts:
             if ctx.again is not None:
                 return (None, *ctx.again(inputs, gradient))
             raise RuntimeError(

@@ -146,11 +146,6 @@ class BlockPatch(Patch):
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
             if next(runs) > 0:
-                if is_transformed():
-                    raise RuntimeError(
-                        f"{type(module).__name__} is recomputed under torch.func or forward-mode differentiation, and"
-                        " its forward pass was not: run that under it too, or set activation_checkpointing=False."
-                    )
                 with _repeated(observed, modes, around), self.inside(region, keeps):
                     inner_args, inner_kwargs = arguments.call_with(given)
                     return self.inner(module, *inner_args, **inner_kwargs)

@@ -188,14 +188,6 @@ def transforms_active() -> bool:
     return not active() and bool(torch.func.vmap(lambda x: x * active())(torch.ones(2)).all())
 
 
-def batched_gradients() -> bool:
-    x, seen = torch.ones(2, requires_grad=True), []
-    y = x * 1
-    y.register_hook(lambda g: seen.append(torch._C._functorch.is_legacy_batchedtensor(g)))
-    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
-    return seen == [True] and not torch._C._functorch.is_legacy_batchedtensor(x)
-
-
 def cache_of_parametrizations() -> bool:
     with nn.utils.parametrize.cached():
         inside = nn.utils.parametrize._cache_enabled
@@ -309,7 +301,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_forward_pre_hooks_with_kwargs": hooked(
         "register_forward_pre_hook", "_forward_pre_hooks_with_kwargs", with_kwargs=True
     ),
-    "_functorch": batched_gradients,
     "_fsdp_wrapped_module": lambda: torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module",
     "_get_current_dispatch_mode_stack": stack_of_modes,
     "_get_sequence_nr": lambda: isinstance(torch._C._autograd._get_sequence_nr(), int),

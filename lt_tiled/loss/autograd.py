@@ -6,10 +6,9 @@ The weights are inputs of the autograd Function and their gradients are returned
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,7 @@ from lt_tiled.tiling.recompute import (
     hidden_from_checkpoints,
     is_transformed,
     random_state_kept,
-    version_of,
-    wants_graph,
 )
-from lt_tiled.tiling.untiled import differentiate, output_behind, viewed
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -120,22 +116,20 @@ class LossTiles:
         divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
         divisor = divisor.to(wide_dtype(hidden))
         try:
-            loss = self._loss(head, flat, flat_labels, weights, divisor, _Kept(hidden, flat_labels, weights))
+            loss = self._loss(head, flat, flat_labels, weights, divisor)
         except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
             self._name_wrong_label(labels, vocab_size, error)
             raise
         return loss.view(labels.shape) if self.reduction == "none" else loss
 
-    def _loss(
-        self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor, kept: _Kept
-    ) -> Tensor:
+    def _loss(self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor) -> Tensor:
         """Return the loss of hidden states ``[T, H]``, in tiles unless a transform is around."""
         if is_transformed():
             losses = self.kind.of(head(hidden, weights), labels)
             return losses if self.reduction == "none" else losses.sum() / divisor
         places = loss_places(self.num_shards, hidden.detach(), self.kind.counted(labels))
         wants = [torch.is_grad_enabled() and t.requires_grad for t in (hidden, *weights)]
-        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants, kept)
+        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants)
         loss: Tensor = _TiledLoss.apply(call, hidden, *weights)
         return loss
 
@@ -160,31 +154,6 @@ class LossTiles:
         return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
 
 
-class _Kept:
-    """Hidden states, labels and weights of a loss, which it does not keep alive for the backward pass."""
-
-    def __init__(self, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor]) -> None:
-        self.numel = hidden.numel()
-        self.tensors = [(weakref.ref(tensor), version_of(tensor)) for tensor in (hidden, labels, *weights)]
-
-    def get(self, node: Any) -> list[Tensor]:
-        """Return them; ``node`` is that of the hidden states, which are computed again if a tiled norm made them.
-
-        Raises:
-            RuntimeError: If one is freed, or was changed in place.
-        """
-        found = [reference() for reference, _ in self.tensors]
-        same = all(t is None or version_of(t) == version for t, (_, version) in zip(found, self.tensors, strict=True))
-        found[0] = output_behind(node, self.numel) if found[0] is None else found[0]
-        if not same or any(tensor is None for tensor in found):
-            raise RuntimeError(
-                "A backward pass with create_graph=True computes a loss in tiles once more, and its hidden states,"
-                " labels or weights were freed or changed in place. Keep them as they are until then, or compute the"
-                " loss from full logits (loss=False)."
-            )
-        return cast("list[Tensor]", found)
-
-
 @dataclass
 class _LossCall:
     """What the forward and the backward pass of one loss share."""
@@ -197,7 +166,6 @@ class _LossCall:
     autocast: Precision
     wants: list[bool]
     """Whether the hidden states, and each weight, want a gradient."""
-    kept: _Kept
     random: RandomState | None = None
     """The generators' state before the forward pass, if it drew random numbers."""
 
@@ -245,18 +213,6 @@ class _LossCall:
             del logits, part
         return losses, [grad_hidden, *tile.totals()]
 
-    def gradients_with_graph(self, hidden: Tensor, weights: Sequence[Tensor], incoming: Tensor) -> list[Tensor | None]:
-        """Return the gradients of hidden states and weights with a graph: see NOTE [Second derivatives]."""
-        (rows, *leaves), roots = viewed([hidden.reshape(-1, hidden.shape[-1]), *weights]), []
-        with self.autocast.context(), random_state_kept(hidden.device, self.random), torch.enable_grad():
-            for place in [slice(None)] if self.random is None else self.places:
-                losses = self.tiles.kind.of(self.head(rows[place], leaves), self.labels[place])
-                if self.tiles.reduction == "none":
-                    roots.append((losses, incoming[place]))
-                else:
-                    roots.append((losses.sum() / self.divisor, incoming))
-        return differentiate("a loss in tiles", roots, [rows, *leaves])
-
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
@@ -285,11 +241,12 @@ class _TiledLoss(torch.autograd.Function):
     @without_compiler
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         call: _LossCall = ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "A backward pass through a loss in tiles cannot be differentiated (create_graph=True): compute it from"
+                " full logits (loss=False)."
+            )
         saved = ctx.saved_tensors
-        if wants_graph([incoming]):
-            is_saved = call.tiles.reduction == "none"
-            hidden, _, *weights = saved if is_saved else call.kept.get(ctx.next_functions[0][0])
-            return (None, *call.gradients_with_graph(hidden, weights, incoming))
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved
             with call.autocast.context(), random_state_kept(hidden.device, call.random):

@@ -35,8 +35,7 @@ def tiled_linear_cross_entropy(
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` with the logits of one tile of tokens at a time.
 
     For ``"mean"`` and ``"sum"`` gradients are formed in the forward pass, with as many FLOPs as without tiles. With
-    ``"none"`` the logits are recomputed in the backward pass. Only a backward pass with ``create_graph=True`` reads the
-    hidden states once more, so it needs a reference to them.
+    ``"none"`` the logits are recomputed in the backward pass.
 
     Args:
         hidden: ``[..., H]``.

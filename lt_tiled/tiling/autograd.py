@@ -26,9 +26,8 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.tiling.deferred import DeferredCall
-from lt_tiled.tiling.recompute import wants_graph
+from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.tiled_call import TiledCall, Trace
-from lt_tiled.tiling.untiled import backward_with_graph
 
 
 class Anchor(torch.autograd.Function):
@@ -65,6 +64,11 @@ class TiledFunction(torch.autograd.Function):
     @without_compiler
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: TiledCall = ctx.call
+        if torch.is_grad_enabled() or is_transformed():
+            raise RuntimeError(
+                f"{call.patch.name}: a backward pass through tiles cannot be differentiated or transformed"
+                " (create_graph=True): call lt_tiled.untile() on the module, or set tiling=False."
+            )
         try:
             saved = ctx.anchor.saved_tensors
         except RuntimeError as error:
@@ -75,10 +79,9 @@ class TiledFunction(torch.autograd.Function):
                 " backward pass, which computes with it again. Make the change out of place, or lt_tiled.untile() the"
                 " module."
             ) from error
-        run = backward_with_graph if wants_graph(gradients) else TiledCall.backward
         inputs = saved[-len(call.wants_grad) :]
         trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
-        found = run(call, trace, inputs, gradients)
+        found = call.backward(trace, inputs, gradients)
         link = [] if any(call.wants_grad) else [None]
         call.refuse_hooks_without_gradient(found)
         return (None, None, None, None, *link, *found)

@@ -171,7 +171,7 @@ class Untiled:
 
 def decide(work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
     """Return the call to run in tiles, or the reason why the module runs untiled."""
-    if is_transformed(work.parts):  # by the model's code, so on all ranks
+    if is_transformed():  # by the model's code, so on all ranks
         return Untiled("transform")
     if hooked := work.hooked():
         return Untiled("hook", hooked)
@@ -204,7 +204,7 @@ def decide_with_neighbor(made: CallWithInputs) -> Untiled | None:
         Why the call may not run, or ``None``.
     """
     call = made[0]
-    if is_transformed(call.work.parts) or call.work.recorded() or call.work.hooked():
+    if is_transformed() or call.work.recorded() or call.work.hooked():
         return Untiled("neighbor")
     try:
         if _is_real(made) and not call.checked:

@@ -15,7 +15,7 @@ which is when others change what it reads, and else in calls that get rarer, bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -163,17 +163,13 @@ def in_checkpoint() -> bool:
     return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
 
 
-def is_transformed(parts: Iterable[nn.Module] = ()) -> bool:
-    """Whether this code is run by what autograd Functions and torch's checkpoint cannot follow, which is logged once.
-
-    Args:
-        parts: The modules whose code it is.
-    """
+def is_transformed() -> bool:
+    """Whether this code runs under what autograd Functions and checkpoints cannot follow, which is logged once."""
     if torch._C._are_functorch_transforms_active():
         transform = "torch.func"
     elif forward_ad._current_level >= 0:
         transform = "forward-mode differentiation"
-    elif parametrize._cache_enabled and any(parametrize.is_parametrized(part) for part in parts):
+    elif parametrize._cache_enabled:
         transform = "torch.nn.utils.parametrize.cached()"  # whose cache the first tile would fill, without a graph
     else:
         return False
@@ -184,18 +180,6 @@ def is_transformed(parts: Iterable[nn.Module] = ()) -> bool:
 def keeps_graph() -> bool:
     """Whether the backward pass that runs this keeps its graph for a second one (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # no public name
-
-
-def wants_graph(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether the backward pass that runs this is itself differentiated, transformed or batched.
-
-    Args:
-        gradients: What it was given.
-    """
-    if torch.is_grad_enabled() or is_transformed():
-        return True
-    is_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched=True; no public name
-    return any(map(is_batched, filter(torch.is_tensor, gradients)))
 
 
 def entry(holder: Any, name: str) -> Any:

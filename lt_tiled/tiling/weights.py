@@ -220,16 +220,15 @@ def paired(weights: Sequence[Weight], leaves: Sequence[T]) -> list[tuple[Tensor,
     return pairs
 
 
-def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str, begins: Iterable[Any] = ()) -> set[Any]:
+def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -> set[Any]:
     """Return the nodes of the graph behind these, and refuse leaves that are not known by their ids.
 
     Args:
         ends: The nodes at the end.
         known: The ids of the leaves; ``None`` for any.
         name: The name in messages.
-        begins: Nodes behind which nobody looks.
     """
-    todo, nodes = list(ends), set(begins)
+    todo, nodes = list(ends), set[Any]()
     while todo:
         node = todo.pop()
         if node in nodes:
@@ -240,12 +239,10 @@ def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str, b
                 todo.append(following)
         variable = getattr(node, "variable", None)  # of a leaf
         if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
-            why = "neither one of its arguments nor one of its registered parameters or buffers"
-            if begins:
-                why += ", or is used by a custom autograd Function whose second derivative is asked for"
             raise NotPositionWiseError(
-                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is {why}, and would get"
-                f" no gradient. Register it, or pass it as an argument. {REMEDY}"
+                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
+                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
+                f" pass it as an argument. {REMEDY}"
             )
     return nodes
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from lt_tiled import ActivationCheckpointing, TiledDDPStrategy, Tiling, prepare
@@ -102,35 +101,6 @@ def test_accumulation_with_no_sync(world: World, checkpointed: bool) -> None:
     """Micro-batches of different lengths under ``no_sync`` add up, with fewer tokens than shards among them."""
     batches: Batches = [[(2, 24), (1, 5), (1, 30)], [(1, 9), (2, 3), (2, 11)]]
     assert max(world(ddp_error, TinyLM, {}, batches, [8, 3], checkpointed)) < EXACT
-
-
-def penalty_error(checkpointed: bool) -> float:
-    """The worst error of the gradients of two steps with a penalty on the gradient of the hidden states."""
-    torch.manual_seed(0)
-    net = TinyLM().double()
-    true, found = copy.deepcopy(net), []
-    for model in (true, net):
-        wrapped = DistributedDataParallel(model)
-        prepared = prepare(model, tiling=Tiling(4) if model is net else False, activation_checkpointing=checkpointed)
-        seen: list[Tensor] = []
-        handle = model.blocks[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        for step in range(2):
-            wrapped.zero_grad(set_to_none=True)
-            ids = draw((2, 24), 2 * step + dist.get_rank())
-            with sdpa_kernel(SDPBackend.MATH):
-                loss = lm_loss(wrapped(ids), ids)
-                (gradient,) = torch.autograd.grad(loss, seen[-1], create_graph=True)
-                (loss + 1e3 * gradient.square().sum()).backward()
-        handle.remove()
-        prepared.release()
-        found.append([p.grad for p in model.parameters()])
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True))
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_second_derivatives(world: World, checkpointed: bool) -> None:
-    """A penalty on a gradient has the gradients of stock DDP."""
-    assert max(world(penalty_error, checkpointed)) < EXACT
 
 
 def test_unused_weights(world: World) -> None:

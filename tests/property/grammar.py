@@ -325,7 +325,7 @@ BETWEEN: dict[str, Callable[[nn.Module], object]] = {
 BENIGN = [*BETWEEN][:7]
 """What changes no result."""
 
-BACKWARD = ("once", "twice", "input alone", "weights alone", "part of the outputs", "create_graph", "no_grad")
+BACKWARD = ("once", "twice", "input alone", "weights alone", "part of the outputs", "no_grad")
 AUTOCAST = ("off", "forward", "backward", "both")
 
 
@@ -549,16 +549,9 @@ def _gradients(case: Case, leaves: list[Any], x: Tensor, wanted: dict[str, Tenso
             names = [name for name in wanted if (name == "input") == (case.backward == "input alone")]
             gradients = torch.autograd.grad(loss, [wanted[name] for name in names], allow_unused=True) if names else ()
             return dict(zip(names, gradients, strict=True))
-        if case.backward == "create_graph":
-            names = list(wanted)
-            gradients = torch.autograd.grad(loss, [*wanted.values()], create_graph=True, allow_unused=True)
-            second = sum(g.square().sum() for g in gradients if g is not None and g.requires_grad)
-            if isinstance(second, Tensor):
-                second.backward()
-        else:
-            loss.backward(retain_graph=case.backward == "twice")
-            if case.backward == "twice":
-                loss.backward()
+        loss.backward(retain_graph=case.backward == "twice")
+        if case.backward == "twice":
+            loss.backward()
     return {f"gradient of {name}": t.grad for name, t in wanted.items()}
 
 

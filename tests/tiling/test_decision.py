@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lt_tiled import Tiling, tile
 from lt_tiled.errors import NotPositionWiseError
@@ -116,26 +115,6 @@ def test_what_nobody_named_stays_untiled(same_order: bool, agreed: bool) -> None
         return
     assert torch.allclose(module(x), true, atol=1e-6)
     assert patch.learned.untiled
-
-
-def _jvp(function: Any, x: Tensor) -> Any:
-    with torch.no_grad():
-        return torch.func.jvp(function, (x,), (x,))
-
-
-def _dual(function: Any, x: Tensor) -> Any:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x)))
-
-
-@pytest.mark.parametrize("self_check", [True, False])
-@pytest.mark.parametrize("transform", [_jvp, _dual])
-def test_a_tiled_function_in_forward_mode(transform: Any, self_check: bool) -> None:
-    """Forward-mode differentiation of a tiled function has the values and tangents of the function."""
-    x = randn(1, 40, H)
-    found = transform(tile(torch.tanh, num_shards=4, self_check=self_check), x)
-    for a, b in zip(found, transform(torch.tanh, x), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_hooks_on_a_module_of_a_tiled_function() -> None:

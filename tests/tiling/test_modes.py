@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
-from tests.models import GatedMLP, H, tiny_llama
+from tests.models import GatedMLP, H, PlainMLP, tiny_llama
 from tests.parity import EXACT, SPREADS, gradients, less_accurate, randn, reference, spread, spread_of, worst
 
 ON_GPU = pytest.mark.gpu
@@ -124,6 +126,66 @@ def test_what_cannot_go_through_tiles(name: str) -> None:
         EXPORTS[name](m, x)
     untile(m)
     EXPORTS[name](m, x)
+
+
+def test_create_graph() -> None:
+    """A backward pass with ``create_graph=True`` is refused with the module's name and the remedy."""
+    m, x = tile(GatedMLP(), num_shards=4), randn(1, 40, H).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"GatedMLP: .*cannot be differentiated.*create_graph=True.*untile"):
+        torch.autograd.grad(m(x).sum(), x, create_graph=True)
+
+
+def _dual(m: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(m(forward_ad.make_dual(x, x)))
+
+
+def _cached(m: nn.Module, x: Tensor) -> Any:
+    with parametrize.cached():
+        return torch.autograd.grad(m(x).sum(), [*m.parameters()])
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "torch.func": lambda m, x: torch.func.jvp(torch.func.grad(lambda t: m(t).sum()), (x,), (x,)),
+    "forward mode": _dual,
+    "parametrize.cached": _cached,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str) -> None:
+    """Under a transform modules run untiled and blocks without activation checkpointing."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(PlainMLP().double() for _ in range(2))), randn(2, 12, H).double()
+    parametrizations.weight_norm(model[0].fc1)
+    true = TRANSFORMS[name](model, x)
+    blocks = ActivationCheckpointing(targets=["PlainMLP"])
+    with prepare(model, tiling=Tiling(4, targets=["PlainMLP"]), activation_checkpointing=blocks):
+        torch.testing.assert_close(TRANSFORMS[name](model, x), true, rtol=EXACT, atol=EXACT)
+
+
+PARAMETRIZATIONS: dict[str, Callable[[PlainMLP], Any]] = {
+    "weight norm": lambda m: parametrizations.weight_norm(m.fc1),
+    "orthogonal": lambda m: parametrizations.orthogonal(m.fc2),
+    "spectral norm": lambda m: parametrizations.spectral_norm(m.fc1),
+}
+
+
+@pytest.mark.self_checks
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_parametrizations(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that are computed have the untiled gradients. Spectral norm, which changes a buffer in each call, stays
+    untiled with one warning.
+    """
+    torch.manual_seed(0)
+    model, x = nn.Sequential(PlainMLP()), randn(2, 12, H)
+    PARAMETRIZATIONS[name](model[0])
+    plain = copy.deepcopy(model)
+    with prepare(model, tiling=4, activation_checkpointing=False):
+        for _ in range(3):
+            assert worst(gradients(model, x), gradients(plain, x)) < 10 * EXACT
+    assert caplog.text.count("runs untiled") == (name == "spectral norm")
 
 
 @pytest.mark.self_checks
